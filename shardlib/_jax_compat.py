@@ -158,9 +158,6 @@ def runnable(
     runs; JAX 0.12 needs no detour.
 
     Args:
-        function: by `jax.jit`.
-        compiled: the same, lowered and compiled for the arguments.
-        arguments: abstract, a tree.
         mesh: that the function was lowered under; None for none.
     """
     import jax

@@ -184,11 +184,7 @@ LogicalAxes = tuple[str | None, ...]
 
 
 def mesh_axis(name: str) -> str:
-    """Returns the canonical mesh axis for a name or alias.
-
-    Raises:
-        PinError: the name is no mesh axis.
-    """
+    """Returns the canonical mesh axis for a name or alias."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PinError(f"{name!r} is no mesh axis; mesh axes are {', '.join(INNER_AXES)}")
     canonical = MESH_AXIS_ALIASES.get(name, name)

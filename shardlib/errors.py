@@ -170,17 +170,7 @@ class VerificationError(ShardlibError, RuntimeError):
 def raise_all(
     kind: type[ShardlibError], what: str, failures: Sequence[str], *, hint: str = ""
 ) -> NoReturn:
-    """Raises one `kind` that lists every failure; plainly when there is only one.
-
-    Args:
-        kind: the error class to raise.
-        what: the headline, without a final colon.
-        failures: one line per failure, at least one.
-        hint: what the user could try; empty for nothing.
-
-    Raises:
-        ShardlibError: always, of the class `kind`.
-    """
+    """Raises one `kind` that lists every failure; plainly when there is only one."""
     assert failures, "raise_all needs at least one failure"
     body = (
         f"{what}: {failures[0]}" if len(failures) == 1 else "\n  - ".join([f"{what}:", *failures])

@@ -58,9 +58,6 @@ def diagnostic(check: Callable[P, Iterable[Finding]]) -> Callable[P, tuple[Findi
 
     Every function of planning and lowering that returns findings is one (`tests/test_house.py`),
     but for those that refuse what a user gave, which say so under "Raises".
-
-    Args:
-        check: returns, or yields, findings.
     """
 
     @functools.wraps(check)

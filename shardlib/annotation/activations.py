@@ -62,14 +62,7 @@ def _inside(eqn: Any) -> list[Any]:
 def ignored_constraints(
     loss: PureLoss, params: Tree, state: Tree, batch: Tree
 ) -> tuple[Finding, ...]:
-    """What Flax's logical constraints in a loss would have pinned, had rules been in force.
-
-    Args:
-        loss: as the model binds it.
-        params: abstract parameters.
-        state: abstract model state.
-        batch: abstract batch.
-    """
+    """What Flax's logical constraints in a loss would have pinned, had rules been in force."""
     with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
         count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
     return (

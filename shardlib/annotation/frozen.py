@@ -21,16 +21,7 @@ from shardlib.jax_types import Index, KeyPath
 
 
 def freeze(model: Model, paths: Collection[str]) -> Model:
-    """The model with some of its state among its parameters, not trained.
-
-    Args:
-        model: from a front end.
-        paths: dotted paths of `model.state`.
-
-    Returns:
-        A model in which a path of the state is the same path of the params; what cannot have its
-        path there, since something else has, stays state.
-    """
+    """The model with some of its state among its parameters, not trained."""
     moved = _movable(model, paths)
     if not moved:
         return model

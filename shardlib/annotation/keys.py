@@ -21,13 +21,6 @@ _TRY = f"Try: an integer from 0 to {SEEDS - 1}, or jax.random.key(0)"
 def read_seed_or_key(seed: Seed) -> np.ndarray | np.int32:
     """A seed as an int32 scalar, or a key as its uint32 data, which every process can hand to a
     program over several processes.
-
-    Args:
-        seed: an integer; a key of JAX's default kind, typed or raw.
-
-    Raises:
-        ArgumentError: it is neither, an integer out of range, several keys, or a key of another
-            kind than JAX's default.
     """
     if not isinstance(seed, jax.Array | np.ndarray) or _is_integer(seed):
         return np.int32(read_seed(seed))  # pyright: ignore[reportArgumentType]
@@ -52,11 +45,7 @@ def read_seed_or_key(seed: Seed) -> np.ndarray | np.int32:
 
 
 def key_of(seed: Index) -> jax.Array:
-    """The key of what `read_seed_or_key` gives.
-
-    Args:
-        seed: an integer, or the data of a key; arrays or tracers.
-    """
+    """The key of what `read_seed_or_key` gives."""
     return jax.random.wrap_key_data(jnp.asarray(seed)) if jnp.ndim(seed) else jax.random.key(seed)
 
 

@@ -83,14 +83,8 @@ def from_linen(described: LinenInit, wrt: Filter = None, free: Free = as_it_is) 
     """Reads a Linen model.
 
     Args:
-        described: the module and what to call it with.
         wrt: predicate over paths of the collection "params" that says which are trained; None for
             all.
-        free: see `shardlib.annotation.read.read`.
-
-    Raises:
-        AnnotationError: the module fails to initialise, has no params, its names do not fit, or the
-            predicate does not.
     """
     name = described.module.name or type(described.module).__name__
 

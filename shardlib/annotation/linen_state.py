@@ -34,16 +34,7 @@ FORMS = (
 def loss_metrics_and_updates(
     result: Tree, state: Tree, unboxed: Callable[[Tree], Tree]
 ) -> tuple[Tree, dict[str, Tree], dict[str, Tree]]:
-    """Splits what a Linen loss returned.
-
-    Args:
-        result: see `FORMS`.
-        state: the collections of the model, but for "params".
-        unboxed: takes boxes off variables.
-
-    Raises:
-        TracingError: it is none of these forms, or a collection is not what the model has.
-    """
+    """Splits what a Linen loss returned."""
     value, *parts = result if isinstance(result, tuple) else (result,)
     if len(parts) == 1 and isinstance(parts[0], tuple):
         parts = list(parts[0])

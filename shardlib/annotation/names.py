@@ -45,14 +45,7 @@ NAMED = 12
 
 
 def spelled(names: object) -> LogicalAxes:
-    """Returns one name or None per dim that has one.
-
-    Args:
-        names: a tuple, a `PartitionSpec`, or what has one: a `NamedSharding`, a `Format`.
-
-    Raises:
-        TypeError: an entry is neither a string, None, nor a tuple of strings.
-    """
+    """Returns one name or None per dim that has one."""
     names = getattr(names, "sharding", names)
     spec = names.spec if isinstance(names, NamedSharding) else names
     if isinstance(spec, str) or not isinstance(spec, (tuple, list, PartitionSpec)):
@@ -74,13 +67,7 @@ def _one_dim(entry: Any) -> str | None:
 
 
 def of_dims(names: LogicalAxes, rank: int, stacks: Sequence[int] = ()) -> LogicalAxes:
-    """One name or None for each of `rank` dims.
-
-    Args:
-        names: of the leading dims, those of `stacks` apart.
-        rank: number of dims.
-        stacks: dims that a transform has added and not named.
-    """
+    """One name or None for each of `rank` dims."""
     remaining = iter(names)
     called = stacks[0] if stacks and STACK not in names else None
     axes = [
@@ -128,17 +115,7 @@ def metadata_of(holder: Any) -> dict[str, Any]:
 
 
 def beside(tree: Tree, axes: Tree, what: str) -> list[object]:
-    """What a tree of names says of every leaf of a tree of arrays, in the order of its leaves.
-
-    Args:
-        tree: arrays, in boxes and variables or not.
-        axes: names in the places of arrays, for as many as have names: by dotted path; or in a tree
-            like `tree`, as `nn.get_partition_spec` and `nnx.get_partition_spec` make it.
-        what: what the arrays are, for messages.
-
-    Raises:
-        AnnotationError: it names arrays that are not there.
-    """
+    """What a tree of names says of every leaf of a tree of arrays, in the order of its leaves."""
     places: dict[str, range] = {}
     paths: list[str] = []
     for path, holder in jax.tree_util.tree_leaves_with_path(tree, is_leaf=holds_names):
@@ -213,15 +190,6 @@ def of_state(
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
     """The logical axes of the weights in the state of a step by dotted path, and what the user
     should know.
-
-    Args:
-        state: abstract, in boxes and variables or not.
-        axes: names beside those of boxes and variables, see `beside`.
-        stacks: as of `fitted`.
-        weights: which arrays are weights; what follows them is sharded as they are.
-
-    Raises:
-        AnnotationError: names do not fit the weights, or `axes` names what is not there.
     """
     names = [
         written_name if beside_name is None else beside_name
@@ -242,11 +210,7 @@ def of_state(
 
 @diagnostic
 def optimizer_names(params: Tree) -> tuple[Finding, ...]:
-    """A finding where variables have other names for the optimizer's arrays than for themselves.
-
-    Args:
-        params: NNX variables.
-    """
+    """A finding where variables have other names for the optimizer's arrays than for themselves."""
     holders = jax.tree_util.tree_leaves_with_path(params, is_leaf=holds_names)
     return _unread_finding(
         [
@@ -303,16 +267,7 @@ def fitted(
     """Checks what is written on arrays against them.
 
     Args:
-        tree: arrays.
         names: what the user wrote on each leaf; None where nothing was written.
-        stacks: dims of each leaf that a transform has added and not named.
-
-    Returns:
-        Logical axes per dotted path, for named arrays only, and what the user should know.
-
-    Raises:
-        AnnotationError: malformed names, more names than dims or a name twice in one array; all of
-            them are listed.
     """
     axes: dict[str, LogicalAxes] = {}
     failures: list[str] = []
@@ -373,10 +328,6 @@ def stack_dims(make: Callable[[], Tree], tree: Tree) -> list[tuple[int, ...]]:
 
     Where Flax would apply the names of a new variable, its value is marked by a constraint of no
     effect. JAX adds the dims of a `vmap` to the mark, and a loop around it adds its own.
-
-    Args:
-        make: makes the tree; it is traced where names are ambiguous.
-        tree: what it made, abstract.
     """
     names = written(tree)
     ranks = [len(leaf.shape) for leaf in jax.tree.leaves(tree)]

@@ -46,13 +46,7 @@ def from_nnx(
     """Reads a module class, or a function, that takes `nnx.Rngs`.
 
     Args:
-        constructor: makes the module.
         wrt: a filter of Flax that says which variables are trained; None for all parameters.
-        free: see `shardlib.annotation.read.read`.
-
-    Raises:
-        AnnotationError: the constructor fails, returns no module, its names do not fit, or the
-            filter does not.
     """
     name = getattr(constructor, "__name__", type(constructor).__name__)
     build = _with_rngs(constructor, name)
@@ -99,11 +93,7 @@ def _in_eval_mode(module: nnx.Module) -> nnx.Module:
 
 
 def _chosen(state: nnx.State, wrt: Filter) -> Predicate:
-    """What is trained, as a filter that goes by paths.
-
-    Raises:
-        AnnotationError: the filter is none, or does not fit the variables.
-    """
+    """What is trained, as a filter that goes by paths."""
     if wrt is None:
         return _trained
     variables = dict(nnx.to_flat_state(state))

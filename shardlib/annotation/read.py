@@ -41,11 +41,6 @@ def read(init: Init, wrt: Filter = None, *, free: Free = as_it_is) -> Model:
         init: a callable `nnx.Rngs -> nnx.Module`, or the result of `shardlib.linen` or
             `shardlib.tree`.
         wrt: what is trained, see `shardlib.annotation.trees.wrt`; None for all parameters.
-        free: what is done to the function that makes the arrays, before it is called.
-
-    Raises:
-        AnnotationError: none of these, its names do not fit its arrays, or `wrt` does not fit the
-            model.
     """
     if isinstance(init, Model):
         if wrt is not None:

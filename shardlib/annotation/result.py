@@ -12,26 +12,13 @@ from shardlib.jax_types import Metrics, Value
 
 
 def loss_and_metrics(result: Tree) -> tuple[Value, Metrics]:
-    """Splits `loss` or `(loss, metrics)`.
-
-    Raises:
-        TracingError: the result is neither, or a metric is called "loss".
-    """
+    """Splits `loss` or `(loss, metrics)`."""
     value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     return scalar_and_metrics(value, metrics, result)
 
 
 def scalar_and_metrics(value: Tree, metrics: Tree, result: Tree) -> tuple[Value, Metrics]:
-    """The two parts of what a loss returned, checked; see `loss_and_metrics`.
-
-    Args:
-        value: the first part.
-        metrics: the second.
-        result: the whole, for messages.
-
-    Raises:
-        TracingError: the first is no scalar, the second no mapping, or a metric is called "loss".
-    """
+    """The two parts of what a loss returned, checked; see `loss_and_metrics`."""
     if not _is_number(value) or not isinstance(metrics, Mapping):
         raise TracingError(
             f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of"

@@ -38,16 +38,7 @@ class Pair:
 
     @staticmethod
     def of(initialised: Tree, name: str) -> Pair:
-        """Reads what an initialiser made.
-
-        Args:
-            initialised: the pair, with abstract arrays.
-            name: of the initialiser, for messages.
-
-        Raises:
-            AnnotationError: it is no pair, its first part has no floating-point arrays, or its
-                second no arrays.
-        """
+        """Reads what an initialiser made."""
         if not isinstance(initialised, tuple) or len(initialised) != 2:
             raise AnnotationError(
                 f"initialiser {name!r} made a {type(initialised).__name__}; with stateful=True it"
@@ -82,12 +73,7 @@ class Pair:
         return {self.state.paths[index]: leaves[index] for index in self.arrays}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
-        """The pair around what is trained and the arrays of everything else.
-
-        Args:
-            params: what is trained.
-            state: the other arrays, as `split` gives them.
-        """
+        """The pair around what is trained and the arrays of everything else."""
         leaves = [
             self.state.kept[index] if index in self.state.kept else state["state"][path]
             for index, path in enumerate(self.state.paths)
@@ -98,18 +84,7 @@ class Pair:
         )
 
     def after(self, result: Tree, state: Tree) -> tuple[Value, Metrics, Tree]:
-        """Splits what a loss returned.
-
-        Args:
-            result: what it returned, see `FORMS`.
-            state: the arrays before the step, as `split` gives them.
-
-        Returns:
-            The loss, its metrics, and the arrays after the step.
-
-        Raises:
-            TracingError: it is neither form, or the state is not like the one before.
-        """
+        """Splits what a loss returned."""
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             returned = (
                 f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -149,11 +124,7 @@ def _spelt(array: Tree) -> str:
 
 
 def bound(pair: Pair) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
-    """What makes a pure loss of the user's.
-
-    Args:
-        pair: the model and its state.
-    """
+    """What makes a pure loss of the user's."""
 
     def bind(loss: Callable[..., Tree]) -> Callable[..., Tree]:
         @_jax_compat.unsharded_variables()

@@ -84,13 +84,7 @@ def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) ->
     """Reads a plain pytree model.
 
     Args:
-        described: the initialiser and its names.
         wrt: predicate over paths that says which arrays are trained; None for all.
-        free: see `shardlib.annotation.read.read`.
-
-    Raises:
-        AnnotationError: the initialiser fails, makes no arrays or integer ones that would be
-            trained, the names do not fit, or the predicate does not.
     """
     name = getattr(described.initialise, "__name__", "tree")
     described = replace(

@@ -30,16 +30,7 @@ MLP = 256
 def family(
     model: TransformerConfig | EncoderDecoderConfig | UserModel, smallest: float, largest: float
 ) -> list[TransformerConfig]:
-    """Models of the shape of a known one, the smallest first.
-
-    Args:
-        model: the known one.
-        smallest: parameters of the smallest.
-        largest: parameters of the largest.
-
-    Raises:
-        ArgumentError: it is no dense decoder that is described as a table.
-    """
+    """Models of the shape of a known one, the smallest first."""
     if not isinstance(model, TransformerConfig) or model.experts or model.latent:
         raise ArgumentError(
             f"{model.name} names no family: sizes are those of a dense decoder, and of no"

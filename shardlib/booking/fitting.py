@@ -73,20 +73,7 @@ def fit_model(
     """The largest model of a family that a machine trains in time.
 
     Args:
-        model: of the family, a preset, a file or a configuration; its shape is what stays.
-        topology: the machine.
-        budget: deadline, tokens a parameter, and what failures cost.
-        batch: sequences of the global batch.
-        seq: tokens of a sequence.
         optimizer: an optax transformation; AdamW by default.
-        pin: decisions fixed by hand, in every plan.
-
-    Returns:
-        The largest model with its plan, and what is proven of it.
-
-    Raises:
-        ArgumentError: the model names no family, or not even its smallest is trained in time.
-        ShardlibError: as `shardlib.plan`, `InfeasibleError` apart.
     """
     base = load(model) if isinstance(model, str) else model
     machine, pins = parse_topology(topology), Pins.parse(pin)
@@ -131,9 +118,6 @@ def _most(base: object, machine: Topology, budget: Budget, *, exact: bool) -> fl
     That is at most half, since the head is as large as the table, or is the table.
 
     Args:
-        base: the model whose family it is.
-        machine: what it is trained on.
-        budget: the deadline.
         exact: whether products have the dtype of the configuration; otherwise the fastest counts.
     """
     dtype = base.compute_dtype if isinstance(base, TransformerConfig) and exact else None

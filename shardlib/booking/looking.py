@@ -38,12 +38,6 @@ def offers(family: str, sizes: Sequence[Topology], step: Step, target: Target) -
     All sizes that a bound does not exclude are planned, from the smallest to the first in time.
     From there on doublings are planned, until two in a row cost more than the best; then the
     neighbours of the best.
-
-    Args:
-        family: its name.
-        sizes: its machines, ascending.
-        step: what is planned.
-        target: tokens and deadline.
     """
     steps = target.tokens / step.tokens
     bounds = [step.least(machine) * steps for machine in sizes]
@@ -108,13 +102,7 @@ def _doublings(first: int, sizes: Sequence[Topology]) -> list[int]:
 
 
 def offer(machine: Topology, step: Step, target: Target) -> Offer:
-    """What a machine takes for the run.
-
-    Args:
-        machine: of any size.
-        step: what is planned.
-        target: tokens, prices and failures.
-    """
+    """What a machine takes for the run."""
     empty = Offer(topology=machine.name, devices=machine.devices, deadline=target.deadline)
     try:
         plan = step.planned(machine)

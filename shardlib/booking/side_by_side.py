@@ -47,28 +47,7 @@ def compare(
     """For each kind of machine the smallest and the cheapest size that ends a run in time.
 
     Args:
-        init: a model, see `shardlib.plan`; so all that says no more here.
         loss: (model, batch) -> scalar or (scalar, metrics).
-        optimizer: an optax transformation.
-        batch: the global batch, the same on every machine: no size changes the numbers.
-        topologies: kinds of machines, a chip ("v5p") or a fast domain of it ("h100:8") each.
-        target: tokens, deadline, prices and failures.
-        largest: devices of the largest machine of each kind that is looked at.
-        pin: decisions fixed by hand, in every plan.
-        batch_axes: logical axes of the batch.
-        name: what to call the model.
-        wrt: what is trained.
-        rows: "prove" or "mean", how the loss depends on the rows of the batch.
-
-    Returns:
-        The comparison: `print` shows it as a table, `svg()` and `html()` as pictures. Every plan
-        is in it, at `families[k].cheapest.plan`.
-
-    Raises:
-        ShardlibError: as `shardlib.plan`, `InfeasibleError` apart.
-        ArgumentError: no topologies, one twice, none of its machines is small enough, or a price
-            of a chip that none of them has.
-        PinError: an exchange of islands is pinned.
     """
     require_arguments("compare", loss=loss, optimizer=optimizer, pin=pin, name=name)
     spellings = [spelled(topology) for topology in topologies]
@@ -105,12 +84,7 @@ def _require_prices_of(target: Target, compared: Sequence[Topology]) -> None:
 
 
 def step_of(traced: Problem, pins: Pins) -> Step:
-    """A traced step that is planned on one machine after another, prepared once a vendor.
-
-    Args:
-        traced: the step.
-        pins: decisions fixed by hand.
-    """
+    """A traced step that is planned on one machine after another, prepared once a vendor."""
     loads: dict[str, Workload] = {}
 
     def load(machine: Topology) -> Workload:

@@ -26,25 +26,12 @@ STEPS = 8
 
 
 def spelled(text: str) -> str:
-    """A member of a family, where only its chip is named: "v5p" is "v5p:4x4x4".
-
-    Args:
-        text: a chip of the catalogue, or a topology.
-    """
+    """A member of a family, where only its chip is named: "v5p" is "v5p:4x4x4"."""
     return CATALOG[text].example if text in CATALOG else text
 
 
 def machines(family: str | Topology, largest: int) -> list[Topology]:
-    """Machines of a family, ascending.
-
-    Args:
-        family: a chip of the catalogue, "v5p", or a member of the family, "h100:8".
-        largest: devices of the largest.
-
-    Raises:
-        TopologyError: the family does not parse.
-        ArgumentError: no machine of it is that small, or its links are named.
-    """
+    """Machines of a family, ascending."""
     member = parse_topology(spelled(family) if isinstance(family, str) else family)
     if "@" in member.name:
         raise ArgumentError(

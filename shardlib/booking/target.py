@@ -104,12 +104,7 @@ class Target:
             raise_all(ArgumentError, "the target is not defined", wrong)
 
     def price(self, chip: str, devices_per_chip: int) -> float | None:
-        """Of a device and hour; None where the chip has none.
-
-        Args:
-            chip: its name.
-            devices_per_chip: JAX devices that share it.
-        """
+        """Of a device and hour; None where the chip has none."""
         chip_price = self.prices.get(chip)
         return None if chip_price is None else chip_price / devices_per_chip
 

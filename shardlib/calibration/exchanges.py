@@ -45,7 +45,6 @@ def line(small: float, large: float) -> tuple[float, float]:
 
     Args:
         small: seconds of the smallest collective.
-        large: of one whose full array has `MESSAGE` elements.
     """
     return small, max(large - small, large / 10) / (4 * MESSAGE)
 

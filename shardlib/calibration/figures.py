@@ -85,12 +85,7 @@ def figure_names(local: int) -> tuple[str, ...]:
 
 
 def cache_path(devices: int, local: int) -> Path:
-    """The file that keeps the figures of `devices` devices measured on `local` ones.
-
-    Args:
-        devices: of the topology.
-        local: devices that were there to measure.
-    """
+    """The file that keeps the figures of `devices` devices measured on `local` ones."""
     folder = os.environ.get("SHARDLIB_CACHE_DIR") or platformdirs.user_cache_dir(
         "shardlib", appauthor=False
     )
@@ -111,10 +106,6 @@ def cpu_model() -> str:
 def read_figures(path: Path, local: int) -> dict[str, float] | None:
     """The figures of a cache file; None when there is none, or none that a run could have
     written.
-
-    Args:
-        path: the file.
-        local: devices that were measured.
     """
     try:
         figures = read_json(path, "measured figures", TopologyError, limits=CACHED)

@@ -49,16 +49,6 @@ def measured_cpu(devices: int, refresh: bool = False) -> Topology:
     cores. One device exchanges with nobody: the catalogue's static link figures stay. A cache
     folder that cannot be written costs a measurement in every process. Of processes that have
     joined each other, the first measures for all.
-
-    Args:
-        devices: number of devices of the topology, at least 1.
-        refresh: measure again even where the cache has figures.
-
-    Returns:
-        A topology named "cpu:<devices>".
-
-    Raises:
-        TopologyError: `devices` is less than 1.
     """
     if devices < 1:
         raise TopologyError(f"measured_cpu(devices={devices}) needs at least one device")
@@ -90,13 +80,7 @@ def measure(devices: Sequence[jax.Device]) -> dict[str, float]:
 
 
 def machine_of_figures(devices: int, local: int, figures: Mapping[str, float]) -> Topology:
-    """The topology of `devices` devices by the figures of `local` ones.
-
-    Args:
-        devices: of the topology.
-        local: devices that were at work when the figures were measured.
-        figures: by name, see `shardlib.calibration.figures`.
-    """
+    """The topology of `devices` devices by the figures of `local` ones."""
     share = local / devices
     sources = (
         f"measured on {cpu_model()}, {cores()} cores, {local} devices, JAX {jax.__version__}",

@@ -61,11 +61,7 @@ def per_device(mesh: Mesh, *shape: int, dtype: DTypeLike = jnp.float32) -> jax.A
 
 
 def kernel_figures(mesh: Mesh) -> dict[str, float]:
-    """Measures every figure of kernels but `alone`.
-
-    Args:
-        mesh: of one axis, "all".
-    """
+    """Measures every figure of kernels but `alone`."""
     memory = PASSES * 8 * STREAM / _passes(mesh, lambda a: a * 0.5 + 0.5)
     streamed = STREAM / memory * 8
     start = _matmul_start(mesh, memory)

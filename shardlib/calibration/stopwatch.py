@@ -37,8 +37,6 @@ def quiet_seconds(
     Args:
         walls: seconds of each run.
         processor: seconds that each run took of all cores together.
-        cores: of the machine.
-        all_busy: whether the program has work for all cores at all times.
     """
     if not all_busy:
         return min(walls)
@@ -48,14 +46,7 @@ def quiet_seconds(
 def seconds_of(
     call: Callable[..., object], *operands: jax.Array, devices: int, budget_s: float = BUDGET_S
 ) -> float:
-    """Seconds of a call that has been made before, so that it is compiled.
-
-    Args:
-        call: a jitted function.
-        operands: its arguments.
-        devices: that are at work.
-        budget_s: how long to repeat it.
-    """
+    """Seconds of a call that has been made before, so that it is compiled."""
     jax.block_until_ready(call(*operands))
     walls: list[float] = []
     processor: list[float] = []

@@ -132,12 +132,8 @@ def described(
     """The document of a state that is being saved; waits for its metrics.
 
     Args:
-        step: steps done.
-        sums: checksums of every array, by path.
         specs: shape, dtype and sharding of every array, by path.
         plan: what it is trained under; None where there is none.
-        extra: plain data of the user.
-        metrics: numbers by name, on devices or not.
     """
     numbers = {name: float(value) for name, value in metrics.items()}
     return About(
@@ -152,12 +148,7 @@ def described(
 
 
 def from_json(data: Json) -> About:
-    """Reads a document.
-
-    Raises:
-        DamagedError: it is not what was written.
-        CheckpointError: another version wrote it.
-    """
+    """Reads a document."""
     try:
         same = isinstance(data, Mapping) and digest(data.get("content")) == data.get("digest")
     except (TypeError, ValueError, RecursionError):  # no plain data
@@ -185,15 +176,7 @@ def from_json(data: Json) -> About:
 
 
 def of_step(about: About, step: int) -> About:
-    """The document, if it is that of the step that the folder is called by.
-
-    Args:
-        about: as it was read.
-        step: that the folder is called by.
-
-    Raises:
-        DamagedError: it is another's: somebody has copied or renamed the folder.
-    """
+    """The document, if it is that of the step that the folder is called by."""
     if about.step != step:
         raise DamagedError(
             f"it is the checkpoint of step {about.step} under another name; what was saved at step"
@@ -203,11 +186,7 @@ def of_step(about: About, step: int) -> About:
 
 
 def checked_extra(extra: JsonMapping) -> JsonObject:
-    """What JSON makes of `extra`, so that later changes to it change nothing.
-
-    Raises:
-        CheckpointError: it is no JSON object.
-    """
+    """What JSON makes of `extra`, so that later changes to it change nothing."""
     try:
         return dict(json.loads(json.dumps(dict(extra))))
     except (TypeError, ValueError) as error:

@@ -41,10 +41,6 @@ class Folder:
     def claimed(self, what: str = "") -> Owner | None:
         """Makes this process the one that writes here. Object stores ("gs://...") have no files
         that one of many can make, and no owner.
-
-        Raises:
-            OwnedError: another process is it.
-            CheckpointError: the folder cannot be written.
         """
         if "://" in str(self.path):
             return None
@@ -56,9 +52,6 @@ class Folder:
     def prepare(self) -> None:
         """Makes the folder, tries to write into it, and deletes what interrupted saves have left;
         for its owner.
-
-        Raises:
-            CheckpointError: it cannot be made or written.
         """
         probe = self.path / f"writable-{secrets.token_hex(8)}.probe"
         try:
@@ -73,9 +66,6 @@ class Folder:
     def steps(self) -> tuple[int, ...]:
         """Steps of the whole checkpoints, the oldest first; damaged ones that have been found are
         not among them.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
         """
         try:
             entries = (
@@ -117,11 +107,7 @@ class Folder:
         )
 
     def refuse_run(self) -> None:
-        """Refuses the folder of a run in place of the one of its checkpoints, which has its owner.
-
-        Raises:
-            CheckpointError: it is one.
-        """
+        """Refuses the folder of a run in place of the one of its checkpoints, which has its owner."""
         with contextlib.suppress(OSError):
             if (self.path / "run.json").exists() and (self.path / "checkpoints").is_dir():
                 raise CheckpointError(

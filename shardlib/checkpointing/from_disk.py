@@ -53,11 +53,7 @@ def _in_memory(leaf: Any) -> jax.Array:
 
 
 def registry(first: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
-    """What Orbax writes a state with that is partly on disk, or in some of several processes.
-
-    Args:
-        first: number of the first process that writes.
-    """
+    """What Orbax writes a state with that is partly on disk, or in some of several processes."""
     handler = _Handler(first)
     found = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
     found.add(DiskArray, handler, override=True, ignore_warnings=True)

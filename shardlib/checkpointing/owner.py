@@ -95,9 +95,6 @@ class Owner:
     def require(self) -> None:
         """Makes sure that no other process has taken the folder, as one does that takes this one
         for dead.
-
-        Raises:
-            OwnedError: another has; nothing may be written any more.
         """
         if self._state.lost is None and clock() - self._state.sure < SURE:
             return
@@ -124,14 +121,8 @@ def claim(
     """Makes this process the owner of a folder.
 
     Args:
-        folder: made where it is not there.
         what: how to call it in messages; by default its path.
         silent_seconds: how long to watch an owner that cannot be looked at.
-        say: what to do with a message when that begins.
-
-    Raises:
-        OwnedError: another process is, or another part of this one; who, where and since when.
-        OSError: the folder cannot be written.
     """
     what, place = what or str(folder), folder / "owner"
     place.mkdir(parents=True, exist_ok=True)
@@ -230,9 +221,6 @@ def _is_free(
 ) -> bool:
     """Whether the owner with the highest number has given back or is dead; False where there is a
     higher one by now.
-
-    Raises:
-        OwnedError: it lives.
     """
     file, signs = place / file_name(number), place / file_name(number, "beat")
     if text_of(signs).startswith(RELEASED):
@@ -290,11 +278,7 @@ def _refuse(what: str, found: Claim | None, how: str, *, here: bool = False) -> 
 
 
 def refuse_where_owned(folder: Path, what: str) -> None:
-    """A first look, before anything takes time: touches nothing, and watches nobody.
-
-    Raises:
-        OwnedError: another process owns the folder, and is known to live.
-    """
+    """A first look, before anything takes time: touches nothing, and watches nobody."""
     found = described(folder)
     if found is not None and found.who != this_process() and lives(found.who):
         _refuse(what, found, "which lives")

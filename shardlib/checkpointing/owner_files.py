@@ -37,12 +37,7 @@ class Claim:
 
 
 def taken(draft: Path, target: Path) -> bool:
-    """Whether a draft has become the file of a number; it does so for one process alone.
-
-    Args:
-        draft: the file of this process.
-        target: the file of the number.
-    """
+    """Whether a draft has become the file of a number; it does so for one process alone."""
     try:
         os.link(draft, target)
     except FileExistsError:
@@ -69,13 +64,6 @@ def _linked(draft: Path) -> bool:
 def write_new(path: Path, text: str) -> None:
     """Writes a file that is not there, and has it on the disk; a draft of this process is written
     again.
-
-    Args:
-        path: a file that is not there; a ".part" is written again.
-        text: all of it.
-
-    Raises:
-        OSError: it is there, or cannot be written.
     """
     if path.suffix == ".part":
         path.unlink(missing_ok=True)
@@ -88,12 +76,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def tidy(place: Path, number: int) -> None:
-    """Deletes what owners long ago have left, and drafts of those that came to nothing.
-
-    Args:
-        place: the folder of the files.
-        number: of the owner now.
-    """
+    """Deletes what owners long ago have left, and drafts of those that came to nothing."""
     with contextlib.suppress(OSError):
         for path in place.iterdir():
             stem = path.name.partition(".")[0]
@@ -105,12 +88,7 @@ def tidy(place: Path, number: int) -> None:
 
 
 def file_name(number: int, kind: str = "json") -> str:
-    """Name of the file of an owner.
-
-    Args:
-        number: of the owner; names sort as numbers do.
-        kind: the suffix.
-    """
+    """Name of the file of an owner."""
     return f"{number:06d}.{kind}"
 
 

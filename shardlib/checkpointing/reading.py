@@ -49,10 +49,6 @@ def handler(
 ) -> ocp.CompositeCheckpointHandler:
     """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, and "about",
     the description.
-
-    Args:
-        options: which processes write.
-        own: whether there are arrays that Orbax does not write by itself.
     """
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
     if own:
@@ -75,16 +71,7 @@ def handler(
 
 
 def read_about(path: epath.Path, step: int) -> About:
-    """Reads the description of the checkpoint of a step; all processes have the same answer.
-
-    Args:
-        path: folder of the checkpoint.
-        step: that it is called by.
-
-    Raises:
-        DamagedError: it cannot be read, is not what was written, or is that of another step.
-        CheckpointError: the file cannot be opened, or another version wrote it.
-    """
+    """Reads the description of the checkpoint of a step; all processes have the same answer."""
     failure = ""
     about = None
     try:
@@ -129,10 +116,6 @@ def _about(path: epath.Path, step: int) -> About:
 def try_about(path: epath.Path, step: int) -> About | None:
     """The description of the checkpoint of a step, None where it cannot be read or is another's;
     for one process alone.
-
-    Args:
-        path: folder of the checkpoint.
-        step: that it is called by.
     """
     try:
         return _about(path, step)
@@ -158,20 +141,7 @@ def read_state(
     *,
     new_optimizer: bool = False,
 ) -> tuple[State, tuple[Finding, ...]]:
-    """Restores the arrays of a checkpoint.
-
-    Args:
-        path: of the checkpoint.
-        about: its description.
-        wanted: abstract state with shardings.
-        camera: has the programs that compute sums.
-        program: whose state it is, where that is known: it may keep arrays on disk.
-        new_optimizer: start the program's optimizer anew, with no array of its state read.
-
-    Raises:
-        DamagedError: arrays cannot be read, or are not what was saved.
-        CheckpointError: the checkpoint is of another model or optimizer.
-    """
+    """Restores the arrays of a checkpoint."""
     like = without_optimizer(wanted) if new_optimizer else wanted
     target = form_of(like)
     named = named_leaves(target)
@@ -220,18 +190,7 @@ def read_state(
 def read_arrays(
     path: epath.Path, about: About, leaves: Mapping[str, jax.ShapeDtypeStruct], camera: Camera
 ) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint, and finds flipped bits.
-
-    Args:
-        path: of the checkpoint.
-        about: its description.
-        leaves: abstract arrays as they are stored, with shardings, by path.
-        camera: has the programs that compute sums.
-
-    Raises:
-        DamagedError: arrays cannot be read, or are not what was saved.
-        CheckpointError: the files cannot be opened.
-    """
+    """Reads arrays of a checkpoint, and finds flipped bits."""
     with ThreadPoolExecutor(1) as pool:  # compiles while files are read
         compiled = pool.submit(camera.sums, leaves)
         return _verified(_read_arrays(path, leaves), about, compiled.result())

@@ -50,19 +50,7 @@ def read_checkpoint(
     *,
     parameters_only: bool,
 ) -> Restored:
-    """One checkpoint, straight to where its arrays are to live.
-
-    Args:
-        folder: of the checkpoints.
-        step: which.
-        target: a program, or an abstract state whose leaves have shardings.
-        camera: that counts sums of arrays.
-        parameters_only: start the optimizer anew.
-
-    Raises:
-        DamagedError: it is damaged.
-        CheckpointError: it is of another model or optimizer.
-    """
+    """One checkpoint, straight to where its arrays are to live."""
     wanted = target.state if isinstance(target, AnyProgram) else target
     path = folder.checkpoint(step)
     about = reading.read_about(path, step)
@@ -90,14 +78,6 @@ def set_aside(
 ) -> tuple[Finding, ...]:
     """Renames damaged checkpoints and says what is wrong with them; to be called when a good
     one is restored.
-
-    Args:
-        folder: of the checkpoints.
-        damaged: what is wrong, by step.
-        read_only: whether nothing may be renamed.
-
-    Returns:
-        A finding for each.
     """
     findings: list[Finding] = []
     for step, text in damaged.items():
@@ -118,9 +98,7 @@ def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> Chec
     """The error where there is no checkpoint, or none of a step.
 
     Args:
-        folder: of the checkpoints.
         step: that was asked for; None for the newest.
-        candidates: steps of the checkpoints that are there.
     """
     return CheckpointError(
         f"there is no checkpoint{'' if step is None else f' of step {step}'} in"
@@ -131,13 +109,7 @@ def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> Chec
 def none_good(
     folder: Folder, damaged: Mapping[int, str], candidates: Sequence[int]
 ) -> CheckpointError:
-    """The error where all checkpoints that were read are damaged.
-
-    Args:
-        folder: of the checkpoints.
-        damaged: what is wrong, by step.
-        candidates: steps of all checkpoints that are there.
-    """
+    """The error where all checkpoints that were read are damaged."""
     lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
     others = [other for other in candidates if other not in damaged]
     return CheckpointError(

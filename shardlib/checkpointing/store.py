@@ -139,20 +139,6 @@ class Checkpoints:
 
         Returns when copies of the arrays are queued; the state may be donated then. Writing goes on
         in a thread. Waits only for a save before this one that is still being written.
-
-        Args:
-            step: names the checkpoint.
-            state: the state after that step.
-            plan: the plan it is trained under.
-            extra: plain data that `restore` gives back: the position in the data, random streams of
-                the loop, ...
-            metrics: numbers by name, on devices or not.
-            wait: return when the checkpoint is there.
-
-        Raises:
-            CheckpointError: there is a checkpoint of that step, `extra` is no plain data, or the
-                save before this one failed. The state is as before.
-            OwnedError: another process has taken the folder over.
         """
         if self.read_only:
             raise CheckpointError(
@@ -192,21 +178,13 @@ class Checkpoints:
         return self._folder.steps()
 
     def wait(self) -> None:
-        """Waits for the save that is under way.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Waits for the save that is under way."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Waits for the save that is under way, ends the thread and gives the folder back.
-
-        Raises:
-            CheckpointError: the save failed.
-        """
+        """Waits for the save that is under way, ends the thread and gives the folder back."""
         try:
             self.wait()
         finally:
@@ -224,19 +202,8 @@ class Checkpoints:
         """Restores a checkpoint straight to where its arrays are to live.
 
         Args:
-            target: a program, or an abstract state whose leaves have shardings (`program.state`).
             step: which; by default the newest one that is good. Damaged ones that are newer are
                 renamed, once a good one is restored, and said.
-            parameters_only: start the optimizer anew, with the parameters and the state of the
-                model from the checkpoint; the target must be a program.
-
-        Returns:
-            The state, its step, the `extra`, metrics and plan that were saved with it, and
-            findings.
-
-        Raises:
-            CheckpointError: there is none, none is good, or the checkpoint is of another model or
-                optimizer; every difference is listed.
         """
         self.wait()
         target = target.state if isinstance(target, StepProgram) else target

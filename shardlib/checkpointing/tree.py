@@ -47,11 +47,7 @@ class Spec:
 
 
 def named_leaves(tree: Tree) -> dict[str, Tree]:
-    """The leaves of a tree by dotted path.
-
-    Raises:
-        CheckpointError: two leaves have the same path.
-    """
+    """The leaves of a tree by dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {path_text(path): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
@@ -126,12 +122,7 @@ def raw_arrays(named: Mapping[str, Tree]) -> dict[str, Tree]:
 
 
 def fitted(target: Mapping[str, Tree], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Stored arrays cast to the target's dtypes, each where the target says.
-
-    Args:
-        target: abstract arrays with shardings, by path.
-        arrays: stored arrays, by path; at least those of `target`.
-    """
+    """Stored arrays cast to the target's dtypes, each where the target says."""
     return {path: _fitted(arrays[path], leaf) for path, leaf in target.items()}
 
 
@@ -147,11 +138,7 @@ def _fitted(array: jax.Array, leaf: Tree) -> jax.Array:
 
 
 def check_target(target: Tree) -> None:
-    """Makes sure that every array of a target says where it is to live.
-
-    Raises:
-        CheckpointError: some have no sharding, or one on devices that are not here.
-    """
+    """Makes sure that every array of a target says where it is to live."""
     lacking = [
         path
         for path, leaf in named_leaves(target).items()
@@ -177,17 +164,8 @@ def compared(
 ) -> tuple[Finding, ...]:
     """Compares what a checkpoint holds with what is to be restored.
 
-    Args:
-        stored: arrays of the checkpoint.
-        target: arrays of the state that is wanted.
-        where: how to call the checkpoint.
-
     Returns:
         Findings where floating-point dtypes differ, which a restore casts.
-
-    Raises:
-        CheckpointError: arrays are missing, too many, or of other shapes or kinds; all of them are
-            listed, or counted where they are many.
     """
     differences = {
         path: text

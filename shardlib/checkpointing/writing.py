@@ -27,17 +27,7 @@ from shardlib.processes.values import by_owners, owners_of
 
 
 def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About) -> None:
-    """Writes a checkpoint; what a failure has left is cleared away.
-
-    Args:
-        folder: of the checkpoints.
-        step: names it.
-        snapshot: the arrays, which nothing overwrites.
-        about: what is said of them.
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
+    """Writes a checkpoint; what a failure has left is cleared away."""
     arrays = {**snapshot.arrays, **snapshot.stored}
     owners = owners_of(arrays.values())
     options = shards.options(owners)
@@ -94,16 +84,7 @@ def _said_once() -> Iterator[None]:
 
 
 def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
-    """Deletes checkpoints that nothing keeps; in the first process.
-
-    Args:
-        folder: of the checkpoints.
-        keep: which of them stay.
-        step: of the one that was just written, for the message.
-
-    Raises:
-        CheckpointError: older ones could not be deleted.
-    """
+    """Deletes checkpoints that nothing keeps; in the first process."""
     try:
         found = [
             about

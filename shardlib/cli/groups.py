@@ -30,16 +30,7 @@ from typer.models import OptionInfo
 
 
 def spread(command: Callable[..., None], **groups: type) -> Callable[..., None]:
-    """A command as Typer reads it, with the fields of its groups in place of each group.
-
-    Args:
-        command: a function whose parameters are arguments, options, or groups of options: frozen
-            dataclasses.
-        **groups: classes of parameters that are only known when the command is made.
-
-    Returns:
-        A function of the same name and words of help, with one parameter for every option.
-    """
+    """A command as Typer reads it, with the fields of its groups in place of each group."""
     hints = {**get_type_hints(command, include_extras=True), **groups}
     parameters: list[inspect.Parameter] = []
     groups_by_name: dict[str, type[Any]] = {}

@@ -32,13 +32,7 @@ def make_plan(
     """Plans the model that a command line names; the plan remembers where it came from.
 
     Args:
-        spec: MODEL.
-        topology, batch, seq, pins: as the options say.
-        refine: how many of the best plans to compile.
         framework: the training framework that will run the plan; None for programs of shardlib.
-
-    Raises:
-        ShardlibError: anything that the command line asked for and that cannot be done.
     """
     from dataclasses import replace
 
@@ -168,11 +162,7 @@ def replanned(plan: Plan, pins: JsonObject) -> Plan | str:
 
 
 def origin_sizes(plan: Plan) -> tuple[int | None, int | None]:
-    """Batch and sequence that a plan was made with; None where the model brought its own.
-
-    Raises:
-        PlanError: they are no sizes.
-    """
+    """Batch and sequence that a plan was made with; None where the model brought its own."""
     origin = dict(plan.origin)
     sizes_given = [(key, origin[key]) for key in ("batch", "seq") if key in origin]
     wrong = [
@@ -196,9 +186,6 @@ def _origin_pins(origin: dict[str, str]) -> PlanInputs:
 def with_source(plan: Plan) -> Plan:
     """A plan from a file with what it was made from: its model traced again, its topology and its
     pins.
-
-    Raises:
-        PlanError: the plan does not say which model it is for.
     """
     from dataclasses import replace
 
@@ -243,17 +230,7 @@ def _priced_here(plan: Plan) -> Plan:
 
 
 def read_plan(path: Path, *, changed: bool = False) -> Plan:
-    """Reads a plan from a file.
-
-    Args:
-        path: where.
-        changed: whether a plan that was changed since it was written is taken, with a finding that
-            says so.
-
-    Raises:
-        MissingFileError: there is no such file.
-        PlanError: the file holds no plan, or one that was changed.
-    """
+    """Reads a plan from a file."""
     from shardlib.planning.plan import ChangedPlanError, plan_from_data
 
     again = f"shardlib plan MODEL --topology T ... --out {path}"

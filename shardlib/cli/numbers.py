@@ -22,11 +22,7 @@ LEAST = 1_000_000
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:
-    """Numbers and ranges: "0-3,8"; nothing for an empty text.
-
-    Raises:
-        PlanError: something else is written there.
-    """
+    """Numbers and ranges: "0-3,8"; nothing for an empty text."""
     listed: list[int] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
@@ -41,9 +37,6 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
 def sizes(text: str) -> tuple[int, ...]:
     """Numbers of devices: "8..16384" doubles from the first to the last, "8,24" lists them;
     ascending.
-
-    Raises:
-        PlanError: something else is written there, a number is 0, or stands there twice.
     """
     match = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
     if match is not None and 0 < int(match[1]) <= int(match[2]):
@@ -66,15 +59,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def duration(text: str, what: str) -> float:
-    """Seconds of "500ms", "2s", "300us", "10m", "3h" or "30d".
-
-    Args:
-        text: as it is spelled.
-        what: the option, for messages.
-
-    Raises:
-        PlanError: something else is written there, or no unit.
-    """
+    """Seconds of "500ms", "2s", "300us", "10m", "3h" or "30d"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|m|h|d|)\s*", text)
     if match is not None and not match[2]:
         likely = f"{match[1]}s, {match[1]}h or {match[1]}d"
@@ -88,15 +73,7 @@ def duration(text: str, what: str) -> float:
 
 
 def quantity(text: str, what: str) -> float:
-    """A number with K, M, B (or G), or T for thousands, millions, billions, trillions.
-
-    Args:
-        text: as it is spelled.
-        what: the option, for messages.
-
-    Raises:
-        PlanError: something else is written there, or a number so small that a unit is missing.
-    """
+    """A number with K, M, B (or G), or T for thousands, millions, billions, trillions."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMBGT]?)\s*", text.upper())
     if match is not None and not match[2] and 0 < float(match[1]) < LEAST:
         raise PlanError(
@@ -111,15 +88,7 @@ def quantity(text: str, what: str) -> float:
 
 
 def price(text: str, what: str) -> float:
-    """Money of an hour: "2.40", "2.40/h", or "57.60/d".
-
-    Args:
-        text: as it is spelled.
-        what: the option, for messages.
-
-    Raises:
-        PlanError: something else is written there.
-    """
+    """Money of an hour: "2.40", "2.40/h", or "57.60/d"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:/\s*(h|d))?\s*", text)
     if match is None:
         raise PlanError(

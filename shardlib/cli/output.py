@@ -65,18 +65,7 @@ def show(rows: list[JsonObject], as_json: bool, text: Mapping[str, Callable[[Jso
 
 
 def read_text(path: Path, what: str, hint: str, error: type[ShardlibError]) -> bytes:
-    """Reads a file.
-
-    Args:
-        path: where.
-        what: the kind of file, for the message.
-        hint: how to make one.
-        error: what is raised where it cannot be read.
-
-    Raises:
-        MissingFileError: there is none.
-        ShardlibError: of the kind `error`.
-    """
+    """Reads a file."""
     if not os.path.exists(path):
         raise MissingFileError(f"there is no {what} file {path}\nTry: {hint}")
     if path.is_dir():
@@ -87,10 +76,6 @@ def read_text(path: Path, what: str, hint: str, error: type[ShardlibError]) -> b
 def writable(path: Path | None) -> Path | None:
     """The path of a file that is to be written, as an option gave it; the callback of such options,
     so that what cannot be written is said before anything is done.
-
-    Raises:
-        MissingFileError: its folder does not exist.
-        ArgumentError: it is a folder, or cannot be written.
     """
     if path is None:
         return None
@@ -107,12 +92,7 @@ def writable(path: Path | None) -> Path | None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file.
-
-    Raises:
-        MissingFileError: its folder does not exist.
-        ArgumentError: it is a folder, or cannot be written.
-    """
+    """Writes a file."""
     writable(path)
     with _told(path):
         path.write_text(text)

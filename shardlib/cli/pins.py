@@ -10,12 +10,7 @@ from shardlib.untrusted.json_types import JsonObject
 
 
 def parse_pins(words: list[str]) -> JsonObject:
-    """Pins from the command line: `key=value` with the value as JSON, or else as a string.
-
-    Raises:
-        PinError: a word has no `=`, a key is given twice, or the pins make no sense; all of them
-            are listed.
-    """
+    """Pins from the command line: `key=value` with the value as JSON, or else as a string."""
     pins: dict[str, Any] = {}
     failures: list[str] = []
     for word in words:
@@ -43,11 +38,7 @@ def parse_pins(words: list[str]) -> JsonObject:
 
 
 def parse_allow(words: list[str]) -> JsonObject:
-    """Dtypes that the planner may choose, as pins: `what=dtype` or `what=dtype,dtype`.
-
-    Raises:
-        PinError: a word has no `=`, or names no dtype.
-    """
+    """Dtypes that the planner may choose, as pins: `what=dtype` or `what=dtype,dtype`."""
     allowed: dict[str, list[str]] = {}
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))

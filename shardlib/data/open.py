@@ -55,28 +55,15 @@ def read(
     Args:
         path: file, folder or address; or what `cached` returns; None for the Python standard
             library.
-        seq: tokens of an example.
         tokenizer: see `shardlib.data.reading.tokenizer.adapted`; bytes by default, and for files of
             tokens none.
-        packing: "concatenate", windows over all documents one after the other; "first-fit" or
-            "best-fit", rows of whole documents with padding, which have "segments", "positions" and
-            "weights", too.
-        seed: of the order of examples.
         field: of JSON lines and records, the name of the one that holds the text; "text" for lines
             by default.
         cache: folder for tokens; by default one of the user's.
-        split: "training" or "validation": one document in twenty is held out by a hash of its path,
-            or of the record; where there are few, every one gives its end.
-        segments: whether windows have "segments", "positions" and "weights", too.
         format: "text", "jsonl", "arrayrecord" or "tokens"; by default what the names of the files
             say.
         dtype: of a token, where files are nothing but tokens.
         vocabulary: tokens that the model has; by default those that the tokenizer has.
-
-    Raises:
-        MissingFileError: there is nothing at `path`.
-        DataError: options that do not exist, nothing to read, files that are not what they should
-            be, too little for `seq`, a folder that cannot be written, an unknown token.
     """
     _check_options(seq=seq, packing=packing, seed=seed, split=split)
     files, name = _files(path)

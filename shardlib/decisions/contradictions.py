@@ -34,21 +34,11 @@ class Given:
     axes: Mapping[str, int]
 
     def get(self, word: str, default: PinValue = None) -> PinValue:
-        """The pinned value, or what to take for one that is left to the planner.
-
-        Args:
-            word: of a decision.
-            default: what to take.
-        """
+        """The pinned value, or what to take for one that is left to the planner."""
         return self.pins.get(word, default)
 
     def axis(self, name: str, default: int) -> int:
-        """The pinned size of a mesh axis, or what to take for one that is left to the planner.
-
-        Args:
-            name: of a mesh axis.
-            default: what to take.
-        """
+        """The pinned size of a mesh axis, or what to take for one that is left to the planner."""
         return self.axes.get(name, default)
 
     @property
@@ -251,12 +241,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
-    """What pins say against each other, each with a second line "Try: ...".
-
-    Args:
-        pins: values by word.
-        axes: single mesh axes that are pinned beside them.
-    """
+    """What pins say against each other, each with a second line "Try: ..."."""
     mesh: MeshShape | None = pins.get("mesh")
     failures = [
         f"mesh.{axis}={size} contradicts mesh={dict(mesh)}{HINT}mesh, or mesh.{axis} alone"

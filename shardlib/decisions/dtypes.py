@@ -103,11 +103,7 @@ def read_dtypes(word: str, value: Json) -> Dtypes:
     """Dtypes from a mapping.
 
     Args:
-        word: of the decision, for messages.
         value: {"moment_dtype": "bfloat16", ...}.
-
-    Raises:
-        PinError: it is none, or what it names has no dtype.
     """
     return ordered({name: read_dtype(name, dtype) for name, dtype in _named(word, value).items()})
 
@@ -116,11 +112,7 @@ def read_allowed(word: str, value: Json) -> Allowed:
     """Dtypes that the planner may choose, from a mapping to one or several.
 
     Args:
-        word: of the decision, for messages.
         value: {"moment_dtype": ["bfloat16", ...], ...}.
-
-    Raises:
-        PinError: it is none, or what it names has no dtype.
     """
     listed = {
         name: [dtypes] if _name(dtypes) else dtypes for name, dtypes in _named(word, value).items()

@@ -94,15 +94,7 @@ def decision(
     read: Reader | None = None,
     **others: Unpack[_Others],
 ) -> T:
-    """A field of a dataclass with its entry.
-
-    Args:
-        default: see `Entry`, as for all others.
-        meaning: what it decides.
-        choices: legal values; then `read` takes these.
-        read: reads a value.
-        others: more of `Entry`.
-    """
+    """A field of a dataclass with its entry."""
     assert choices or read, "something says which values are legal"
     left_open = (ANY,) if others.get("left_open") else ()
     entry = Entry(

@@ -131,12 +131,7 @@ def on_chips(vendor: str) -> tuple[Gap, ...]:
 
 
 def broken(facts: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
-    """The rows whose facts are all among some.
-
-    Args:
-        facts: facts.
-        gaps: rows.
-    """
+    """The rows whose facts are all among some."""
     all_facts = frozenset(facts)
     return [gap for gap in gaps if gap.facts <= all_facts]
 
@@ -164,25 +159,12 @@ def lowered(
 
 
 def along(mesh: Mapping[str, NDArray[np.int64]] | MeshShape) -> dict[str, NDArray[np.bool_]]:
-    """The facts that are sizes of mesh axes, by candidate.
-
-    Args:
-        mesh: sizes of mesh axes, arrays [candidates].
-    """
+    """The facts that are sizes of mesh axes, by candidate."""
     return {"stages": np.atleast_1d(mesh["stage"]) > 1}
 
 
 def require(facts: frozenset[str], what: str, gaps: Sequence[Gap] = GAPS) -> None:
-    """Raises where something has no lowering.
-
-    Args:
-        facts: facts of a plan, or of all plans under pins.
-        what: the beginning of the message, such as "the pins ask for what has no lowering".
-        gaps: rows.
-
-    Raises:
-        PinError: with the reason of every row that is broken.
-    """
+    """Raises where something has no lowering."""
     rows = broken(facts, gaps)
     if rows:
         raise_all(

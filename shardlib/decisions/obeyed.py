@@ -31,15 +31,7 @@ RETOLD: tuple[str, ...] = ("rules", "remat_layers", "remat_classes", "dtypes")
 
 
 def require_obeyed(pins: Pins, plan: Decisions) -> None:
-    """Raises where a plan decides otherwise than its pins; those of `RETOLD` are not compared.
-
-    Args:
-        pins: the user's decisions.
-        plan: what was made under them.
-
-    Raises:
-        PlanError: it does, all of it listed: a mistake of the search.
-    """
+    """Raises where a plan decides otherwise than its pins; those of `RETOLD` are not compared."""
     missed = [
         f"{word} is pinned to {_plain(word, value)!r}, and the plan has {_plain(word, planned)!r}"
         for word, value, planned in _compared(pins, plan)

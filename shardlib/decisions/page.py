@@ -35,12 +35,7 @@ def table_text(table: Mapping[str, Entry] = TABLE) -> str:
 
 
 def page(text: str, table: Mapping[str, Entry] = TABLE) -> str:
-    """The page with the table anew.
-
-    Args:
-        text: the page as it is, with both marks.
-        table: the decisions.
-    """
+    """The page with the table anew."""
     before, _, remainder = text.partition(BEGIN)
     _, _, after = remainder.partition(END)
     return f"{before}{BEGIN}\n{table_text(table)}\n{END}{after}"

@@ -117,12 +117,7 @@ class Pins:
 
     @classmethod
     def parse(cls, pin: PinMapping | Pins | None) -> Pins:
-        """Reads pins.
-
-        Raises:
-            PinError: a word or a value is unknown, or two pins contradict each other; all of them
-                are listed.
-        """
+        """Reads pins."""
         if isinstance(pin, Pins):
             return pin
         if not isinstance(pin, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -177,9 +172,6 @@ class Pins:
     def changed(self, other: Pins) -> Pins:
         """These pins with those that the others set; a mesh or an axis of the others takes the
         place of all axes.
-
-        Raises:
-            PinError: the others contradict what stays of these; all of it is listed.
         """
         sizes = {"mesh", "axes"}
         freed = other._set.keys() | (sizes if other._set.keys() & sizes else set())

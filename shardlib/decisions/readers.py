@@ -85,15 +85,7 @@ def integer(minimum: int) -> Callable[[str, PinValue], int]:
 
 
 def read_mesh(word: str, value: Json) -> MeshShape:
-    """Sizes of all mesh axes.
-
-    Args:
-        word: of the decision, for messages.
-        value: sizes by name or alias; others are 1.
-
-    Raises:
-        PinError: it is no mapping, or names something that is no mesh axis.
-    """
+    """Sizes of all mesh axes."""
     if isinstance(value, MeshShape):
         return value
     if not isinstance(value, Mapping):
@@ -102,15 +94,7 @@ def read_mesh(word: str, value: Json) -> MeshShape:
 
 
 def read_rules(word: str, value: Json) -> Rules:
-    """Rules in Flax's or MaxText's spelling, see `Rules.parse`.
-
-    Args:
-        word: of the decision, for messages.
-        value: as it was given.
-
-    Raises:
-        RuleError: see `Rules.parse`.
-    """
+    """Rules in Flax's or MaxText's spelling, see `Rules.parse`."""
     return Rules.parse(value)
 
 
@@ -118,11 +102,7 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
     """Remat policies of layer groups, from a mapping to a policy or (policy, number of layers).
 
     Args:
-        word: of the decision, for messages.
         value: {"layers": "full", "dense_layers": ["dots", 4]}, or "any".
-
-    Raises:
-        PinError: it is none.
     """
     if value == "any":
         return ANY_GROUP
@@ -167,15 +147,7 @@ def write_group_policies(value: GroupPolicies) -> Json:
 
 
 def read_offload(word: str, value: Json) -> tuple[str, ...]:
-    """What is offloaded, in the order of `OFFLOAD`; "none" or [] for nothing.
-
-    Args:
-        word: of the decision, for messages.
-        value: one word or several.
-
-    Raises:
-        PinError: something else is named, something beside "none", or optimizer state twice.
-    """
+    """What is offloaded, in the order of `OFFLOAD`; "none" or [] for nothing."""
     words = cast(
         "list[Any]",
         (
@@ -199,15 +171,7 @@ def read_offload(word: str, value: Json) -> tuple[str, ...]:
 
 
 def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
-    """Mesh axes, the one on the outermost links first.
-
-    Args:
-        word: of the decision, for messages.
-        value: as it was given.
-
-    Raises:
-        PinError: it is no list of mesh axes, each once.
-    """
+    """Mesh axes, the one on the outermost links first."""
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise PinError(
             f"{word} is {value!r}; it is a list of mesh axes, the one on the outermost links first"

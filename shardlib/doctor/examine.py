@@ -64,11 +64,7 @@ class Examination:
         return all(finding.severity != "error" for finding in self.findings)
 
     def require(self) -> Examination:
-        """This examination.
-
-        Raises:
-            LaunchError: something is an error; all of them are listed, with their hosts.
-        """
+        """This examination."""
         wrong = [
             f"{finding.where}: {finding.message}"
             for finding in self.findings
@@ -85,11 +81,7 @@ class Examination:
         return self
 
     def corrected(self) -> str:
-        """The text of a topology file with the rates of links that were measured.
-
-        Raises:
-            LaunchError: nothing was measured.
-        """
+        """The text of a topology file with the rates of links that were measured."""
         if self.machine is None or not self.measured:
             raise LaunchError(
                 "no links were measured\nTry: shardlib doctor --topology T on several devices,"
@@ -151,14 +143,8 @@ def examine(
 
     Args:
         topology: the machine that these hosts are meant to be; None: not compared.
-        run: folder of the run, which every host must be able to write.
         seconds: that it may take; a process that hangs longer ends, and says where.
-        measure: whether kernels and collectives are timed as well.
         environ: variables that say which process this is; by default those of this process.
-
-    Raises:
-        LaunchError: processes did not come, and are named.
-        TopologyError: the topology does not parse.
     """
     begin = time.monotonic()
     machine = None if topology is None else parse_topology(topology)

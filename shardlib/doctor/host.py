@@ -99,9 +99,6 @@ def look(run: str | None = None) -> HostFacts:
 
     Args:
         run: folder of the run, which is tried for writing; None for none.
-
-    Raises:
-        LaunchError: JAX cannot start its devices here.
     """
     devices = _devices()
     shared = Path("/dev/shm")

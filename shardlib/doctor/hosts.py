@@ -106,12 +106,7 @@ def late_clocks(hosts: Sequence[HostFacts]) -> list[Finding]:
 
 
 def misfit(hosts: Sequence[HostFacts], machine: Topology) -> list[Finding]:
-    """Whether these are the hosts and devices that a topology has.
-
-    Args:
-        hosts: what each host says of itself.
-        machine: that they are meant to be.
-    """
+    """Whether these are the hosts and devices that a topology has."""
     devices = sum(len(host.kinds) for host in hosts)
     if devices == machine.devices:
         return []

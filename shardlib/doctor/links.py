@@ -150,10 +150,6 @@ def _all_reduce(mesh: Mesh, axis: str, size: int) -> float:
 def predicted(machine: Topology, tier: int) -> LinearCost:
     """The cost of an all-reduce along a tier, as the topology says.
 
-    Args:
-        machine: with the tier.
-        tier: number of the tier, 0 for the outermost.
-
     Returns:
         Latency in seconds, and seconds per byte.
     """
@@ -173,9 +169,6 @@ def exchanges(
 ) -> list[tuple[list[tuple[str, str]], Callable[[], float | None]]]:
     """Rounds in which neighbouring hosts exchange messages, every host with one other: (pairs,
     seconds of this process; None where it has no part).
-
-    Args:
-        hosts: name of the host of every process.
     """
     firsts: dict[str, int] = {}
     for process in sorted(hosts):

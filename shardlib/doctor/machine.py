@@ -14,13 +14,7 @@ from shardlib.hardware.topology import Topology
 
 
 def corrected(machine: Topology, measured: Sequence[Measured], when: str) -> Topology:
-    """A topology in which every tier that was measured has the rate that its collectives reached.
-
-    Args:
-        machine: as the catalogue has it.
-        measured: along its tiers.
-        when: date, for the sources.
-    """
+    """A topology in which every tier that was measured has the rate that its collectives reached."""
     by_index = {link.index: link for link in measured}
     return replace(
         machine,

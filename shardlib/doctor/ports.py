@@ -56,9 +56,6 @@ def unreached(process: int, host: str, coordinator: str, *, seconds: float) -> t
     """Tries connections between the hosts of all processes, both ways; to be called by all.
 
     Args:
-        process: number of this one.
-        host: name of this host.
-        coordinator: HOST:PORT, which says by which interface the hosts see each other.
         seconds: how long to wait for the others.
     """
     with _listening(coordinator) as (address, port):

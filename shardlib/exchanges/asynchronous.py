@@ -129,14 +129,7 @@ class Asynchronous:
 
 
 def refuse_pin(word: str) -> NoReturn:
-    """Says where training over a parameter server starts, to who pins it.
-
-    Args:
-        word: of the decision, for messages.
-
-    Raises:
-        PinError: always.
-    """
+    """Says where training over a parameter server starts, to who pins it."""
     raise PinError(
         f"{word} is asynchronous, which is no decision of a plan: workers and servers are processes"
         " of their own\nTry: shardlib.servers.train(job, steps,"

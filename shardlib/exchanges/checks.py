@@ -9,13 +9,7 @@ from shardlib.untrusted.shown import shown
 
 
 def whole(name: str, value: object, least: int) -> list[str]:
-    """What is wrong with a whole number of at least `least`.
-
-    Args:
-        name: of the setting.
-        value: as it was given.
-        least: the smallest that is allowed.
-    """
+    """What is wrong with a whole number of at least `least`."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return []
     return [f"{name} is {shown(value)}; it is an integer of at least {least}"]
@@ -24,15 +18,7 @@ def whole(name: str, value: object, least: int) -> list[str]:
 def between(
     name: str, value: object, *, most: float, above: bool, reached: bool = False
 ) -> list[str]:
-    """What is wrong with a number from 0 to less than `most`; above 0 where `above`.
-
-    Args:
-        name: of the setting.
-        value: as it was given.
-        most: what it is less than.
-        above: whether it is more than 0.
-        reached: whether it may be `most` itself.
-    """
+    """What is wrong with a number from 0 to less than `most`; above 0 where `above`."""
     number = (
         float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     )
@@ -45,13 +31,7 @@ def between(
 
 
 def one_of(name: str, value: object, words: Collection[str]) -> list[str]:
-    """What is wrong with a word.
-
-    Args:
-        name: of the setting.
-        value: as it was given.
-        words: that are allowed.
-    """
+    """What is wrong with a word."""
     if isinstance(value, str) and value in words:
         return []
     return [f"{name} is {shown(value)}; it is one of {', '.join(map(repr, words))}"]

@@ -18,11 +18,7 @@ LEAST_BUCKET_BYTES = 1 << 12
 
 
 def wrong_bucket_bytes(value: object) -> list[str]:
-    """What is wrong with the bytes of a bucket, for an error that lists it.
-
-    Args:
-        value: what was given.
-    """
+    """What is wrong with the bytes of a bucket, for an error that lists it."""
     if type(value) is int and value >= LEAST_BUCKET_BYTES:
         return []
     return [f"bucket_bytes is {shown(value)}; it is an integer of at least {LEAST_BUCKET_BYTES}"]

@@ -32,15 +32,7 @@ EXAMPLES = (
 
 
 def read_exchange(word: str, value: object) -> Exchange:
-    """An exchange of a value, a word, or plain data.
-
-    Args:
-        word: of the decision, for messages.
-        value: what was given.
-
-    Raises:
-        PinError: it is none; the message says what would be one.
-    """
+    """An exchange of a value, a word, or plain data."""
     if isinstance(value, Exchange):
         return value
     if isinstance(value, Asynchronous):
@@ -56,11 +48,7 @@ def read_exchange(word: str, value: object) -> Exchange:
 
 
 def _form(word: str, value: object, kind: object) -> Form:
-    """The type of the exchanges of a kind.
-
-    Raises:
-        PinError: there is no such kind.
-    """
+    """The type of the exchanges of a kind."""
     if kind == Asynchronous.kind:
         refuse_pin(word)
     if isinstance(kind, str) and kind in KINDS:
@@ -99,11 +87,7 @@ def _read(text: str) -> int | float | str:
 
 
 def _made(word: str, value: object, form: Form, settings: dict[str, Any]) -> Exchange:
-    """The exchange of a kind with settings.
-
-    Raises:
-        PinError: it has no such settings.
-    """
+    """The exchange of a kind with settings."""
     if form is Compressed:
         return Compressed.read(settings)
     names = [field.name for field in fields(form)]

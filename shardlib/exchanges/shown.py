@@ -7,12 +7,7 @@ from typing import Any
 
 
 def table_of(title: str, rows: list[tuple[str, str]]) -> str:
-    """A heading and rows of two cells, HTML without styles of its own.
-
-    Args:
-        title: text.
-        rows: (name, value), text.
-    """
+    """A heading and rows of two cells, HTML without styles of its own."""
     lines = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows
     )

@@ -17,9 +17,6 @@ class Settings(Protocol):
 def spelled(exchange: Settings) -> str:
     """The kind and what stands in its place, then what differs from the defaults:
     "diloco:2:100:rate=0.5".
-
-    Args:
-        exchange: to be spelled.
     """
     settings: dict[str, Any] = {
         field.name: getattr(exchange, field.name) for field in fields(exchange)
@@ -35,9 +32,5 @@ def spelled(exchange: Settings) -> str:
 
 
 def text(value: object) -> str:
-    """A setting as it is spelled.
-
-    Args:
-        value: a number or a word.
-    """
+    """A setting as it is spelled."""
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -23,25 +23,13 @@ BLOCK, SCALE = 256, 4
 def spaces(wire: str, sizes: Iterable[int], block: int = BLOCK) -> list[int]:
     """How many places each array has: whole blocks, so that scales are those of one array, and
     devices that hold the same of it send the same.
-
-    Args:
-        wire: as it is spelled.
-        sizes: numbers of each array.
-        block: numbers that share a scale.
     """
     each = block if blocks(wire) else 1
     return [-(-size // each) * each for size in sizes]
 
 
 def padded(wire: str, sizes: Iterable[int], islands: int, block: int = BLOCK) -> int:
-    """How many numbers cross: a whole number of blocks for every island.
-
-    Args:
-        wire: as it is spelled.
-        sizes: numbers of each array.
-        islands: their number.
-        block: numbers that share a scale.
-    """
+    """How many numbers cross: a whole number of blocks for every island."""
     count = sum(spaces(wire, sizes, block))
     if wire == "float32":
         return count
@@ -50,20 +38,10 @@ def padded(wire: str, sizes: Iterable[int], islands: int, block: int = BLOCK) ->
 
 
 def blocks(wire: str) -> bool:
-    """Whether numbers share scales.
-
-    Args:
-        wire: as it is spelled.
-    """
+    """Whether numbers share scales."""
     return wire in ("int8", "int4")
 
 
 def wire_bytes(wire: str, count: int, block: int = BLOCK) -> int:
-    """Bytes of so many numbers, with their scales.
-
-    Args:
-        wire: as it is spelled.
-        count: numbers; whole blocks.
-        block: numbers that share a scale.
-    """
+    """Bytes of so many numbers, with their scales."""
     return count * BITS[wire] // 8 + (SCALE * count // block if blocks(wire) else 0)

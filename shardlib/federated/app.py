@@ -27,12 +27,7 @@ class Answers:
     what: Callable[[Job, Request], Answer]
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answers.
-
-        Args:
-            message: of the server.
-            context: of the client.
-        """
+        """Answers."""
         return answer_to(message, context, self.what(self.job, request_of(message, context)))
 
 
@@ -43,17 +38,6 @@ def client(job: Job, *, mods: Sequence[Mod] = ()) -> ClientApp:
     (FedAvg, FedProx, FedAdam, Krum and others, with wrappers for differential privacy), and of the
     SecAgg+ workflow. Parameters go by path; frozen ones are not sent. FedProx's "proximal-mu" is
     used where the strategy sends it.
-
-    Args:
-        job: what clients train.
-        mods: of Flower, around both, such as `secaggplus_mod` or `fixedclipping_mod`.
-
-    Returns:
-        The app, for `flwr run`, a SuperNode or Flower's simulation.
-
-    Raises:
-        MissingPackageError: Flower is not installed.
-        ArgumentError: `job` is none.
     """
     if not isinstance(job, Job):
         raise ArgumentError(f"job is {shown(job)}\nTry: federated.Job(init=..., loss=..., ...)")

@@ -72,14 +72,7 @@ class ClientApp(Protocol):
 
 
 def flower(module: str = "flwr.app") -> ModuleType:
-    """A module of Flower.
-
-    Args:
-        module: its name.
-
-    Raises:
-        MissingPackageError: Flower is not installed.
-    """
+    """A module of Flower."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

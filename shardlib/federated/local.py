@@ -21,32 +21,13 @@ KEPT = 8
 
 
 def train(job: Job, request: Request) -> Answer:
-    """Trains as a client in a round.
-
-    Args:
-        job: what is trained.
-        request: what the client is asked.
-
-    Raises:
-        ArgumentError: the parameters are those of another model.
-        BatchError, DataError: the client's rows are not those of a batch, or there are none.
-        TrainingError: parameters or a loss are not finite.
-        ShardlibError: the job cannot be compiled.
-    """
+    """Trains as a client in a round."""
     rows = read_rows(job.rows, job.batch, request.partition, request.partitions)
     return _client(job, job.place(request.partition)).of(request.mu > 0).train(request, rows)
 
 
 def evaluate(job: Job, request: Request) -> Answer:
-    """Evaluates the parameters of the server on a client's rows, a batch of a step at a time.
-
-    Args:
-        job: what is trained.
-        request: what the client is asked.
-
-    Raises:
-        ShardlibError: see `train`.
-    """
+    """Evaluates the parameters of the server on a client's rows, a batch of a step at a time."""
     rows = job.validation or job.rows
     batches = read_rows(rows, job.batch, request.partition, request.partitions)
     return _client(job, job.place(request.partition)).any().evaluate(request, batches)
@@ -63,11 +44,7 @@ class Client:
         self._job, self._place, self._made = job, place, dict[bool, Trainer]()
 
     def of(self, term: bool) -> Trainer:
-        """The program with a proximal term, or without.
-
-        Args:
-            term: whether there is one.
-        """
+        """The program with a proximal term, or without."""
         if term not in self._made:
             self._made[term] = Trainer(self._job, self._place, term)
         return self._made[term]

@@ -27,21 +27,12 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
-    """The trained parameters of a state as they are sent.
-
-    Args:
-        program: of the state.
-        state: from `program.init`, a step, or `federated.state`.
-    """
+    """The trained parameters of a state as they are sent."""
     return sent(by_path(program.model.partition.trained(state.params)))
 
 
 def sent(leaves: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
-    """Arrays on the host, in dtypes that NumPy writes.
-
-    Args:
-        leaves: arrays by path.
-    """
+    """Arrays on the host, in dtypes that NumPy writes."""
     return {path: np.atleast_1d(_plain(np.asarray(leaf))) for path, leaf in leaves.items()}
 
 
@@ -50,16 +41,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 
 def received(program: Program, sent: Arrays | Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """What was sent, as the arrays of a program.
-
-    Args:
-        program: of the same model.
-        sent: arrays by path; or without names, in the order of the paths.
-
-    Raises:
-        ArgumentError: they are those of another model; everything that differs is listed.
-        TrainingError: some are not finite.
-    """
+    """What was sent, as the arrays of a program."""
     expected = trained(program)
     if not sent:
         raise ArgumentError(
@@ -103,29 +85,12 @@ def _differing(expected: Mapping[str, jax.ShapeDtypeStruct], sent: Arrays) -> li
 
 
 def require_finite(arrays: Arrays, what: str) -> None:
-    """Refuses arrays that are not finite.
-
-    Args:
-        arrays: arrays by path.
-        what: they are, in words.
-
-    Raises:
-        TrainingError: all of them are listed.
-    """
+    """Refuses arrays that are not finite."""
     wrong = [path for path, array in arrays.items() if not np.isfinite(array).all()]
     if wrong:
         raise TrainingError(f"{what} are not finite: {', '.join(bounded(wrong))}")
 
 
 def placed(program: Program, params: Tree, sent: Arrays | Sequence[np.ndarray]) -> Tree:
-    """Parameters of which the trained ones are those that were sent.
-
-    Args:
-        program: of the same model.
-        params: of a state of it.
-        sent: see `received`.
-
-    Raises:
-        ArgumentError, TrainingError: see `received`.
-    """
+    """Parameters of which the trained ones are those that were sent."""
     return with_trained(program, params, received(program, sent))

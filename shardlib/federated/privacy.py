@@ -27,24 +27,7 @@ def epsilon(
     clients: int = 1,
     sampling: str = "none",
 ) -> float:
-    """The epsilon of (epsilon, delta) differential privacy of clients, by Renyi divergences.
-
-    Args:
-        noise_multiplier: deviation of the noise of a sum over the norm that updates are clipped to.
-        rounds: that release a noisy mean.
-        delta: at which epsilon is asked for, less than one over the number of clients.
-        sampled: clients of a round, or how many there are in the mean.
-        clients: of the federation.
-        sampling: "none": nothing is gained by sampling, which holds however clients are chosen;
-            "poisson": each client takes part with probability sampled / clients, independently of
-            others; neighbours have one client more or less. "fixed": exactly `sampled` are drawn
-            without replacement, as Flower's strategies do; neighbours have one client replaced,
-            which moves a sum by up to twice the norm, and that is counted.
-
-    Raises:
-        ArgumentError: values out of range; all of them are listed.
-        MissingPackageError: `dp-accounting` is not installed.
-    """
+    """The epsilon of (epsilon, delta) differential privacy of clients, by Renyi divergences."""
     _require(noise_multiplier, rounds, delta, sampled, clients, sampling)
     events, accounting, renyi = (
         _package(name) for name in ("dp_event", "privacy_accountant", "rdp.rdp_privacy_accountant")

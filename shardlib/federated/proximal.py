@@ -36,9 +36,6 @@ class ProximalState(NamedTuple):
 def proximal(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """An optimizer of the loss and the proximal term. Where its state is made, there is the anchor;
     mu is 0 until `with_mu` says more.
-
-    Args:
-        optimizer: of the client.
     """
     inner = optax.with_extra_args_support(optimizer)
 
@@ -69,12 +66,7 @@ def proximal(optimizer: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def with_mu(opt_state: Tree, mu: float) -> Tree:
-    """The same state with a weight of the proximal term, where there is one.
-
-    Args:
-        opt_state: of a program.
-        mu: weight.
-    """
+    """The same state with a weight of the proximal term, where there is one."""
 
     def weighted(state: ProximalState) -> ProximalState:
         number = jax.device_put(jnp.float32(mu), state.mu.sharding)
@@ -84,21 +76,12 @@ def with_mu(opt_state: Tree, mu: float) -> Tree:
 
 
 def inner_of(opt_state: Tree) -> Tree:
-    """The state of the client's own optimizer.
-
-    Args:
-        opt_state: of a program, with a proximal term or without.
-    """
+    """The state of the client's own optimizer."""
     return _mapped(opt_state, lambda state: state.inner)
 
 
 def with_inner(opt_state: Tree, inner: Tree) -> Tree:
-    """The same state with that of the client's own optimizer.
-
-    Args:
-        opt_state: of a program, with a proximal term or without.
-        inner: see `inner_of`.
-    """
+    """The same state with that of the client's own optimizer."""
     if isinstance(opt_state, ProximalState):
         return opt_state._replace(inner=inner)
     return inner

@@ -28,35 +28,18 @@ EARLIER = {"fitins": "fitres", "evaluateins": "evaluateres"}
 
 
 def record_of(arrays: Arrays) -> ArrayRecord:
-    """A record of arrays, by path and in order.
-
-    Args:
-        arrays: by path.
-    """
+    """A record of arrays, by path and in order."""
     app = flower()
     return app.ArrayRecord({path: app.Array(np.asarray(array)) for path, array in arrays.items()})
 
 
 def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
-    """The arrays of a record.
-
-    Args:
-        record: of Flower.
-    """
+    """The arrays of a record."""
     return {path: array.numpy() for path, array in record.items()}
 
 
 def request_of(message: Message, context: Context) -> Request:
-    """What a message asks a client.
-
-    Args:
-        message: of a strategy or of a workflow.
-        context: of the client.
-
-    Raises:
-        ArgumentError: it has no parameters or more than one record of them, or nobody has said
-            which partition is the client's.
-    """
+    """What a message asks a client."""
     content = message.content
     if len(content.array_records) != 1:
         raise ArgumentError(
@@ -101,13 +84,7 @@ def _round(config: Mapping[str, object], message: Message) -> int:
 
 
 def answer_to(message: Message, context: Context, answer: Answer) -> Message:
-    """An answer as a message.
-
-    Args:
-        message: that is answered.
-        context: of the client; keeps optimizer state.
-        answer: of the client.
-    """
+    """An answer as a message."""
     app = flower()
     if answer.kept:
         context.state.array_records[KEPT] = record_of(answer.kept)

@@ -14,18 +14,7 @@ from shardlib.untrusted.shown import shown
 
 
 def read_rows(rows: Rows, batch: Tree, partition: int, partitions: int) -> Tree:
-    """All rows of a client, as arrays of the host.
-
-    Args:
-        rows: see `Job`.
-        batch: that of a step, for its structure.
-        partition: of the client.
-        partitions: how many there are.
-
-    Raises:
-        BatchError: they are not like the batch; everything that differs is listed.
-        DataError: there are none.
-    """
+    """All rows of a client, as arrays of the host."""
     client_rows = rows(partition, partitions)
     who = f"the rows of partition {partition} of {partitions}"
     batch_leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
@@ -66,12 +55,6 @@ def batches(rows: Tree, size: int, epochs: int, key: tuple[int, ...]) -> Iterato
     """The batches of a round: passes over all rows, one after the other, each in an order of its
     own; what is left at the end and fills no batch is left out. Of fewer rows than one batch
     takes, some come twice.
-
-    Args:
-        rows: of a client.
-        size: rows of a batch.
-        epochs: passes.
-        key: what the order depends on.
     """
     many, order = count(rows), np.random.default_rng(key)
     waiting = np.zeros(0, np.int64)

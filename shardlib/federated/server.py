@@ -32,15 +32,7 @@ class Strategy(Protocol):
 
 
 def record(program: Program, state: TrainState) -> ArrayRecord:
-    """The trained parameters of a state as a record, for `strategy.start(initial_arrays=...)`.
-
-    Args:
-        program: of the state.
-        state: from `program.init` or a step, or loaded.
-
-    Raises:
-        MissingPackageError: Flower is not installed.
-    """
+    """The trained parameters of a state as a record, for `strategy.start(initial_arrays=...)`."""
     return record_of(arrays(program, state))
 
 
@@ -52,17 +44,7 @@ def state(
     """A state with parameters that a strategy gives, to be evaluated, exported or trained on.
 
     Args:
-        program: of the same model, for any devices.
-        found: a record; or arrays by path, or in the order of the paths.
         first: a state whose frozen parameters are taken; by default `program.init(0)`.
-
-    Returns:
-        The state; `program.evaluate`, `program.module` and `program.step` take it. Its optimizer
-        is as before the first step.
-
-    Raises:
-        ArgumentError: they are those of another model; everything that differs is listed.
-        TrainingError: some are not finite.
     """
     begin = program.init(0) if first is None else first
     plain = found if isinstance(found, Sequence) else _by_path(found)
@@ -79,13 +61,6 @@ def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricR
     """Metrics of a round: Flower's weighted means, the sum of the rows, and the number of clients.
     For `FedAvg(train_metrics_aggr_fn=federated.metrics)` and other strategies. Replies without
     metrics that can be averaged do not count; see `tolerant`.
-
-    Args:
-        replies: of the clients.
-        weighted_by: metric that weighs.
-
-    Raises:
-        LaunchError: two clients have the same partition.
     """
     replies = [reply for reply in replies if _has_metrics(reply, weighted_by)]
     partitions = [reply.config_records.get(CLIENT, {}).get("partition") for reply in replies]
@@ -109,12 +84,6 @@ def metrics(replies: Sequence[RecordDict], weighted_by: str = WEIGHT) -> MetricR
 def tolerant(strategy: Strategy) -> Strategy:
     """A strategy whose rounds go on without replies that cannot be averaged: those without metrics,
     or with other arrays and metrics than most clients have. Flower ends the run at the first.
-
-    Args:
-        strategy: of `flwr.serverapp.strategy`; its methods are replaced.
-
-    Returns:
-        The same strategy.
     """
     train, evaluate = strategy.aggregate_train, strategy.aggregate_evaluate
     weighted_by = str(getattr(strategy, "weighted_by_key", WEIGHT))

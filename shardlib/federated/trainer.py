@@ -26,13 +26,7 @@ def program(job: Job, topology: Place = None, pin: PinMapping | None = None) -> 
     """Compiles a program of a job's model: to begin with at the server, to evaluate and to export.
 
     Args:
-        job: what is trained.
         topology: what to plan for; by default all devices of this process.
-        pin: decisions fixed by hand; those of the job are about clients.
-
-    Raises:
-        ShardlibError: see `shardlib.compile`.
-        PinError: no client could train so.
     """
     return _compiled(job, topology, pin, term=False)
 
@@ -89,24 +83,13 @@ class Trainer:
     """A program, and what is left of its last round: parameters that no round changes."""
 
     def __init__(self, job: Job, place: Place, term: bool) -> None:
-        """Plans.
-
-        Args:
-            job: what is trained.
-            place: what to plan for.
-            term: whether there is a proximal term.
-        """
+        """Plans."""
         self.job, self.program = job, _compiled(job, place, job.pin, term=term)
         #: Of its trained parameters nothing is used.
         self._last: TrainState | None = None
 
     def train(self, request: Request, rows: Tree) -> Answer:
-        """See `shardlib.federated.train`.
-
-        Args:
-            request: what the client is asked.
-            rows: all of the client.
-        """
+        """See `shardlib.federated.train`."""
         state, step_metrics, local = (
             self._first(request),
             list[Mapping[str, jax.Array]](),
@@ -133,12 +116,7 @@ class Trainer:
         )
 
     def evaluate(self, request: Request, rows: Tree) -> Answer:
-        """See `shardlib.federated.evaluate`.
-
-        Args:
-            request: what the client is asked.
-            rows: all of the client.
-        """
+        """See `shardlib.federated.evaluate`."""
         state = self._with_parameters(request)
         self._last = state
         many, size = count(rows), self.job.size
@@ -178,11 +156,7 @@ class Trainer:
 
 
 def _means(step_metrics: Sequence[Mapping[str, jax.Array]], request: Request) -> dict[str, float]:
-    """Means of metrics over the steps of a round.
-
-    Raises:
-        TrainingError: a loss is not finite.
-    """
+    """Means of metrics over the steps of a round."""
     losses = np.asarray([metrics["loss"] for metrics in step_metrics], np.float64)
     if not np.isfinite(losses).all():
         step = int(np.argmin(np.isfinite(losses)))
@@ -197,11 +171,7 @@ def _means(step_metrics: Sequence[Mapping[str, jax.Array]], request: Request) ->
 
 
 def _restored(template: Tree, stored: Arrays) -> Tree:
-    """Optimizer state of an earlier round, on the devices.
-
-    Raises:
-        StateError: it is that of another optimizer.
-    """
+    """Optimizer state of an earlier round, on the devices."""
     leaves = by_path(template)
     if leaves.keys() != stored.keys():
         raise StateError("the optimizer state that a client has kept is that of another optimizer")

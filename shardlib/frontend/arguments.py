@@ -95,10 +95,6 @@ def require_arguments(asked: str, **given: object) -> None:
     """Refuses arguments of the wrong kind.
 
     Args:
-        asked: name of the function that they are given to.
         given: arguments by name; None where one is left out.
-
-    Raises:
-        ArgumentError: one is none of what it should be; all of them are listed.
     """
     require_kinds(asked, _KINDS, given, needed=_NEEDED)

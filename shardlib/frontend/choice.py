@@ -26,7 +26,6 @@ def with_allowed(
     """Pins with dtypes that the planner may choose.
 
     Args:
-        pin: decisions fixed by hand.
         allow: dtypes, one or several, by what has one; None allows no others.
     """
     if isinstance(pin, Pins):  # functions that take pins take them read, too
@@ -38,13 +37,7 @@ def wanted(refine: int | None, framework: str | None, pin: PinMapping | None = N
     """How many plans to compile; none of a framework, which runs its own programs, or of islands.
 
     Args:
-        refine: as the user says.
         framework: the training framework; None for programs of shardlib.
-        pin: decisions fixed by hand.
-
-    Raises:
-        PlanError: `refine` is no integer of at least 0, or what is asked for is about programs of
-            shardlib, and a framework is named.
     """
     count = _plans_to_compile(refine)
     if framework is not None and count:
@@ -61,11 +54,7 @@ def wanted(refine: int | None, framework: str | None, pin: PinMapping | None = N
 
 
 def _plans_to_compile(refine: object) -> int:
-    """The number of plans to compile; 0 for none.
-
-    Raises:
-        PlanError: it is no integer, or negative.
-    """
+    """The number of plans to compile; 0 for none."""
     if refine is None:
         return 0
     if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
@@ -87,16 +76,8 @@ def searched(
     than for the batch is taken for one whose rows meet.
 
     Args:
-        model: the traced model.
         topology: the machine; None for the devices of this host.
-        pin: decisions fixed by hand.
         framework: the training framework that runs the plan; None for programs of shardlib.
-
-    Returns:
-        The model, with what the search taught of its rows, and its plan.
-
-    Raises:
-        ShardlibError: topology, pin or nothing fits; or a framework is to carry out an exchange.
     """
     machine = machine_of(topology)
     if framework is not None:
@@ -139,16 +120,7 @@ def searched(
 def honoured(
     model: TracedModel, machine: Topology, pin: PinMapping | Pins | None
 ) -> PinMapping | None:
-    """The pins, with layouts that the model brings along where these are pins.
-
-    Args:
-        model: the traced model.
-        machine: to plan for.
-        pin: decisions fixed by hand.
-
-    Raises:
-        PinError: layouts contradict each other, or a pin.
-    """
+    """The pins, with layouts that the model brings along where these are pins."""
     if model.honour != "pins":
         return cast("PinMapping | None", pin)
     found = own_layouts.pinned(
@@ -169,10 +141,6 @@ def _searcher(
 def with_model(plan: Plan, model: TracedModel) -> Plan:
     """The plan, which also answers what other numbers of islands would take, and writes itself as
     plain JAX.
-
-    Args:
-        plan: made for the model.
-        model: the traced model.
     """
     if not isinstance(plan.source, Prepared):
         return plan
@@ -191,11 +159,7 @@ def with_model(plan: Plan, model: TracedModel) -> Plan:
 
 
 def runnable(plan: Plan) -> Plan:
-    """The plan, if a program can be made of it.
-
-    Raises:
-        PlanError: it is made for another framework.
-    """
+    """The plan, if a program can be made of it."""
     if plan.framework is not None:
         raise PlanError(
             f"the plan is made for {plan.framework.name}, which runs it itself\nTry: plan.emit(),"
@@ -210,14 +174,5 @@ def given_or_searched(
     topology: TopologyLike | None,
     pin: PinMapping | None,
 ) -> tuple[TracedModel, Plan]:
-    """The plan that is given, or else the one that is searched for, with the model.
-
-    Args:
-        model: the traced model.
-        plan: what is given, if anything.
-        topology, pin: see `searched`.
-
-    Raises:
-        ShardlibError: as `searched`; `PlanError` where the plan is another framework's.
-    """
+    """The plan that is given, or else the one that is searched for, with the model."""
     return searched(model, topology, pin) if plan is None else (model, runnable(plan))

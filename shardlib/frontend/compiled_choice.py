@@ -23,14 +23,7 @@ from shardlib.verification.verify import verify_program
 
 
 def with_compiler(machine: Topology) -> Topology:
-    """The machine, if its compiler is installed.
-
-    Args:
-        machine: what is to be compiled for.
-
-    Raises:
-        MissingPackageError: it is not; the message says what to install.
-    """
+    """The machine, if its compiler is installed."""
     require_compiler(PLATFORMS[machine.chip.vendor])
     return machine
 
@@ -38,14 +31,6 @@ def with_compiler(machine: Topology) -> Topology:
 def priced_as_compiled(model: TracedModel, plan: Plan, machine: Topology) -> Plan:
     """The plan with the estimate of what the compiler is given: where there is no GPU, attention in
     blocks stands in the place of the kernel of cuDNN, and needs the memory of its scores.
-
-    Args:
-        model: the traced model.
-        plan: what is compiled ahead of time.
-        machine: what it is compiled for.
-
-    Returns:
-        The same decisions; the estimate is that of the plan where all of it is compiled.
     """
     if plan.attention != "cudnn":
         return plan
@@ -68,14 +53,7 @@ def refined_by_compiler(
     memory is held back, as the compiler says what is needed.
 
     Args:
-        model: the traced model.
-        machine: what to compile for.
-        pin: decisions fixed by hand.
-        wanted: how many plans must survive their compilation, at least 1.
         limits: seconds and bytes that the compiler may take for each.
-
-    Raises:
-        ShardlibError: see `shardlib.verification.refining.refine.refine`.
     """
 
     def compiled(candidate: Plan) -> Verification:

@@ -14,9 +14,6 @@ from shardlib.report import Finding
 def evaluated_as_trained(of: TracedModel) -> TracedModel:
     """The same, with a finding where evaluations are to use a loss that trains: it draws random
     numbers, or changes the state of a model that has no mode for evaluations.
-
-    Args:
-        of: the model, whose evaluations use the loss of its step.
     """
     model, traced = of.model, of.traced
     what = [

@@ -33,10 +33,6 @@ def exchange_of(plan: Plan | None, pin: PinMapping | Pins | None) -> Exchange:
 
     Args:
         plan: None for none.
-        pin: decisions fixed by hand.
-
-    Raises:
-        PinError: the pins make no sense.
     """
     return plan.exchange if plan is not None else Pins.parse(pin).exchange
 
@@ -46,16 +42,7 @@ def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
     island.
 
     Args:
-        batch: of all islands, arrays or abstract arrays.
         batch_axes: logical axes of the batch; None for the convention.
-        exchange: the number of islands.
-
-    Returns:
-        Abstract arrays, where there are several islands.
-
-    Raises:
-        BatchError: rows do not divide among the islands; all arrays concerned are listed. Or
-            `batch_axes` do not fit.
     """
     if exchange.islands == 1:
         return batch
@@ -81,16 +68,7 @@ def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
 
 
 def problem_on_islands(model: TracedModel, now: int, islands: int) -> Problem:
-    """What the planner takes of one of so many islands.
-
-    Args:
-        model: traced for the rows of one of `now` islands.
-        now: their number.
-        islands: the number that is asked about.
-
-    Raises:
-        BatchError: the rows do not divide among the islands.
-    """
+    """What the planner takes of one of so many islands."""
     described = model.traced.problem.batch
     leaves, structure = jax.tree.flatten(abstract(model.batch))
     whole = [
@@ -121,13 +99,7 @@ def lower_all(
     calls of a `Program` that users make.
 
     Args:
-        model: traced for the batch of one island.
-        plan: to be carried out.
         devices: of all islands, one island after the other; by default the first that JAX sees.
-        where: guards and the like, see `BuildOptions`.
-
-    Raises:
-        ShardlibError: see `shardlib.compile`.
     """
     from shardlib.frontend.lowered import lower
 
@@ -144,12 +116,7 @@ def _lower_islands(
     devices: Sequence[jax.Device] | None,
     where: Mapping[str, BuildOption],
 ) -> IslandsProgram:
-    """A program for each island, and their meetings.
-
-    Raises:
-        PinError: the model or the plan have what islands cannot carry.
-        TopologyError: there are too few devices, or several processes.
-    """
+    """A program for each island, and their meetings."""
     from shardlib.frontend.lowered import lower
     from shardlib.lowering.islands.compression.program import CompressedProgram
     from shardlib.lowering.islands.delayed.program import DelayedProgram
@@ -208,16 +175,7 @@ def _dims(
 
 
 def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
-    """Refuses what islands cannot carry.
-
-    Args:
-        model: traced for the batch of one island.
-        plan: of all islands.
-        exchange: how they meet.
-
-    Raises:
-        PinError: there is some; all of it is listed.
-    """
+    """Refuses what islands cannot carry."""
     updated = [one.path for one in model.traced.problem.parameters if one.role == "updated"]
     failures: list[str] = []
     if updated:
@@ -244,11 +202,7 @@ def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
 def _devices_of(
     exchange: Several, each: int, devices: Sequence[jax.Device] | None
 ) -> list[list[jax.Device]]:
-    """The devices of every island, `each` of them, neighbours in JAX's order.
-
-    Raises:
-        TopologyError: there are too few, or `devices` are not as many, or several processes.
-    """
+    """The devices of every island, `each` of them, neighbours in JAX's order."""
     if jax.process_count() > 1:
         raise TopologyError(
             "islands inside one program need a process that has all devices, and there are"

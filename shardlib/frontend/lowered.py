@@ -25,21 +25,7 @@ from shardlib.tracing.trace import Traced
 
 
 def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
-    """Lowers a plan onto devices or onto a mesh.
-
-    Args:
-        model: what the plan was made for.
-        plan: to be carried out.
-        where: devices, guards and the like, see `BuildOptions`.
-
-    Returns:
-        The program; nothing is compiled yet.
-
-    Raises:
-        LayoutError: the plan does not fit the model.
-        TopologyError: too few devices, or a number given explicitly that is not the mesh's.
-        PinError, PlanError: decisions that do not go together, or have no lowering.
-    """
+    """Lowers a plan onto devices or onto a mesh."""
     traced = model.traced
     return build_program(
         plan,
@@ -64,13 +50,7 @@ def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
 
 
 def placements_of(traced: Traced, plan: Plan, rules: Rules) -> Placements:
-    """The layouts of values of a traced loss under a plan.
-
-    Args:
-        traced: the loss.
-        plan: the decisions.
-        rules: those of the plan, or others in their place.
-    """
+    """The layouts of values of a traced loss under a plan."""
     colouring, parameters = _colouring(traced, plan), _parameters(traced)
     loss = LossReading(program=traced.program, parameters=parameters)
     wanted = dict(loss.operands)
@@ -87,12 +67,7 @@ def _parameters(traced: Traced) -> int:
 
 
 def interleaving_of(traced: Traced, plan: Plan) -> Interleaving:
-    """What a traced loss does otherwise where fused dims are interleaved.
-
-    Args:
-        traced: the loss.
-        plan: the decisions.
-    """
+    """What a traced loss does otherwise where fused dims are interleaved."""
     names, problem = _colouring(traced, plan).forward, traced.problem
     return interleaving(
         problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced)

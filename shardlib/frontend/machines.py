@@ -20,10 +20,6 @@ def machine_of_plan(topology: TopologyLike | None, plan: Plan | None) -> Topolog
     Args:
         topology: what the user names; None for that of the plan.
         plan: None where there is none yet.
-
-    Raises:
-        VerificationError: the plan was made for another machine.
-        TopologyError: as `machine_of`.
     """
     machine = machine_of(topology if topology is not None or plan is None else plan.topology)
     if plan is not None and machine.name != plan.topology:
@@ -40,10 +36,6 @@ def machine_of(spec: TopologyLike | None) -> Topology:
     Args:
         spec: a spelling, a topology, a mesh or a list of devices, or None for all devices that JAX
             sees, those of the other processes of a job included.
-
-    Raises:
-        TopologyError: the spelling does not parse, or the devices are none of the catalogue's.
-        MissingFileError: the file of a topology is not there.
     """
     if spec is None:
         let_collectives_wait()
@@ -68,9 +60,7 @@ def first_devices(
     None for the first that JAX sees.
 
     Args:
-        topology: as the user names it.
         devices: exactly those to use; None for no such wish.
-        count: of devices that the plan uses.
     """
     if devices is not None:
         return devices

@@ -38,11 +38,7 @@ _EXPERTS = ("expert", "experts")
 
 
 def require_honour(honour: object) -> None:
-    """Refuses anything but one of `HONOURS`.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
+    """Refuses anything but one of `HONOURS`."""
     if honour not in HONOURS:
         raise ArgumentError(
             f"honour is {honour!r}; layouts of the program are 'hints', which a finding prices, or"
@@ -84,12 +80,7 @@ class Layouts:
 
     @staticmethod
     def of(layouts: Iterable[PlacedLayout], colouring: Colouring) -> Layouts:
-        """The layouts of a traced program.
-
-        Args:
-            layouts: with values of the forward graph.
-            colouring: of the problem that was traced.
-        """
+        """The layouts of a traced program."""
         read = (
             _Coloured(layout=layout, colours=colouring.forward[value])
             for layout, value in layouts
@@ -155,9 +146,6 @@ class Layouts:
     def pins(self, chosen: Sequence[_Coloured]) -> dict[str, Any]:
         """The pins that some of the layouts amount to; "rules" holds pairs of which the planner's
         own come last.
-
-        Raises:
-            PinError: no plan has them; all that contradicts is listed.
         """
         known, failures = self.axes()
         used = {axis for one in chosen for axis in one.layout.names}
@@ -261,14 +249,6 @@ class Layouts:
     ) -> Pins:
         """The pins beside those of the user, with rules for the colours that no layout speaks of:
         those are sharded as the planner shards them on that mesh.
-
-        Args:
-            pins: see `pins`.
-            pin: decisions that the user fixed; an axis of a layout takes the place of none.
-            search: the planner.
-
-        Raises:
-            PinError: the two contradict each other.
         """
         own = Pins.parse(pin)
         failures: list[str] = []
@@ -325,17 +305,7 @@ def pinned(
     pin: PinMapping | Pins | None,
     search: Callable[[Pins], Plan],
 ) -> PinMapping | Pins | None:
-    """The user's pins, with all layouts of the program as pins.
-
-    Args:
-        layouts: of the traced program.
-        problem: what was traced.
-        pin: decisions that the user fixed.
-        search: the planner.
-
-    Raises:
-        PinError: the layouts contradict each other, or a pin.
-    """
+    """The user's pins, with all layouts of the program as pins."""
     if not layouts:
         return pin
     own = Layouts.of(layouts, colour(problem))
@@ -351,16 +321,7 @@ def findings(
     honour: str,
     search: Callable[[Pins], Plan],
 ) -> tuple[Finding, ...]:
-    """What became of the layouts of a program: one finding, or none where it brings none.
-
-    Args:
-        layouts: of the traced program.
-        problem: what was traced.
-        plan: that was chosen.
-        pin: decisions that the user fixed.
-        honour: "hints" or "pins".
-        search: the planner.
-    """
+    """What became of the layouts of a program: one finding, or none where it brings none."""
     if not layouts:
         return ()
     own = Layouts.of(layouts, colour(problem))

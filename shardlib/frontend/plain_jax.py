@@ -76,17 +76,7 @@ class StepLoss:
 
 
 def plain_text(model: TracedModel, plan: Plan, mode: str) -> str:
-    """A plan as a file of plain JAX.
-
-    Args:
-        model: what the plan was made for.
-        plan: its decisions.
-        mode: of the mesh axes, "auto" or "explicit".
-
-    Raises:
-        PlanError: the plan, or the model, has something that such a file cannot express; all of it
-            is listed.
-    """
+    """A plan as a file of plain JAX."""
     frozen = [one.path for one in plan.parameters if not one.trained]
     others = [f"frozen parameters ({', '.join(frozen[:4])})"] if frozen else []
     _require([*_of_plan(plan), *_of_model(model, plan), *others], plan)
@@ -101,19 +91,7 @@ def plain_step_text(
     colouring: Colouring,
     mode: str,
 ) -> str:
-    """The plan of a step as a file of plain JAX.
-
-    Args:
-        traced: the step.
-        losses: those that it marks.
-        plan: its decisions.
-        colouring: of its problem.
-        mode: of the mesh axes, "auto" or "explicit".
-
-    Raises:
-        PlanError: the plan, or the step, has something that such a file cannot express; all of it
-            is listed.
-    """
+    """The plan of a step as a file of plain JAX."""
     _require(
         [
             *_of_plan(plan),
@@ -242,11 +220,7 @@ def _whole(model: TracedModel) -> LossJaxpr:
 
 
 def _loss_of_part(model: TracedModel, plan: Plan) -> LossJaxpr:
-    """The loss of one microbatch.
-
-    Raises:
-        PlanError: it computes other operations than the loss of the batch.
-    """
+    """The loss of one microbatch."""
     whole = _whole(model)
     if plan.microbatches == 1:
         return whole

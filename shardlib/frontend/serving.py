@@ -101,16 +101,7 @@ def plan_serving(
 
 
 def traced_served(model: Model, forward: Forward, *, longest: int) -> ServedModel:
-    """What the forward pass of one token reads, computes and keeps.
-
-    Args:
-        model: from a front end in `annotation/`.
-        forward: its forward pass.
-        longest: tokens of a request at most.
-
-    Raises:
-        ModelError: the model cannot be served with a cache.
-    """
+    """What the forward pass of one token reads, computes and keeps."""
     traced = traced_forward(model, forward, longest=max(2, longest))
     inputs = [
         (path_text(path), role)

@@ -70,20 +70,9 @@ def read_and_trace(
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or a description by `linen` or `tree`.
         loss: (model, batch) -> scalar or (scalar, metrics).
-        optimizer: an optax transformation; its state is priced.
-        batch: the global batch, arrays or `jax.ShapeDtypeStruct`.
         batch_axes: logical axes of the batch; None for the convention.
         name: what to call the model; None for its own.
-        rows: "prove" or "mean".
         wrt: what is trained; None for all parameters.
-        ambient: the mesh that the user has set, whose axes the program may name.
-        honour: what layouts of the program are, "hints" or "pins".
-
-    Returns:
-        The model and its traced loss, with findings about constraints that are ignored.
-
-    Raises:
-        ShardlibError: of the kind that says what is wrong: annotation, batch or tracing.
     """
     require_honour(honour)
     model = _read(init, wrt, ambient)
@@ -117,24 +106,13 @@ def _read(init: Init, wrt: Filter, ambient: AbstractMesh) -> Model:
 
 
 def traced_again(model: TracedModel, batch: Tree, batch_axes: Tree) -> Traced:
-    """The loss of a model traced for another batch; how it depends on the rows is not proven anew.
-
-    Args:
-        model: traced before.
-        batch: arrays or abstract arrays.
-        batch_axes: logical axes of the batch.
-    """
+    """The loss of a model traced for another batch; how it depends on the rows is not proven anew."""
     with activations.no_mesh():
         return _traced(model.model, model.loss, model.optimizer, batch, batch_axes, "mean")
 
 
 def state_stays(model: Model, traced: Traced) -> bool:
-    """Whether a step leaves all state of a model as it is.
-
-    Args:
-        model: as it is trained.
-        traced: its loss.
-    """
+    """Whether a step leaves all state of a model as it is."""
     count, parameters, program = (
         len(jax.tree.leaves(model.state)),
         len(jax.tree.leaves(model.params)),
@@ -213,20 +191,8 @@ def problem(
     """Traces a model without planning it; see `shardlib.compiler.plan` for the arguments.
 
     Args:
-        init: a model.
         loss: (model, batch) -> scalar or (scalar, metrics).
-        optimizer: an optax transformation; its state is priced.
-        batch: the global batch, arrays or `jax.ShapeDtypeStruct`.
-        batch_axes: logical axes of the batch.
-        name: what to call the model.
         wrt: what is trained; None for all parameters.
-        rows: "prove" or "mean".
-
-    Returns:
-        What the planner takes: graphs of the step, parameters and batch, free of JAX.
-
-    Raises:
-        ShardlibError: of the kind that says what is wrong: argument, annotation, batch or tracing.
     """
     require_arguments("problem", loss=loss, optimizer=optimizer, name=name)
     with activations.no_mesh():

@@ -28,17 +28,7 @@ def verified(
     limits: Limits | None,
     options: Options | None,
 ) -> Verification:
-    """A plan against what the compiler makes of its step, and of the meetings of its islands.
-
-    Args:
-        model: traced for the batch of one island.
-        plan: to be verified.
-        machine: what it was made for.
-        limits, options: see `shardlib.verify`.
-
-    Raises:
-        ShardlibError: see `shardlib.verify`.
-    """
+    """A plan against what the compiler makes of its step, and of the meetings of its islands."""
     exchange = plan.exchange
     if isinstance(exchange, Exact):
         program = lower(model, priced_as_compiled(model, plan, machine), abstract=True)
@@ -57,16 +47,7 @@ def verified_program(
     limits: Limits | None,
     options: Options | None,
 ) -> Verification:
-    """The same of a program.
-
-    Args:
-        program: as `shardlib.compile` gave it.
-        machine: what its plan was made for.
-        limits, options: see `shardlib.verify`.
-
-    Raises:
-        ShardlibError: see `shardlib.verify`.
-    """
+    """The same of a program."""
     if isinstance(program, IslandsProgram):
         plan, step = program.plan, program.programs[0]
         return verify_islands(plan, program.exchange, step, machine, limits, options)

@@ -146,12 +146,7 @@ class Operands:
 
     @staticmethod
     def of(form: Attention, arrays: Sequence[Operand]) -> Operands:
-        """Sorts the arrays of a custom call.
-
-        Args:
-            form: of the call.
-            arrays: its operands, in the order in which `attention` gives them.
-        """
+        """Sorts the arrays of a custom call."""
         parts, extra = form.parts, list(arrays[2 * form.parts + 1 :])
         return Operands(
             queries=tuple(arrays[:parts]),
@@ -216,9 +211,7 @@ def mask_of(
     """Which keys queries see, [S, T], or [B, 1, 1, S, T] with documents; None for all.
 
     Args:
-        form: what is computed.
         rows, columns: positions of queries and of keys, [S, T] each.
-        global_layer: as in `attention`.
         documents: numbers of the documents of queries [B, S] and of keys [B, T].
     """
     rows, columns = rows[:, None], columns[None, :]

@@ -21,16 +21,7 @@ def check(
     segments: jax.Array | None,
     numbers: Mapping[str, float],
 ) -> None:
-    """Raises where operands and options of a call do not fit each other.
-
-    Args:
-        queries, keys, value: arrays.
-        causal, window, block, segments: see `attention`.
-        numbers: options that are factors, by name.
-
-    Raises:
-        ModelError: all that does not fit.
-    """
+    """Raises where operands and options of a call do not fit each other."""
     batch, seq, heads = queries[0].shape[:3]
     length, groups = value.shape[1:3]
     failures = [

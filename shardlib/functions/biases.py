@@ -41,9 +41,6 @@ class Alibi:
     def of(cls, heads: int) -> Self:
         """The published slopes: a geometric series from 2^(-8/N) on; where N is no power of two,
         those of the next lower one, and then every second of twice as many.
-
-        Args:
-            heads: of queries, N.
         """
         power = 2 ** math.floor(math.log2(heads))
         series = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -88,7 +85,6 @@ class BiasForm:
 
         Args:
             array: slopes [N], or a table [buckets, N].
-            distance: positions of keys less those of queries, int32 [...].
         """
         array = array.astype(jnp.float32)
         if self.kind == "alibi":
@@ -112,11 +108,6 @@ def bias_form(
 
     Args:
         bias: that a call of attention is given; None for none.
-        heads: of queries.
-        causal: whether a query sees no later key.
-
-    Raises:
-        ModelError: it is no bias for so many heads.
     """
     if bias is None:
         return None, None
@@ -161,16 +152,6 @@ def distance_buckets(
 ) -> jax.Array:
     """The bucket of every distance: one for each of the short ones, then ever wider ones up to
     `max_distance`, and the last for all beyond.
-
-    Args:
-        distance: positions of keys less those of queries, int32 [...].
-        buckets: number of buckets.
-        max_distance: where the last bucket begins.
-        both: whether keys after the query have half of the buckets; otherwise they are as if they
-            were at the query.
-
-    Returns:
-        int32 [...].
     """
     first = jnp.where(distance > 0, buckets // 2, 0) if both else 0
     count = buckets // 2 if both else buckets

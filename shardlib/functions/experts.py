@@ -76,13 +76,7 @@ class ExpertForm:
         return "" if self.capacity is None else CAPPED
 
     def slots(self, *, tokens: int, per_token: int, experts: int) -> int:
-        """Tokens that one expert takes at most.
-
-        Args:
-            tokens: how many there are.
-            per_token: experts that each of them visits.
-            experts: how many there are.
-        """
+        """Tokens that one expert takes at most."""
         if self.capacity is None:
             return tokens * per_token
         return math.ceil(

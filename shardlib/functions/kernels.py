@@ -57,10 +57,6 @@ class Wanted:
     def by(form: Attention, arrays: Sequence[Operand]) -> Wanted:
         """What a call asks for, by its operands or their abstract values. Whether a window counts
         may be known only later: there are two kernels then.
-
-        Args:
-            form: of the call.
-            arrays: operands, or their abstract values.
         """
         operands = Operands.of(form, arrays)
         return Wanted(

@@ -74,11 +74,7 @@ class MarkedLoss:
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     def evaluated(self, operands: Sequence[Value]) -> list[Value]:
-        """[value, *auxiliary results] for the operands of a call.
-
-        Args:
-            operands: arrays of no trace, then the leaves.
-        """
+        """[value, *auxiliary results] for the operands of a call."""
         closed = jex.ClosedJaxpr(self.jaxpr, list(operands[: self.constants]))
         return jex.jaxpr_as_fun(closed)(*operands[self.constants :])
 
@@ -95,14 +91,6 @@ def marked_loss(
 
     Args:
         function: leaves of the arguments -> (value, auxiliary results).
-        leaves: of the arguments; some are tracers.
-        paths: of the leaves.
-        trained: for each leaf, whether its gradient is asked for.
-        name: of the user's function.
-        rows: see `MarkedLoss`.
-
-    Raises:
-        TypeError: the value is no float scalar, as of `jax.value_and_grad`.
     """
     function = whole_batch(function, bound_axes())
     abstract = [jax.eval_shape(lambda leaf: leaf, leaf) for leaf in leaves]
@@ -140,13 +128,7 @@ def marked_loss(
 
 
 def remarked(form: MarkedLoss, closed: jex.ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:
-    """The results of a marked loss that is rewritten.
-
-    Args:
-        form: as it was marked.
-        closed: its new program, over its arrays and leaves.
-        operands: of the call.
-    """
+    """The results of a marked loss that is rewritten."""
     jaxpr, constants = open_jaxpr(closed)
     count = form.constants
     changed = replace(

@@ -40,11 +40,7 @@ def bound_axes() -> tuple[str, ...]:
 
 
 def unbound_axis(error: Exception) -> str:
-    """The name of the axis that a trace has asked for and that nothing binds; "" for other errors.
-
-    Args:
-        error: that JAX has raised.
-    """
+    """The name of the axis that a trace has asked for and that nothing binds; "" for other errors."""
     match = _UNBOUND.search(str(error)) if isinstance(error, NameError) else None
     return match[1] if match else ""
 
@@ -54,9 +50,6 @@ def found_axes(trace: Callable[[tuple[str, ...]], Any]) -> Any:
 
     Args:
         trace: names of axes to bind -> anything.
-
-    Raises:
-        Exception: what `trace` raises for other reasons.
     """
     names: tuple[str, ...] = ()
     while True:
@@ -70,11 +63,7 @@ def found_axes(trace: Callable[[tuple[str, ...]], Any]) -> Any:
 
 
 def mapped_finding(names: Sequence[str]) -> tuple[Finding, ...]:
-    """What the user should know of axes that were bound.
-
-    Args:
-        names: of the axes.
-    """
+    """What the user should know of axes that were bound."""
     if not names:
         return ()
     return (
@@ -92,12 +81,7 @@ def mapped_finding(names: Sequence[str]) -> tuple[Finding, ...]:
 
 
 def whole_batch(function: Function, names: Sequence[str]) -> Function:
-    """A function with axes of `jax.pmap` bound to the whole batch.
-
-    Args:
-        function: of trees of arrays.
-        names: of the axes; none for the function itself.
-    """
+    """A function with axes of `jax.pmap` bound to the whole batch."""
     if not names:
         return function
 
@@ -124,15 +108,7 @@ def _binding(names: Sequence[str]) -> Iterator[None]:
 
 
 def of_one_member(jaxpr: AnyJaxpr, names: Collection[str]) -> AnyJaxpr:
-    """A jaxpr without the collectives over some axes, which have one member.
-
-    Args:
-        jaxpr: open.
-        names: of the axes.
-
-    Raises:
-        TracingError: a collective over them has no such meaning.
-    """
+    """A jaxpr without the collectives over some axes, which have one member."""
     if not names:
         return jaxpr
     replaced: dict[Any, Any] = {}

@@ -42,7 +42,6 @@ def marked(form: Form, function: Function) -> Function:
     """A function as a marked one.
 
     Args:
-        form: frozen, hashable, with a `kind` for planning; the name is made of its text.
         function: (form, *arrays) -> arrays.
     """
     digest = hashlib.sha256(repr(form).encode()).hexdigest()[:8]
@@ -59,11 +58,7 @@ def marked(form: Form, function: Function) -> Function:
 
 
 def form_of(eqn: Eqn) -> Form | None:
-    """The form of the custom call that an equation is; None where it is none.
-
-    Args:
-        eqn: of a traced program.
-    """
+    """The form of the custom call that an equation is; None where it is none."""
     name = str(eqn.params.get("name", ""))
     if name not in _FORMS:
         return None

@@ -122,9 +122,6 @@ def z_loss(logits: jax.Array) -> jax.Array:
 
     Args:
         logits: of the router, [..., E].
-
-    Returns:
-        Scalar, float32.
     """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)))
 
@@ -134,7 +131,6 @@ def loads(chosen: jax.Array, count: int) -> jax.Array:
 
     Args:
         chosen: numbers of experts, int [..., K].
-        count: how many experts there are, E.
 
     Returns:
         Float32 [E]; sums to the number of elements of `chosen`.
@@ -149,8 +145,6 @@ def bias_step(bias: jax.Array, chosen: jax.Array, rate: float) -> jax.Array:
     Args:
         bias: [E].
         chosen: experts of all tokens of the step, int [..., K].
-        rate: how far the bias of an expert moves, up where it is below the mean load and down where
-            above.
 
     Returns:
         [E], in the dtype of `bias`.
@@ -164,7 +158,6 @@ def stepped(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
     Args:
         bias: [..., E].
         load: assignments of every expert, [..., E].
-        rate: see `bias_step`.
 
     Returns:
         [..., E], in the dtype of `bias`.

@@ -18,16 +18,7 @@ from shardlib.graph.graph import Graph, Op
 
 
 def check(graph: Graph, before: Graph | None = None) -> None:
-    """Asserts that a graph is well formed.
-
-    Args:
-        graph: any graph.
-        before: a graph that is known to be well formed, of which this one is a rewrite: rules of
-            ops that it keeps are not checked again where all values are the same.
-
-    Raises:
-        AssertionError: it is not; the message lists every broken law.
-    """
+    """Asserts that a graph is well formed."""
     checked = set[int]()
     if before is not None and graph.values is before.values:
         checked = {id(op) for op in before.ops}

@@ -131,11 +131,6 @@ def elementwise(
 ) -> FactorRule:
     """The rule of an op that works position by position; operands may have size-1 dims that
     broadcast, or rank 0.
-
-    Args:
-        shapes: elements per dim of each operand.
-        result: elements per dim of the result.
-        results: number of results, all of that shape.
     """
     return FactorRule(
         sizes=result,
@@ -156,10 +151,6 @@ def elementwise(
 def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...]]) -> FactorRule:
     """The rule of an op about which nothing is known: every dim is a factor of its own that must
     stay whole.
-
-    Args:
-        operands: elements per dim of each.
-        results: elements per dim of each.
     """
     sizes: list[int] = []
 

@@ -13,14 +13,7 @@ from shardlib.graph.prune import prune
 
 
 def forward_pass(graph: Graph, *, saves: bool) -> Graph:
-    """The forward pass of a step graph; values keep their indices.
-
-    Args:
-        graph: a step graph, whose last outputs are one gradient for each parameter among its inputs
-            (`shardlib.graph.problem.StepGraph`).
-        saves: whether it makes what the backward pass needs, too, as it does in training; without,
-            it is what inference computes.
-    """
+    """The forward pass of a step graph; values keep their indices."""
     results = graph.outputs[: len(graph.outputs) - sum(1 for _ in graph.inputs_of("parameter"))]
     lean = prune(replace(graph, outputs=results))
     if not saves:

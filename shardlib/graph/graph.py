@@ -135,12 +135,7 @@ class Op:
         assert self.category in CATEGORIES, self.category
 
     def value(self, result: bool, position: int) -> int:
-        """The index of an operand, or of a result.
-
-        Args:
-            result: whether a result is meant.
-            position: among the operands, or the results.
-        """
+        """The index of an operand, or of a result."""
         return (self.results if result else self.operands)[position]
 
 

@@ -95,8 +95,6 @@ def message_seconds(size: float, source: Device, target: Device) -> float:
 
     Args:
         size: bytes.
-        source: the device that sends.
-        target: the device that receives.
     """
     return (
         source.link_latency_s
@@ -106,12 +104,7 @@ def message_seconds(size: float, source: Device, target: Device) -> float:
 
 
 def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
-    """The devices of a TOML file; devices are checked and returned as they are.
-
-    Raises:
-        TopologyError: the file or a device is not usable, two have one name, or there is none.
-        MissingFileError: the file is not there.
-    """
+    """The devices of a TOML file; devices are checked and returned as they are."""
     devices = _from_file(Path(spec)) if isinstance(spec, str | Path) else tuple(spec)
     names = [device.name for device in devices]
     twice = sorted({name for name in names if names.count(name) > 1})

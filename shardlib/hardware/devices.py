@@ -66,12 +66,6 @@ _KINDS = {
 def devices_of(value: object) -> list[Any] | None:
     """The devices of a mesh, or of a list or array of devices, in their order; None where the value
     is neither.
-
-    Args:
-        value: anything.
-
-    Raises:
-        TopologyError: a mesh without devices, or a device twice.
     """
     if _is_device(value):
         return [value]
@@ -102,15 +96,7 @@ def _is_device(value: object) -> bool:
 
 
 def spelling_of(devices: Sequence[JaxDevice]) -> str:
-    """The spelling of the topology that devices are: "cpu:8", "2*h100:8", "v5e:4x4".
-
-    Args:
-        devices: of one kind, the same number in every process or slice.
-
-    Raises:
-        TopologyError: they are of several kinds, of one that the catalogue does not have, or no
-            whole machine.
-    """
+    """The spelling of the topology that devices are: "cpu:8", "2*h100:8", "v5e:4x4"."""
     kinds = Counter((device.platform, device.device_kind) for device in devices)
     if len(kinds) > 1:
         description = ", ".join(f"{count} of {kind}" for (_, kind), count in sorted(kinds.items()))

@@ -32,15 +32,7 @@ CUBE = 64
 
 
 def of_size(member: TopologyLike, devices: int) -> Topology:
-    """The machine of the same family with another number of devices.
-
-    Args:
-        member: a topology of the family.
-        devices: JAX devices of the wanted one.
-
-    Raises:
-        TopologyError: the family has no such member.
-    """
+    """The machine of the same family with another number of devices."""
     machine = parse_topology(member)
     if devices < 1:
         raise TopologyError(f"a machine of {devices} devices was asked for; it has at least 1")

@@ -20,16 +20,7 @@ from shardlib.hardware.topology import Topology
 
 
 def island_of(machine: Topology, islands: int) -> Topology:
-    """The machine that each of so many islands has; all of them are at work.
-
-    Args:
-        machine: all of it, by its spelling.
-        islands: their number; they divide the outermost tier.
-
-    Raises:
-        TopologyError: they do not, or the outermost links are those of a torus, whose parts would
-            not be the slices that they are compiled for; or the machine is described by a file.
-    """
+    """The machine that each of so many islands has; all of them are at work."""
     if islands == 1:
         return machine
     outer = machine.tiers[0]
@@ -59,11 +50,6 @@ def island_of(machine: Topology, islands: int) -> Topology:
 def used_by(machine: Topology, islands: int, devices: int) -> Topology:
     """The machine of the devices that islands use: where some of each idle, the others alone, so
     that what islands lie on stays what joins them.
-
-    Args:
-        machine: all of it.
-        islands: their number.
-        devices: that each uses.
     """
     island = island_of(machine, islands)
     if devices == island.devices:

@@ -65,15 +65,11 @@ def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> P
     callers and immutable.
 
     Args:
-        mesh: sizes of the axes.
-        topology: the machine.
         order: mesh axes from the one that takes the outermost links to the one that takes the
             innermost; by default as in `MESH_AXES`.
 
     Returns:
         The spans of every axis larger than 1, major span first; None when the mesh has more devices
-        than the topology, or a number of them that no sub-block of the tiers has (11 devices of
-        "2*h100:8").
     """
     used = used_shapes(mesh.devices, topology)
     if used is None:
@@ -112,10 +108,6 @@ def placements(
 
     How far apart the devices of a group are matters on a torus alone: a switch or a network takes
     the same time whoever lies between them.
-
-    Args:
-        mesh: sizes of the mesh axes.
-        topology: the machine.
     """
     distinct: dict[object, tuple[tuple[str, ...], Placement]] = {}
     flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
@@ -135,17 +127,7 @@ def placements(
 def device_order(
     mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()
 ) -> NDArray[np.int64] | None:
-    """Numbers of the devices at each place of the mesh; None where `place` gives None.
-
-    Args:
-        mesh, topology, order: as `place` takes them.
-
-    Returns:
-        Integers of shape (size of every mesh axis in the order of `MESH_AXES`, ones included). A
-        number counts through the tiers, outermost first and the last dim fastest; for TPU7x the
-        device on the chip is the fastest. On a TPU, find the device of a number by its `coords`:
-        JAX lists devices with the first coordinate fastest.
-    """
+    """Numbers of the devices at each place of the mesh; None where `place` gives None."""
     spans = place(mesh, topology, order)
     if spans is None:
         return None
@@ -177,10 +159,6 @@ def _number_strides(topology: Topology) -> list[list[int]]:
 def used_shapes(devices: int, topology: Topology) -> tuple[tuple[int, ...], ...] | None:
     """The sub-block of every tier that a mesh of so many devices uses, as full inside as can be;
     None where no sub-block has that many.
-
-    Args:
-        devices: of the mesh.
-        topology: the machine.
     """
     if devices > topology.devices:
         return None

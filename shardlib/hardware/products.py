@@ -116,14 +116,6 @@ def tpu(
 ) -> Chip:
     """A TPU device. Float32 products run as one bfloat16 pass at JAX's default precision
     (`jax.lax.Precision.DEFAULT`).
-
-    Args:
-        name: word of the spelling.
-        memory: its memories.
-        bf16, eight_bit: peak dense FLOP/s.
-        fp8: whether the 8-bit format is float8_e4m3fn, not int8.
-        devices_per_chip: JAX devices that share one chip.
-        sources: where the figures come from.
     """
     flops = (("bfloat16", bf16), ("float32", bf16), ("float8_e4m3fn" if fp8 else "int8", eight_bit))
     return Chip(
@@ -156,11 +148,7 @@ def gpu(
     """An NVIDIA GPU. Float32 products run in TensorFloat-32 at JAX's default precision.
 
     Args:
-        name: word of the spelling.
-        memory: its memories.
         bf16, tf32, int8, fp8: peak dense FLOP/s; None where there is no such format.
-        attention_width: the widest head of cuDNN's attention on it.
-        sources: where the figures come from.
     """
     flops = [("bfloat16", bf16), ("float16", bf16), ("float32", tf32), ("int8", int8)]
     if fp8 is not None:
@@ -186,7 +174,6 @@ def ici(bytes_per_s: float, source: str) -> Link:
 
     Args:
         bytes_per_s: of one link, one direction.
-        source: where that figure is published.
     """
     return Link(
         name="ICI",
@@ -208,7 +195,6 @@ def dcn(bytes_per_s: float, source: str) -> Link:
 
     Args:
         bytes_per_s: of one device, one direction.
-        source: where that figure is published.
     """
     return Link(
         name="DCN",
@@ -224,8 +210,6 @@ def nvlink(bytes_per_s: float, efficiency: float, source: str) -> Link:
 
     Args:
         bytes_per_s: of one device, one direction.
-        efficiency: share of it that collectives reach.
-        source: where the figures are published.
     """
     return Link(
         name="NVLink",
@@ -242,7 +226,6 @@ def infiniband(bytes_per_s: float, source: str) -> Link:
 
     Args:
         bytes_per_s: of one device, one direction.
-        source: where that figure is published.
     """
     return Link(
         name="InfiniBand",

@@ -26,10 +26,6 @@ def slice_of(machine: Topology, devices: int) -> Topology | None:
     """The slice of a TPU machine that so many devices are, where a mesh leaves others idle: a
     program runs on that, and the compiler takes no part of a slice. None where all are used, or
     where it knows no slice of that size (its hosts have 2 x 2 chips).
-
-    Args:
-        machine: of which some devices are used.
-        devices: that a mesh uses, the innermost ones.
     """
     used = used_shapes(devices, machine) if machine.chip.vendor == "google" else None
     torus_tiers = [i for i, tier in enumerate(machine.tiers) if tier.kind == "torus"]
@@ -57,10 +53,6 @@ def device_counts(topology: Topology, batch: int = 1) -> tuple[int, ...]:
 
     The numbers do not depend on pins, so that what pins leave is part of what is searched without
     them.
-
-    Args:
-        topology: the machine.
-        batch: rows of the batch.
     """
     total = topology.devices
     torus = any(tier.kind == "torus" for tier in topology.tiers)

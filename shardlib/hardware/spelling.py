@@ -31,11 +31,7 @@ DIGITS = 9
 
 
 def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
-    """The name, the chip and the tiers that a spelling in lower case stands for.
-
-    Raises:
-        TopologyError: the spelling does not parse, or the catalogue does not know it.
-    """
+    """The name, the chip and the tiers that a spelling in lower case stands for."""
     if "@" in text:
         return _apart(text)
     match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z0-9.-]+):([0-9]+(?:x[0-9]+){0,7})", text)
@@ -71,11 +67,7 @@ def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
 
 
 def _apart(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
-    """The same of several machines that a slow link joins: "2@10gbit-50ms*16*h100:8".
-
-    Raises:
-        TopologyError: see `spelled`.
-    """
+    """The same of several machines that a slow link joins: "2@10gbit-50ms*16*h100:8"."""
     number = r"([0-9]+(?:\.[0-9]+)?)"
     match = re.fullmatch(rf"([0-9]+)@{number}(g|m)bit(?:-{number}ms)?\*([^@]*)", text)
     if match is None:

@@ -10,11 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port(address: str) -> int:
-    """A port of an address of this machine at which nobody listens.
-
-    Raises:
-        LaunchError: the address is not this machine's.
-    """
+    """A port of an address of this machine at which nobody listens."""
     try:
         info = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(info[0], socket.SOCK_STREAM) as listener:
@@ -28,11 +24,7 @@ def free_port(address: str) -> int:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface of this machine; an address or a host's name is passed on.
-
-    Raises:
-        LaunchError: the interface has none.
-    """
+    """The IPv4 address of an interface of this machine; an address or a host's name is passed on."""
     if interface not in [name for _, name in socket.if_nameindex()]:
         return interface
     import fcntl

@@ -76,13 +76,7 @@ class Lines:
         }
 
     def follow(self, number: int, stream: IO[bytes], *, error: bool) -> threading.Thread:
-        """Shows what comes out of a pipe, in a thread, until it is closed.
-
-        Args:
-            number: of the process.
-            stream: its pipe.
-            error: whether it is that of its errors.
-        """
+        """Shows what comes out of a pipe, in a thread, until it is closed."""
         thread = threading.Thread(
             target=self._copy,
             args=(number, stream, error),
@@ -93,13 +87,7 @@ class Lines:
         return thread
 
     def show(self, number: int, text: str, *, error: bool) -> None:
-        """Shows one line of a process.
-
-        Args:
-            number: of the process.
-            text: the line, without its end.
-            error: whether it is one of its errors; the last of these are kept in `last`.
-        """
+        """Shows one line of a process."""
         if NOISE.search(text):
             return
         if error:

@@ -20,15 +20,6 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 def device_ids(place: Place, environ: Mapping[str, str], gpus: Path = GPUS) -> list[int] | None:
     """Numbers of the GPUs of this process, counted among those that it could see; None for all of
     them.
-
-    Args:
-        place: of this process.
-        environ: whose CUDA_VISIBLE_DEVICES a scheduler may have set, for the process or for the
-            host.
-        gpus: folder of the driver.
-
-    Raises:
-        LaunchError: the GPUs cannot be shared evenly.
     """
     if place.host_processes == 1 or place.simulated is not None:
         return None
@@ -45,12 +36,7 @@ def device_ids(place: Place, environ: Mapping[str, str], gpus: Path = GPUS) -> l
 
 
 def visible_gpus(environ: Mapping[str, str], gpus: Path = GPUS) -> int:
-    """Number of NVIDIA GPUs that a process can see.
-
-    Args:
-        environ: variables of the process; `CUDA_VISIBLE_DEVICES` counts.
-        gpus: folder with an entry for each GPU of the host.
-    """
+    """Number of NVIDIA GPUs that a process can see."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return len([word for word in environ["CUDA_VISIBLE_DEVICES"].split(",") if word.strip()])
     return len([*gpus.iterdir()]) if gpus.is_dir() else 0

@@ -104,18 +104,7 @@ def launch(
     """Runs all processes until they are done, and gives one exit code.
 
     Args:
-        local: what to run.
-        lines: where to show what the processes write.
         environ: their variables, beside those of the place; by default this process's own.
-
-    Returns:
-        0 where all ended well; 75 where they were asked to stop, and saved; otherwise the code of
-        the first one that failed: 86 for one that hung or was silent, 2 for mistakes of the user,
-        128 and the number of the signal that ended it.
-
-    Raises:
-        LaunchError: the address is not this machine's.
-        KeyboardInterrupt: Ctrl-C, twice; the processes are gone.
     """
     with stop_requests() as stop:
         starts = _Starts(

@@ -51,14 +51,6 @@ def example_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The abstract batch of a training step: "inputs" and "targets", for an encoder-decoder also
     "decoder_inputs", int32 [batch, seq] each.
-
-    Args:
-        config: of the model.
-        batch: rows.
-        seq: tokens of a row.
-
-    Raises:
-        ModelError: the sequence is longer than the model's.
     """
     from shardlib.models import encoder_decoder, transformer
 

@@ -14,14 +14,7 @@ from shardlib.models.transformer import Transformer
 def add_low_rank(
     model: Transformer, rank: int, matrices: Collection[str], rngs: nnx.Rngs
 ) -> Transformer:
-    """Gives some matrices of a transformer an adapter, in all layers that have them.
-
-    Args:
-        model: is changed.
-        rank: of each.
-        matrices: names, of those of `MATRICES`.
-        rngs: stream "params" draws.
-    """
+    """Gives some matrices of a transformer an adapter, in all layers that have them."""
     for block in blocks(model):
         for place, matrix_dims in MATRICES.items():
             module = getattr(block, place, None)
@@ -33,11 +26,7 @@ def add_low_rank(
 
 
 def blocks(model: Transformer) -> Iterator[Block]:
-    """The stacked blocks of a transformer.
-
-    Args:
-        model: any.
-    """
+    """The stacked blocks of a transformer."""
     for stack in (getattr(model, "dense_layers", None), model.layers):
         if stack is not None:
             yield from getattr(stack, "blocks", [stack])

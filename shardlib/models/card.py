@@ -49,13 +49,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def read(path: str | Path) -> TransformerConfig:
-    """Reads a model card; its name is the file's, unless the card has one.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ModelError: no TOML, or keys that are missing, unknown or of a wrong type, all of them
-            listed.
-    """
+    """Reads a model card; its name is the file's, unless the card has one."""
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"there is no model card {path}")
@@ -67,16 +61,7 @@ def read(path: str | Path) -> TransformerConfig:
 
 
 def parse(text: str | bytes, *, name: str, source: str = "the model card") -> TransformerConfig:
-    """Reads the text of a model card; see `read`.
-
-    Args:
-        text: TOML.
-        name: of the model, where the card says none.
-        source: what to call the card in messages.
-
-    Raises:
-        ModelError: see `read`.
-    """
+    """Reads the text of a model card; see `read`."""
     data = {"name": name, **parse_toml(text, source, ModelError)}
     failures = _check(TransformerConfig, data, "")
     for table, kind in _TABLES.items():

@@ -51,12 +51,7 @@ class LatentAttention:
     v_dim: int
 
     def parameter_count(self, embed: int, heads: int) -> int:
-        """Number of trained parameters of one layer's attention.
-
-        Args:
-            embed: width of the residual stream.
-            heads: of queries.
-        """
+        """Number of trained parameters of one layer's attention."""
         head = self.nope_dim + self.rope_dim
         queries = self.q_lora * (embed + 1 + heads * head) if self.q_lora else embed * heads * head
         keys = embed * (self.kv_lora + self.rope_dim) + self.kv_lora * (
@@ -130,11 +125,6 @@ class Experts:
     def parameter_count(self, embed: int, gated: bool, *, active: bool = False) -> int:
         """Parameters of one layer's router and experts; with `active`, those that one token
         uses.
-
-        Args:
-            embed: width of the residual stream.
-            gated: whether experts have a gate.
-            active: count those that one token uses.
         """
         matrices = 3 if gated else 2
         routed = self.per_token if active else self.count

@@ -25,15 +25,7 @@ _ACTIVATIONS = {
 
 
 def described(config: TransformerConfig | EncoderDecoderConfig) -> JsonObject:
-    """The content of a `config.json`.
-
-    Args:
-        config: of the transformer; in which blocks it attends, and how its experts are balanced
-            in training, is said by no file.
-
-    Raises:
-        ModelError: no family of Hugging Face has such transformers.
-    """
+    """The content of a `config.json`."""
     reference = _compared(config)
     for family, candidate in _candidates(config):
         data = {"model_type": family, **candidate, "dtype": config.param_dtype}

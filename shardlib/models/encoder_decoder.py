@@ -272,16 +272,8 @@ def example_batch(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The abstract batch of a training step.
 
-    Args:
-        config: of the model.
-        batch: rows.
-        seq: tokens of a row, of encoder and decoder alike.
-
     Returns:
         "inputs", "decoder_inputs" and "targets", int32 [batch, seq] each.
-
-    Raises:
-        ModelError: the sequence is longer than the model's.
     """
     config.check_seq(seq)
     return {

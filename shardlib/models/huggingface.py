@@ -42,13 +42,7 @@ def read(
     """Reads a configuration.
 
     Args:
-        source: path of a `config.json`, or its content.
         name: for people; by default the file's folder, or the family.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ModelError: no JSON object, an unknown family, missing keys, or settings that the reference
-            model does not have.
     """
     source_name, data = "the configuration", source
     if isinstance(source, str | Path):

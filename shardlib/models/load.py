@@ -57,15 +57,7 @@ class UserModel:
 
 
 def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
-    """Finds a model.
-
-    Args:
-        spec: preset, path of a `.json` or `.toml` file, or `package.module:function`.
-
-    Raises:
-        ModelError: nothing of that name, or a file or function that does not hold a model.
-        MissingFileError: a file that is not there.
-    """
+    """Finds a model."""
     if spec in PRESETS:
         return PRESETS[spec]
     if spec.endswith(".toml"):

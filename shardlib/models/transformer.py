@@ -255,21 +255,7 @@ def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer],
 def example_batch(
     config: TransformerConfig, batch: int, seq: int, *, packed: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The abstract batch of a training step; `packed` where documents share rows, see `Loss`.
-
-    Args:
-        config: of the model.
-        batch: rows.
-        seq: tokens of a row.
-        packed: whether documents share rows.
-
-    Returns:
-        "inputs" and "targets", and with `packed` "segments", "positions" and "weights"; [batch,
-        seq] each.
-
-    Raises:
-        ModelError: the sequence is longer than the model's.
-    """
+    """The abstract batch of a training step; `packed` where documents share rows, see `Loss`."""
     config.check_seq(seq)
     dtypes = {"inputs": jnp.int32, "targets": jnp.int32} | (
         {"segments": jnp.int32, "positions": jnp.int32, "weights": jnp.float32} if packed else {}

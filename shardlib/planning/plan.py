@@ -270,11 +270,7 @@ class Source(Protocol):
 
 
 def source_of(plan: Plan) -> Source:
-    """What the plan was made from.
-
-    Raises:
-        PlanError: the plan was read from a file and carries no model.
-    """
+    """What the plan was made from."""
     if plan.source is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model\nTry: the command line"
@@ -732,16 +728,7 @@ def _content(plan: Plan) -> JsonObject:
 
 
 def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
-    """Reads what `plan_to_data` wrote; see `Plan.from_json`.
-
-    Args:
-        data: the plan as plain lists, dicts, strings and numbers.
-        changed: take a plan that was changed since, with a finding that says so.
-
-    Raises:
-        PlanError: it is no plan of this format, it was changed since, or values that no plan has;
-            all of them are listed.
-    """
+    """Reads what `plan_to_data` wrote; see `Plan.from_json`."""
     found: object = (
         cast("Mapping[str, Any]", data).get("format")
         if isinstance(data, Mapping)
@@ -782,11 +769,7 @@ def _usual(plan: Plan) -> Plan:
 
 
 def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
-    """What there is to say about who wrote the plan.
-
-    Raises:
-        PlanError: it was changed, or nobody can know that it was not, and that is not allowed.
-    """
+    """What there is to say about who wrote the plan."""
     said = data.get("checksum")
     if said is not None and said == checksum(data):
         return []

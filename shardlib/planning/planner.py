@@ -60,14 +60,6 @@ class Prepared:
     def search(self, topology: Topology, pins: Pins) -> Plan:
         """The best plan for the same problem; all questions end here or in `ranked`. What was
         asked before is not searched again.
-
-        Args:
-            topology: the machine.
-            pins: decisions fixed by hand.
-
-        Raises:
-            PinError: the pins allow no plan.
-            InfeasibleError: nothing fits.
         """
         asked = topology, pins
         if asked not in self._answered:
@@ -81,9 +73,7 @@ class Prepared:
         times the fastest.
 
         Args:
-            topology: the machine.
             slack: up to how many times the seconds of the fastest.
-            front: only plans that need less memory than every faster one.
         """
         return ranked(
             self.load.problem,
@@ -97,10 +87,6 @@ class Prepared:
     def on_all_devices(self) -> Plan:
         """The best plan for the same problem that leaves no device idle, under the same pins but
         for those of the mesh.
-
-        Raises:
-            PinError: no mesh of all devices fits.
-            InfeasibleError: none of its plans fits the memory.
         """
         pins = self.pins.but(mesh=None, axes=())
         found = searching.search(
@@ -109,14 +95,7 @@ class Prepared:
         return replace(found, source=self.under(pins))
 
     def why_not(self, pin: PinMapping) -> Plan:
-        """The best plan under different pins, for the same model and topology.
-
-        Raises:
-            PinError: the pins make no sense, or allow no plan; or they ask for another number of
-                islands, and the model is not at hand.
-            BatchError: the rows do not divide among the islands.
-            InfeasibleError: nothing fits under them.
-        """
+        """The best plan under different pins, for the same model and topology."""
         pins = self.pins.changed(Pins.parse(pin))
         before, after = self.pins.exchange, pins.exchange
         if before.islands == after.islands:
@@ -154,14 +133,6 @@ def search(
 def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
     """A problem prepared for a training framework, with parameters stored as it stores them; to
     search it is to plan within what the framework can do.
-
-    Args:
-        name: of the framework, or of one of its profiles.
-        problem: the traced step.
-        topology: the machine.
-
-    Raises:
-        PinError: there is no such framework, or it does not run on such chips.
     """
     vendor = topology.chip.vendor
     one = framework(name, vendor)

@@ -41,14 +41,7 @@ def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECOND
     Alone it does nothing.
 
     Args:
-        name: of what is compared, for messages.
-        values: value by key; keys that begin with `OPTIONAL` are compared among the processes that
-            have them.
         seconds: how long to wait for the others.
-
-    Raises:
-        LaunchError: values differ, all of them listed with the processes that have them; in all
-            processes alike. Or processes are missing, and are named.
     """
     coordination = _jax_compat.coordination()
     if coordination is None or coordination[2] == 1:
@@ -84,12 +77,7 @@ def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECON
     makes.
 
     Args:
-        name: of what is made.
-        make: makes it, in process 0.
         seconds: how long the others wait.
-
-    Raises:
-        LaunchError: process 0 did not say it in time.
     """
     coordination = _jax_compat.coordination()
     if coordination is None or coordination[2] == 1:
@@ -174,12 +162,7 @@ def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int
     order. Alone, what this one says.
 
     Args:
-        name: of what is said, for messages.
-        text: what this process says.
         seconds: how long to wait for the others.
-
-    Raises:
-        LaunchError: processes are missing, and are named.
     """
     coordination = _jax_compat.coordination()
     if coordination is None or coordination[2] == 1:
@@ -204,11 +187,7 @@ def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
     does nothing.
 
     Args:
-        name: of the point, for messages.
         seconds: how long to wait for the others.
-
-    Raises:
-        LaunchError: some did not come.
     """
     coordination = _jax_compat.coordination()
     if coordination is None or coordination[2] == 1:

@@ -30,10 +30,6 @@ THREADS = 4
 def simulate_cpu_devices(count: int) -> None:
     """Makes JAX see `count` CPU devices and no accelerator; of several processes, each simulates
     its part of them.
-
-    Raises:
-        TopologyError: JAX has been used already, and sees another number of devices; or processes
-            cannot share them evenly.
     """
     joined = _jax_compat.coordination()
     processes = 1 if joined is None else joined[2]
@@ -94,10 +90,6 @@ def cpu_without_accelerators(
     """Has this process use the CPU where the machine has no accelerator and nobody says otherwise:
     plugins that are installed without one print errors of their own while JAX looks for it. Call it
     before JAX is used; processes that this one starts are not concerned.
-
-    Args:
-        dev: where the files of drivers are.
-        environ: variables of this process.
     """
     if jax.config.values["jax_platforms"] or {*_LENT} & environ.keys():
         return

@@ -91,7 +91,6 @@ class Observer:
         first.
 
         Args:
-            key: whose heartbeat it is.
             beat: as it is now; None where there is none.
         """
         now, mark = self._clock(), (beat.host, beat.pid, beat.number) if beat is not None else None
@@ -103,13 +102,6 @@ class Observer:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all, also after a loss of power; what
     stands in the place of the draft, a link to somewhere perhaps, is not written to.
-
-    Args:
-        path: of the file; its folder is there.
-        text: all of it.
-
-    Raises:
-        OSError: it cannot be written.
     """
     draft = path.with_name(f"{path.name}.part")
     with contextlib.suppress(FileNotFoundError):

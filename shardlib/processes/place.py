@@ -93,11 +93,7 @@ class Place:
 
 
 def read_place(environ: Mapping[str, str]) -> Place | None:
-    """The place of this process; None where it is alone.
-
-    Raises:
-        LaunchError: variables are missing or contradict each other, all of them listed.
-    """
+    """The place of this process; None where it is alone."""
     common = _common(environ)
     if "SHARDLIB_PROCESSES" in environ:
         return replace(_ours(environ), **common)

@@ -30,13 +30,7 @@ def is_alone() -> bool:
 
 
 def anywhere(condition: bool, *, needed: bool, step: int = 0) -> bool:
-    """Whether this holds in any process; all of them get the same answer, at the same step.
-
-    Args:
-        condition: whether it holds here.
-        needed: whether it could hold anywhere; the same in all processes.
-        step: the processes meet at every `ASK_EVERY`-th; in between the answer is no.
-    """
+    """Whether this holds in any process; all of them get the same answer, at the same step."""
     if jax.process_count() == 1:
         return condition
     if not needed or step % ASK_EVERY:

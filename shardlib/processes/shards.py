@@ -23,9 +23,6 @@ def options(owners: frozenset[int]) -> ocp.options.MultiprocessingOptions:
 
     Its default are collectives on the devices, which must not run in a thread beside those of the
     training loop.
-
-    Args:
-        owners: the processes that write.
     """
     if jax.process_count() == 1:
         return ocp.options.MultiprocessingOptions()
@@ -71,15 +68,7 @@ def _of_job(array: Any) -> Any:
 
 
 def save(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes arrays to a folder that is not there yet; to be called by all processes.
-
-    Args:
-        folder: absolute, seen by all owners.
-        arrays: by name.
-
-    Raises:
-        LaunchError: this process is idle, and the owners could not write them.
-    """
+    """Writes arrays to a folder that is not there yet; to be called by all processes."""
     owners = owners_of(arrays.values())
 
     def write() -> None:
@@ -102,10 +91,6 @@ def read(
 
     The handler is used without a `Checkpointer`, which would wait at a barrier for processes that
     have failed.
-
-    Args:
-        folder: of the arrays.
-        leaves: abstract arrays as they are stored, with shardings, by name; others are left out.
     """
     if jax.process_index() not in owners_of(leaves.values()):
         return {name: without_shards(leaf) for name, leaf in leaves.items()}
@@ -125,11 +110,7 @@ def read(
 
 
 def without_shards(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array as a process has it that owns none of its devices.
-
-    Args:
-        leaf: abstract, with its sharding.
-    """
+    """An array as a process has it that owns none of its devices."""
     sharding = leaf.sharding
     assert isinstance(sharding, jax.sharding.Sharding)
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [], dtype=leaf.dtype)

@@ -98,9 +98,6 @@ class _AtOnce:
 def ends_at_once() -> Iterator[None]:
     """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in
     order; inside, `stop_requests` takes over.
-
-    Raises:
-        StoppedError: a signal asked for a stop.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

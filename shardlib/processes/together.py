@@ -45,13 +45,6 @@ def all_well(well: bool) -> bool:
 def first_decides(name: str, decide: Callable[[], T]) -> T | None:
     """What the first process comes to; nothing in the others, or the error that the first has come
     to; to be called by all.
-
-    Args:
-        name: of what is decided, for messages.
-        decide: run in the first process.
-
-    Raises:
-        ShardlibError: the first process has raised it; in all processes alike.
     """
     if jax.process_count() == 1:
         return decide()

@@ -52,11 +52,7 @@ WAIT_MS = 1000
 
 
 def owners_of(arrays: Iterable[Any]) -> frozenset[int]:
-    """Numbers of the processes that own devices of some arrays.
-
-    Args:
-        arrays: concrete or abstract, with shardings.
-    """
+    """Numbers of the processes that own devices of some arrays."""
     return frozenset(
         device.process_index for array in arrays for device in array.sharding.device_set
     )
@@ -66,17 +62,8 @@ def by_owners(name: str, owners: frozenset[int], do: Callable[[], T]) -> T | Non
     """Has the owners of some devices do something, and the idle processes wait for them; to be
     called by all, in the same order for each name.
 
-    Args:
-        name: of what is done.
-        owners: numbers of the processes that do it.
-        do: what they do. Where it fails in the first of them, it must fail in all.
-
     Returns:
         What it gives; None in an idle process.
-
-    Raises:
-        Exception: whatever `do` raises.
-        LaunchError: this process is idle, and it failed in the first owner.
     """
     if len(owners) == jax.process_count():
         return do()
@@ -96,11 +83,7 @@ def by_owners(name: str, owners: frozenset[int], do: Callable[[], T]) -> T | Non
 
 
 def idle_processes(devices: Iterable[jax.Device]) -> tuple[int, ...]:
-    """Numbers of the processes of this job that own none of some devices.
-
-    Args:
-        devices: of a mesh.
-    """
+    """Numbers of the processes of this job that own none of some devices."""
     owners = {device.process_index for device in devices}
     return tuple(number for number in range(jax.process_count()) if number not in owners)
 
@@ -109,16 +92,6 @@ def in_every_process(tree: T) -> T:
     """A tree whose replicated arrays can be read in every process; to be called by all, in the same
     order. Returns at once in a process that owns one of their devices, and elsewhere when their
     values are there.
-
-    Args:
-        tree: results of a program. Arrays that are sharded, random keys, and what is no
-            `jax.Array` stay as they are.
-
-    Returns:
-        The same tree; in idle processes with replicated arrays on a device of this process.
-
-    Raises:
-        LaunchError: this process is idle, and the one that owns the values could not compute them.
     """
     if jax.process_count() == 1:
         return tree
@@ -139,14 +112,7 @@ def in_every_process(tree: T) -> T:
 
 
 def whole(array: Constant) -> np.ndarray:
-    """All of an array on the host, in every process; to be called by all.
-
-    Args:
-        array: on the host, or on devices in any sharding.
-
-    Raises:
-        LaunchError: see `in_every_process`.
-    """
+    """All of an array on the host, in every process; to be called by all."""
     if not isinstance(array, jax.Array) or jax.process_count() == 1:
         return np.asarray(array)
     if not isinstance(array.sharding, NamedSharding):
@@ -166,14 +132,7 @@ def whole(array: Constant) -> np.ndarray:
 
 
 def in_first_process(array: jax.Array) -> np.ndarray | None:
-    """A replicated array on the host in process 0, None in the others; to be called by all.
-
-    Args:
-        array: replicated over a mesh.
-
-    Raises:
-        LaunchError: see `in_every_process`.
-    """
+    """A replicated array on the host in process 0, None in the others; to be called by all."""
     if 0 not in owners_of([array]):
         host_array = whole(array)
         return host_array if jax.process_index() == 0 else None
@@ -254,11 +213,7 @@ class Channel:
         self._waiting.put(make)
 
     def receive(self) -> bytes:
-        """The next message, in an idle process; waits for it as long as the job lives.
-
-        Raises:
-            LaunchError: the owner is gone, or has stopped to publish.
-        """
+        """The next message, in an idle process; waits for it as long as the job lives."""
         first = self._waited(self._part(0))
         parts, left = [first[8:]], int.from_bytes(first[:8], "little") - len(first) + 8
         while left:
@@ -365,11 +320,7 @@ def _packed(arrays: Sequence[Constant]) -> bytes:
 
 
 def _unpacked(data: bytes) -> list[jax.Array]:
-    """The arrays that were packed, on the first device of this process.
-
-    Raises:
-        LaunchError: the process that owns them could not compute them.
-    """
+    """The arrays that were packed, on the first device of this process."""
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
     if "failed" in header:

@@ -59,7 +59,6 @@ class Watchdog:
         may pass.
 
         Args:
-            name: of the phase, for messages.
             step: steps done; None where it makes no difference.
             patience: times the allowed seconds that it may take.
         """

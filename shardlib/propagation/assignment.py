@@ -41,12 +41,7 @@ TOKENS = "batch+context"
 
 @lru_cache(maxsize=1 << 14)
 def has(cut: Cut, kind: str) -> bool:
-    """Whether some dim is sharded over a kind of axis.
-
-    Args:
-        cut: what shards each dim.
-        kind: "batch", "tensor", "context" or "expert".
-    """
+    """Whether some dim is sharded over a kind of axis."""
     return any(part is not None and kind in part for part in cut)
 
 
@@ -94,8 +89,6 @@ class Choice:
         """The cut of a value or of the factors of an op.
 
         Args:
-            colours: colour per dim or factor.
-            unsharded: positions that must not be sharded.
             sequence_at: position along the sequence that is sharded where several are (queries and
                 keys of attention); by default the first.
         """

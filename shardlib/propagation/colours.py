@@ -135,12 +135,7 @@ class Colouring:
     def conflicts(
         self, graph: Graph, names: tuple[LogicalAxes, ...]
     ) -> tuple[tuple[int, str], ...]:
-        """(value, colour) for every value of a graph that has one colour twice.
-
-        Args:
-            graph: the graph.
-            names: colour of every dim of every value of it.
-        """
+        """(value, colour) for every value of a graph that has one colour twice."""
         return tuple(
             (index, name)
             for index, axes in enumerate(names)
@@ -155,14 +150,7 @@ def _short(path: str, dim: int) -> str:
 
 
 def colour(problem: Problem) -> Colouring:
-    """Finds the colours of a problem.
-
-    Args:
-        problem: traced model; the names of its parameters and batch are the seeds.
-
-    Returns:
-        The colouring. Dims of size 1, and dims that no input has, get no colour.
-    """
+    """Finds the colours of a problem."""
     classes = Classes()
     tie_inputs(classes, problem)
     graphs = {

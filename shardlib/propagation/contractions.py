@@ -42,11 +42,6 @@ def agreed(
 
     An axis stays with the index that most of the values have it on; where that is undecided, with
     the one that the rules prefer, or else with the first.
-
-    Args:
-        rule: the indices of the operation.
-        layouts: of every operand and every result on its own, by the rules.
-        preferred: what the rules say of the indices all at once, one dim for each.
     """
     sides = tuple(
         tuple(rule.major(dim) for dim in dims) for dims in (*rule.operands, *rule.results)
@@ -88,15 +83,8 @@ def operand_layouts(
 ) -> Mapping[tuple[str, int], Layout]:
     """The layouts in which the contractions of a graph run.
 
-    Args:
-        graph: the loss as written.
-        names: colour per dim of every value.
-        rules: compute rules of the plan.
-        mesh: sizes of the mesh axes.
-
     Returns:
         Keys of `used` -> layout, for every operand and then for the result; and of `arriving`, for
-        operands that are gathered.
     """
     layouts_by_key: dict[tuple[str, int], Layout] = {}
     for op in graph.ops:
@@ -126,11 +114,6 @@ def followed_layouts(
 ) -> Mapping[tuple[str, int], Layout]:
     """The same for a graph whose colours are not known: layouts are followed from the inputs on,
     along the indices of the operations.
-
-    Args:
-        graph: a loss.
-        inputs: layout of every input of the graph.
-        mesh: sizes of the mesh axes.
     """
     layouts_by_key: dict[tuple[str, int], Layout] = {}
     layouts_by_value: dict[int, Layout] = dict(zip(graph.inputs, inputs, strict=True))
@@ -172,10 +155,6 @@ def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
 def used(path: str, number: int) -> tuple[str, int]:
     """Where placements have the layout of an operand of a contraction while it runs, and after the
     operands that of its result.
-
-    Args:
-        path: of the op in the program.
-        number: of the operand; the number of operands for the result.
     """
     return f"{path}/in use", number
 
@@ -183,10 +162,6 @@ def used(path: str, number: int) -> tuple[str, int]:
 def arriving(path: str, number: int) -> tuple[str, int]:
     """Where placements have the layout that an operand of a contraction has before it is gathered
     for it.
-
-    Args:
-        path: of the op in the program.
-        number: of the operand.
     """
     return f"{path}/arriving", number
 
@@ -194,19 +169,12 @@ def arriving(path: str, number: int) -> tuple[str, int]:
 def returned(path: str) -> tuple[str, int]:
     """Where placements have the layout that the gradient of the result of a contraction has when it
     arrives, where that is not the layout of the result.
-
-    Args:
-        path: of the op in the program.
     """
     return f"{path}/returned", 0
 
 
 def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
     """Colour of every index of an op that may be sharded, see `factor_colours`.
-
-    Args:
-        op: the op.
-        names: colour of every dim of every value.
 
     Returns:
         One per factor; None where no dim has a colour, or it must stay whole.

@@ -17,11 +17,6 @@ def all_factor_colours(
     A mesh axis shards one dim of a value. Where two dims of a weight have one colour (the matrix of
     a recurrence, [embed, embed]), it is the first; ops that read the weight, or make its gradient,
     have it where it lies, and their other factor of that colour is not sharded.
-
-    Args:
-        graph: the program.
-        names: colour of every dim of every value.
-        weights: parameters in all forms, and gradients of parameters.
     """
     turned = {
         value: op
@@ -66,13 +61,7 @@ def _where_weights_lie(
 
 
 def _order(value: int, turn: Op | None, rank: int) -> Sequence[int]:
-    """The dims of a form of a parameter, in the order of the parameter's own.
-
-    Args:
-        value: the form of it.
-        turn: the transposition that made it of the parameter, or its gradient of it.
-        rank: number of dims.
-    """
+    """The dims of a form of a parameter, in the order of the parameter's own."""
     if turn is None:
         return range(rank)
     (before,), (after,) = turn.rule.operands, turn.rule.results
@@ -82,10 +71,6 @@ def _order(value: int, turn: Op | None, rank: int) -> Sequence[int]:
 
 def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
     """Colour of every factor of an op: the colour of a dim of which it is the major factor.
-
-    Args:
-        op: the op.
-        names: colour of every dim of every value.
 
     Returns:
         One per factor; None where no dim has a colour.

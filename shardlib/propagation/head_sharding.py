@@ -21,13 +21,7 @@ Shared = Literal["all", "queries", "none"]
 
 
 def shared(*, heads: int, groups: int, devices: int) -> Shared:
-    """Which heads devices can share out.
-
-    Args:
-        heads: heads of queries.
-        groups: heads of keys and values, each of `heads / groups` heads of queries.
-        devices: devices.
-    """
+    """Which heads devices can share out."""
     if heads % devices:
         return "none"
     if groups % devices == 0:

@@ -13,11 +13,6 @@ def carried_along(
 ) -> set[Hashable]:
     """Classes that some loop carries in a value that has the sequence, too; of a model without a
     sequence, all that loops carry.
-
-    Args:
-        classes: of the dims of all graphs.
-        problem: the traced step.
-        sequences: classes that are a sequence.
     """
     carried: set[Hashable] = set()
     for policy, step in problem.steps.items():
@@ -31,12 +26,7 @@ def carried_along(
 
 
 def walked_along(classes: Classes, problem: Problem) -> set[Hashable]:
-    """Classes of dims along which some loop takes one position per iteration.
-
-    Args:
-        classes: of the dims of all graphs.
-        problem: the traced step.
-    """
+    """Classes of dims along which some loop takes one position per iteration."""
     return {
         classes.find((policy, op.operands[0], 0))
         for policy, step in problem.steps.items()

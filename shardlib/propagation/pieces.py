@@ -40,9 +40,6 @@ FINEST = 64
 def in_pieces(problem: Problem) -> Problem:
     """The problem with rules that cut every piece of a fused dim, and with the pieces of every
     fused dim of its forward graph.
-
-    Args:
-        problem: as traced; its rules keep whole what is taken apart.
     """
     graphs = {
         "forward": problem.forward,

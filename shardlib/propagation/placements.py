@@ -33,18 +33,11 @@ def placements(
     """Layout constraints of a forward graph.
 
     Args:
-        graph: the loss as written.
-        names: colour per dim of every value.
-        rules: compute rules of the plan.
-        mesh: sizes of the mesh axes.
-        batch: colour of the batch; values without it depend on parameters alone and stay free.
         operands: more values that lowering wants to know of, keyed as they shall be in the result
             -> what makes them.
 
     Returns:
         (path of the equation, index of the result) -> layout; for the carry of a loop, the path of
-        the boundary op; for the operands of contractions, see
-        `shardlib.propagation.contractions.used`.
     """
     layouts: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
     gathered = _gathered(graph, names, rules, mesh, layouts)
@@ -77,15 +70,7 @@ def _gathered(
     mesh: MeshShape,
     operands: Mapping[tuple[str, int], Layout],
 ) -> frozenset[int]:
-    """The values that some mesh axis shards, and of which a contraction reads more than a shard.
-
-    Args:
-        graph: the loss as written.
-        names: colour per dim of every value.
-        rules: compute rules of the plan.
-        mesh: sizes of the mesh axes.
-        operands: see `shardlib.propagation.contractions.operand_layouts`.
-    """
+    """The values that some mesh axis shards, and of which a contraction reads more than a shard."""
     return frozenset(
         value
         for op in graph.ops

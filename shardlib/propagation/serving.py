@@ -31,24 +31,13 @@ SHARED_AXES = ("tensor", "context")
 
 
 def serving_mesh(*, tensor: int, key_heads: Iterable[int], data: int = 1) -> MeshShape:
-    """The mesh of devices that serve.
-
-    Args:
-        tensor: devices that share every layer.
-        key_heads: heads of keys and values of each call of attention.
-        data: groups of such devices, each with requests of its own.
-    """
+    """The mesh of devices that serve."""
     heads = math.gcd(tensor, *key_heads)
     return MeshShape(data=data, context=tensor // heads, tensor=heads)
 
 
 def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
-    """How each parameter is sharded, by path.
-
-    Args:
-        problem: the forward pass; no step graph is read.
-        mesh: see `serving_mesh`.
-    """
+    """How each parameter is sharded, by path."""
     colouring = colour(problem)
     walked = _walked(problem, colouring)
     fit = _fit(problem, colouring)
@@ -61,9 +50,6 @@ def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
 def scale_dims(problem: Problem) -> Mapping[str, int]:
     """The dim whose elements share a scale where weights are stored in eight bits, for every matrix
     by path: that of the residual stream, or the longest.
-
-    Args:
-        problem: see `serving_layouts`.
     """
     colouring = colour(problem)
     walked, sizes = _walked(problem, colouring), _sizes(problem, colouring)
@@ -88,8 +74,6 @@ def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None)
     """Bytes of weights on one device.
 
     Args:
-        problem: see `serving_layouts`.
-        mesh: see `serving_mesh`.
         itemsize: bytes of an element; None for those of the stored dtypes.
     """
     layouts = serving_layouts(problem, mesh)

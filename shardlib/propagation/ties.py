@@ -45,13 +45,7 @@ class Classes:
 
 
 def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
-    """Joins the dims that ops of a graph make one index of.
-
-    Args:
-        classes: classes of (tag, value, dim), changed.
-        tag: which graph it is.
-        graph: the graph.
-    """
+    """Joins the dims that ops of a graph make one index of."""
     for op in graph.ops:
         rule = op.rule
         members: dict[int, list[Hashable]] = defaultdict(list)
@@ -69,10 +63,6 @@ def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
 def tie_inputs(classes: Classes, problem: Problem) -> None:
     """Joins the dims of inputs in the graphs of all remat policies with those of the parameters and
     of the batch.
-
-    Args:
-        classes: classes of dims, changed.
-        problem: the graphs, and what their inputs are.
     """
     for index in problem.forward.inputs:
         value = problem.forward.values[index]
@@ -96,13 +86,6 @@ def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
     """Joins the dims that the user gave one name. A parameter whose names would tie two dims that
     other parameters tell apart keeps none of them: of four kernels of attention that are all called
     (embed, heads), the one whose first dim counts heads.
-
-    Args:
-        classes: classes of dims as the program ties them, changed.
-        problem: parameters and batch with their logical axes.
-
-    Returns:
-        The paths of parameters whose names are left out.
     """
     arrays = [
         (path, [(name, ("input", path, dim)) for dim, name in enumerate(axes) if name is not None])
@@ -170,13 +153,7 @@ def tie_alike(
     one is tied.
 
     Args:
-        classes: classes of dims, changed.
-        problem: the parameters.
         dims: colour -> the (path, dim) of all inputs that have it; those that may be tied.
-        values: colours of the dims of all values.
-
-    Returns:
-        Whether any were joined.
     """
     shapes = {p.path: p.shape for p in problem.parameters} | {
         path: shape for path, shape, _, _ in problem.batch

@@ -41,11 +41,7 @@ class GPipe:
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """The same on every stage.
-
-        Raises:
-            ValueError: a stage has several chunks, which it has in a single program alone.
-        """
+        """The same on every stage."""
         only_whole_stages(self.name, chunks)
         backward = reversed(plain(BACKWARD, microbatches))
         return ((*plain(FORWARD, microbatches), *backward),) * stages

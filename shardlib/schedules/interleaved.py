@@ -43,11 +43,7 @@ class Interleaved:
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """Chunk after chunk for groups of S microbatches.
-
-        Raises:
-            ValueError: the microbatches are not whole groups.
-        """
+        """Chunk after chunk for groups of S microbatches."""
         if microbatches % stages:
             raise ValueError(
                 f"interleaved stages take microbatches in groups of {stages}, which do not divide"

@@ -26,11 +26,7 @@ class NoSchedule:
         return ""
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """None.
-
-        Raises:
-            ValueError: always; there are no stages.
-        """
+        """None."""
         raise ValueError(f"there is no schedule {self.name!r}")
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:

@@ -40,11 +40,7 @@ class OneForwardOneBackward:
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """Later stages go forward fewer times before they go back.
-
-        Raises:
-            ValueError: a stage has several chunks.
-        """
+        """Later stages go forward fewer times before they go back."""
         only_whole_stages(self.name, chunks)
         forward, backward = plain(FORWARD, microbatches), plain(BACKWARD, microbatches)
         return tuple(alternating(forward, backward, stages - s - 1) for s in range(stages))

@@ -43,23 +43,13 @@ Order = tuple[Task, ...]
 
 
 def plain(kind: str, microbatches: int) -> Order:
-    """One kind of work on all microbatches, the first one first.
-
-    Args:
-        kind: "forward", "backward" or "weights".
-        microbatches: how many.
-    """
+    """One kind of work on all microbatches, the first one first."""
     return tuple(Task(kind=kind, microbatch=micro) for micro in range(microbatches))
 
 
 def alternating(forward: Sequence[Task], backward: Sequence[Task], first: int) -> Order:
     """`first` tasks forward, then one forward and one backward in turn, then what is left of the
     backward work.
-
-    Args:
-        forward: tasks in their order.
-        backward: tasks in their order, as many.
-        first: forward tasks before the first backward one.
     """
     tasks = list(forward[:first])
     for ahead, back in zip(forward[first:], backward, strict=False):

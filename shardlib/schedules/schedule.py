@@ -49,14 +49,7 @@ class Pipelines:
     def one(
         cls, *, stages: int, chunks: int = 1, microbatches: int, lockstep: bool = False
     ) -> Pipelines:
-        """A single pipeline.
-
-        Args:
-            stages: number of stages.
-            chunks: of layers on each of them.
-            microbatches: of one group.
-            lockstep: whether all stages move at once.
-        """
+        """A single pipeline."""
         return cls(
             stages=np.array([stages]),
             chunks=np.array([chunks]),
@@ -95,28 +88,11 @@ class Schedule(Protocol):
         ...
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """What each stage does one after the other, where it waits for its neighbours alone.
-
-        Args:
-            stages: number of stages.
-            microbatches: of one group.
-            chunks: of layers on each stage.
-
-        Returns:
-            The tasks of each stage.
-
-        Raises:
-            ValueError: the schedule has no such order.
-        """
+        """What each stage does one after the other, where it waits for its neighbours alone."""
         ...
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """Whether stages may have so many chunks of layers.
-
-        Args:
-            chunks: of layers on each stage.
-            lockstep: whether all stages are one program.
-        """
+        """Whether stages may have so many chunks of layers."""
         ...
 
     def fits(self, pipelines: Pipelines) -> Array:
@@ -126,17 +102,7 @@ class Schedule(Protocol):
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Numbers of chunks a stage with which planning tries the schedule.
-
-        Args:
-            pinned: whether the user asks for it by name.
-            chunks: the number of chunks that is pinned, if one is.
-            policy: remat policy.
-            limit: the most chunks to try where none are pinned.
-
-        Returns:
-            The numbers; () where it is not tried.
-        """
+        """Numbers of chunks a stage with which planning tries the schedule."""
         ...
 
     def in_flight(self, pipelines: Pipelines) -> Array:
@@ -159,7 +125,6 @@ class Schedule(Protocol):
         """Seconds that a stage waits in a step (the bubble), for one group of microbatches.
 
         Args:
-            pipelines: the pipelines.
             tick: seconds of one microbatch on one stage, forward and backward.
             weights: seconds of that which compute gradients of weights; may be None of a schedule
                 whose backward pass is one.
@@ -180,26 +145,13 @@ class Schedule(Protocol):
 
 
 def only_whole_stages(name: str, chunks: int) -> None:
-    """Refuses several chunks on a stage.
-
-    Args:
-        name: of the schedule.
-        chunks: of layers on each stage.
-
-    Raises:
-        ValueError: there are several.
-    """
+    """Refuses several chunks on a stage."""
     if chunks > 1:
         raise ValueError(f"the schedule {name!r} has one chunk a stage, not {chunks}")
 
 
 def words_of(name: str, chunks: int) -> str:
-    """A schedule in words.
-
-    Args:
-        name: of the schedule.
-        chunks: of layers on each stage.
-    """
+    """A schedule in words."""
     return f"{name} with {chunks} chunks a stage" if chunks > 1 else name
 
 

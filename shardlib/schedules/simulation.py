@@ -65,16 +65,7 @@ class Span:
 
 
 def simulate(schedule: Sequence[Order], durations: Durations) -> tuple[Span, ...]:
-    """The spans of all tasks, stage by stage in order.
-
-    Args:
-        schedule: the order of every stage.
-        durations: of tasks, the same on all stages; those of a chunk are the stage's over its
-            chunks.
-
-    Raises:
-        ValueError: stages wait for each other, so that the orders cannot be kept.
-    """
+    """The spans of all tasks, stage by stage in order."""
     stages, virtual = (
         len(schedule),
         1 + max((task.chunk for order in schedule for task in order), default=0),
@@ -145,11 +136,6 @@ def makespan(spans: Iterable[Span]) -> float:
 def most_held(spans: Iterable[Span], stage: int, *, until: str = BACKWARD) -> int:
     """The most chunks that a stage keeps stashed at once: from the start of F to the end of
     `until`.
-
-    Args:
-        spans: of all tasks.
-        stage: number of the stage.
-        until: "backward" or "weights".
     """
     stage_spans = [span for span in spans if span.stage == stage]
     events = sorted(

@@ -24,11 +24,7 @@ SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _LI
 
 
 def named(name: str) -> Schedule:
-    """The schedule of a name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The schedule of a name."""
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}")
     return SCHEDULES[name]
@@ -45,17 +41,7 @@ def pipelines() -> tuple[Schedule, ...]:
 
 
 def orders(schedule: str, *, stages: int, microbatches: int, virtual: int = 1) -> tuple[Order, ...]:
-    """The order of every stage, where stages wait for their neighbours alone.
-
-    Args:
-        schedule: name of the schedule.
-        stages: number of stages, S.
-        microbatches: number of microbatches, M.
-        virtual: chunks of layers on each stage, v.
-
-    Raises:
-        ValueError: there is no such schedule, or it has no order for these numbers.
-    """
+    """The order of every stage, where stages wait for their neighbours alone."""
     return named(schedule).order(stages=stages, microbatches=microbatches, chunks=virtual)
 
 

@@ -150,20 +150,11 @@ class Timetable:
     def forward(self, tick: Number, stage: Number) -> tuple[Number, Number, Number]:
         """(microbatch, chunk, whether there is work) of a stage at a tick; numbers or arrays of
         them. Without work the first two are within bounds and mean nothing.
-
-        Args:
-            tick: number of the tick, int or int array.
-            stage: number of the stage, likewise.
         """
         return self._of(tick - stage)
 
     def backward(self, tick: Number, stage: Number) -> tuple[Number, Number, Number]:
-        """The same for backward work.
-
-        Args:
-            tick: number of the tick, int or int array.
-            stage: number of the stage, likewise.
-        """
+        """The same for backward work."""
         micro, mirrored, works = self._of(tick - self.turn - (self.stages - 1 - stage))
         return micro, self.last_chunk - mirrored, works
 
@@ -175,20 +166,11 @@ class Timetable:
     def forward_slot(self, tick: Number, stage: Number) -> Number:
         """Place of the activation stash for the forward work of a tick; without work, a place that
         nothing is waiting in.
-
-        Args:
-            tick: number of the tick, int or int array.
-            stage: number of the stage, likewise.
         """
         return (tick - stage) % self.slots
 
     def backward_slot(self, tick: Number, stage: Number) -> Number:
-        """Place of the activation stash with the forward work that goes back in a tick.
-
-        Args:
-            tick: number of the tick, int or int array.
-            stage: number of the stage, likewise.
-        """
+        """Place of the activation stash with the forward work that goes back in a tick."""
         return self._unit(*self.backward(tick, stage)[:2]) % self.slots
 
     def weights_slot(self, tick: Number) -> Number:
@@ -198,10 +180,6 @@ class Timetable:
     def passing_slot(self, tick: Number, stage: Number) -> Number:
         """Which of S places keeps what the backward work of a tick passes on to the making of
         gradients of weights.
-
-        Args:
-            tick: number of the tick, int or int array.
-            stage: number of the stage, likewise.
         """
         return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
 

@@ -55,11 +55,7 @@ class ZeroBubble:
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """1F1B with each W after the B that comes s microbatches later.
-
-        Raises:
-            ValueError: a stage has several chunks.
-        """
+        """1F1B with each W after the B that comes s microbatches later."""
         only_whole_stages(self.name, chunks)
         return tuple(_late_weights(microbatches, stages - s - 1, s) for s in range(stages))
 

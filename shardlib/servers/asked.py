@@ -97,12 +97,7 @@ class Asked:
     say: Callable[[str], None]
 
     def server(self, server: int, host: str) -> ServerSettings:
-        """What a server is told.
-
-        Args:
-            server: its number.
-            host: address to listen at.
-        """
+        """What a server is told."""
         return ServerSettings(
             server=server,
             exchange=self.exchange,
@@ -112,11 +107,7 @@ class Asked:
         )
 
     def worker(self, worker: int) -> WorkerSettings:
-        """What a worker is told.
-
-        Args:
-            worker: its number.
-        """
+        """What a worker is told."""
         return WorkerSettings(
             worker=worker,
             exchange=self.exchange,
@@ -141,9 +132,6 @@ class Asked:
         """What came of the run, once all workers have ended.
 
         Args:
-            links: to the servers, of who has started them.
-            logs: as `logs` gave them before the start.
-            events: of workers and servers.
             seconds: that the run has taken.
         """
         parts = [link.ask(Ask(kind="fetch", worker=STARTER))[1] for link in links]

@@ -55,11 +55,7 @@ class Crew:
         self._left = [self.restarts] * len(self.servers)
 
     def run(self) -> None:
-        """Starts all, and waits until the last worker has ended.
-
-        Raises:
-            LaunchError: no worker has ended well, or a server ends again and again.
-        """
+        """Starts all, and waits until the last worker has ended."""
         for number in range(len(self.servers)):
             self._server(number)
         waiting = {number: self._worker(number) for number in range(len(self.workers))}
@@ -77,11 +73,7 @@ class Crew:
             raise LaunchError(f"no worker has ended well\n{self._last_lines('worker-0')}")
 
     def look_after_servers(self) -> None:
-        """Starts servers again that have ended.
-
-        Raises:
-            LaunchError: one has ended too often, or says that it cannot go on.
-        """
+        """Starts servers again that have ended."""
         for number in range(len(self.servers)):
             code = self._running[f"server-{number}"].poll()
             if code is None:
@@ -167,7 +159,6 @@ def environment(devices: int | None, more: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         devices: CPU devices that it simulates; None for the devices that there are.
-        more: variables.
     """
     paths = [path or os.getcwd() for path in sys.path]
     simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)} if devices else {}

@@ -60,11 +60,7 @@ class Link:
 
 
 def read_link(text: str) -> Link:
-    """A link as topologies spell it: "10gbit-50ms", "200mbit".
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """A link as topologies spell it: "10gbit-50ms", "200mbit"."""
     number = r"([0-9]{1,9}(?:\.[0-9]{1,9})?)"
     match = re.fullmatch(rf"{number}([gm])bit(?:-{number}ms)?", text)
     if match is None or not float(match[1]):
@@ -74,12 +70,7 @@ def read_link(text: str) -> Link:
 
 
 def meeting_bytes(exchange: DiLoCo, outline: Outline) -> int:
-    """Bytes that an island sends at the largest of its meetings; it receives as many.
-
-    Args:
-        exchange: how islands meet.
-        outline: of the parameters.
-    """
+    """Bytes that an island sends at the largest of its meetings; it receives as many."""
     each = [
         [part.stop - part.start for part in outline.parts(fragment, exchange.fragments)]
         for fragment in range(exchange.fragments)
@@ -88,13 +79,7 @@ def meeting_bytes(exchange: DiLoCo, outline: Outline) -> int:
 
 
 def meeting_seconds(exchange: DiLoCo, outline: Outline, link: Link) -> float:
-    """Seconds of the largest meeting of an island, where the others have sent as early.
-
-    Args:
-        exchange: how islands meet.
-        outline: of the parameters.
-        link: between island and server.
-    """
+    """Seconds of the largest meeting of an island, where the others have sent as early."""
     size = meeting_bytes(exchange, outline)
     return link.seconds(size, size)
 
@@ -103,8 +88,6 @@ def meeting_finding(exchange: DiLoCo, outline: Outline, link: Link | None) -> Fi
     """What an island moves at a meeting, and how long that takes.
 
     Args:
-        exchange: how islands meet.
-        outline: of the parameters.
         link: between island and server; None where it is not known.
     """
     size = meeting_bytes(exchange, outline)

@@ -17,14 +17,7 @@ from shardlib.servers.worker import process as worker_process
 
 
 def run(request: Asked) -> Trained:
-    """Runs it to its end.
-
-    Args:
-        request: the run.
-
-    Raises:
-        LaunchError: no worker has ended well, or a server ends again and again.
-    """
+    """Runs it to its end."""
     secret, began, logs = secrets.token_hex(16), time.monotonic(), request.logs()
     servers, workers = range(request.exchange.servers), range(request.exchange.workers)
     for server in servers:

@@ -37,20 +37,12 @@ class OrderError(ShardlibError, ValueError):
 
 
 def order_text(order: Order) -> str:
-    """An order as it is sent.
-
-    Args:
-        order: the buckets.
-    """
+    """An order as it is sent."""
     return json.dumps([[[part.path, part.start, part.stop] for part in bucket] for bucket in order])
 
 
 def read_order(text: str) -> Order:
-    """The order of a text.
-
-    Raises:
-        OrderError: it is none.
-    """
+    """The order of a text."""
     limits = Limits(bytes=ORDER_BYTES, depth=4)
     data = parse_json(text, "the order", OrderError, limits=limits)
     if not isinstance(data, list):
@@ -82,10 +74,6 @@ def gathered(values: Mapping[str, np.ndarray], order: Order) -> dict[str, Later]
 
     Args:
         values: flat elements by path, of one dtype, which nobody writes to.
-        order: the buckets.
-
-    Raises:
-        OrderError: it does not have each element once.
     """
     require_each_once(order, {path: value.size for path, value in values.items()})
 
@@ -97,15 +85,7 @@ def gathered(values: Mapping[str, np.ndarray], order: Order) -> dict[str, Later]
 
 
 def asked_for(values: Flat, text: str) -> Outgoing:
-    """Values in the order of a text; as they are where there is none, of either.
-
-    Args:
-        values: as for `gathered`.
-        text: of an order.
-
-    Raises:
-        OrderError: it is none, or does not have each element once.
-    """
+    """Values in the order of a text; as they are where there is none, of either."""
     return gathered(values, read_order(text)) if values and text else values
 
 
@@ -115,8 +95,6 @@ def in_order(
     """The buckets of an order, made when they are sent.
 
     Args:
-        order: the buckets.
-        run: gives the elements of a part; may wait.
         dtype: of all elements.
     """
 
@@ -133,15 +111,7 @@ def in_order(
 
 
 def scattered(arrays: Mapping[str, np.ndarray], order: Order) -> Flat:
-    """What has come in buckets, by path.
-
-    Args:
-        arrays: the buckets, by number.
-        order: in which they are.
-
-    Raises:
-        OrderError: they are not those of the order.
-    """
+    """What has come in buckets, by path."""
     if arrays.keys() != {str(number) for number in range(len(order))}:
         raise OrderError(f"there are {len(arrays)} buckets of {len(order)}")
     sizes = dict[str, int]()
@@ -162,11 +132,7 @@ def scattered(arrays: Mapping[str, np.ndarray], order: Order) -> Flat:
 
 
 def elements(bucket: Bucket) -> int:
-    """Elements of a bucket.
-
-    Args:
-        bucket: its parts.
-    """
+    """Elements of a bucket."""
     return sum(part.stop - part.start for part in bucket)
 
 
@@ -174,12 +140,7 @@ def require_each_once(order: Order, sizes: Mapping[str, int], *, limit: int | No
     """Refuses an order that does not have each element once.
 
     Args:
-        order: the buckets.
-        sizes: elements of each parameter, by path.
         limit: elements that there may be; None for those of `sizes`.
-
-    Raises:
-        OrderError: elements are missing, twice, or too many.
     """
     reached, parts = dict.fromkeys(sizes, 0), [part for bucket in order for part in bucket]
     if limit is not None and sum(sizes.values()) > limit:

@@ -23,12 +23,7 @@ Flat = dict[str, np.ndarray]
 
 
 def owned(sizes: Mapping[str, int], servers: int) -> tuple[tuple[Part, ...], ...]:
-    """The parts that each server owns.
-
-    Args:
-        sizes: elements of every parameter, by path.
-        servers: their number.
-    """
+    """The parts that each server owns."""
     total = sum(sizes.values())
     limits = [total * server // servers for server in range(servers + 1)]
     return tuple(tuple(_between(sizes, first, last)) for first, last in itertools.pairwise(limits))
@@ -45,12 +40,7 @@ def _between(sizes: Mapping[str, int], first: int, last: int) -> Iterator[Part]:
 
 
 def divided(arrays: Mapping[str, np.ndarray], servers: int) -> list[Flat]:
-    """The elements of arrays, for each server those that it owns, as float32.
-
-    Args:
-        arrays: whole parameters or gradients, by path.
-        servers: their number.
-    """
+    """The elements of arrays, for each server those that it owns, as float32."""
     flat = {path: np.asarray(array, np.float32).reshape(-1) for path, array in arrays.items()}
     return [
         {part.path: flat[part.path][part.start : part.stop] for part in parts}
@@ -61,12 +51,7 @@ def divided(arrays: Mapping[str, np.ndarray], servers: int) -> list[Flat]:
 def joined(
     parts: Sequence[Mapping[str, np.ndarray]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """Whole arrays, of the elements of all servers.
-
-    Args:
-        parts: of each server, in their order.
-        shapes: of the whole arrays, by path.
-    """
+    """Whole arrays, of the elements of all servers."""
     return {
         path: np.concatenate(
             [np.zeros(0, np.float32), *(arrays[path] for arrays in parts if path in arrays)]

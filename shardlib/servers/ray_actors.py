@@ -69,13 +69,7 @@ class ServerActor:
         self._service = service_of(parsed, Path(folder))
 
     def answer(self, header: JsonObject, body: bytes, who: int) -> tuple[JsonObject, bytes]:
-        """Answers a message.
-
-        Args:
-            header: of the message.
-            body: its arrays.
-            who: asks.
-        """
+        """Answers a message."""
         answer, arrays = self._service.answer(read_ask(header), unpack(body), who)
         return answer.to_json(), pack(arrays)
 
@@ -88,13 +82,7 @@ class WorkerActor:
     """A worker."""
 
     def run(self, settings: str, folder: str, servers: Sequence[Handle]) -> None:
-        """Trains.
-
-        Args:
-            settings: of the worker, as text.
-            folder: of the run.
-            servers: actors, in their order.
-        """
+        """Trains."""
         parsed = read_worker_settings(settings)
         links = [
             RayLink(
@@ -144,15 +132,7 @@ class RayLink:
 
 
 def run(request: Asked) -> Trained:
-    """Runs it to its end.
-
-    Args:
-        request: the run.
-
-    Raises:
-        LaunchError: no worker has ended well, or a server ends again and again.
-        MissingPackageError: Ray is not installed.
-    """
+    """Runs it to its end."""
     ray = _ray()
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
@@ -212,11 +192,7 @@ def _watched(
     workers: Sequence[Handle],
     events: list[str],
 ) -> None:
-    """Has all workers train, and waits until the last has ended; what happens is put into `events`.
-
-    Raises:
-        LaunchError: none has ended well.
-    """
+    """Has all workers train, and waits until the last has ended; what happens is put into `events`."""
     waiting = {
         worker.run.remote(request.worker(number).to_json(), str(request.folder), servers): number
         for number, worker in enumerate(workers)

@@ -40,11 +40,7 @@ class Direction:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arrival(self, count: int) -> float:
-        """When bytes that come now arrive.
-
-        Args:
-            count: their number.
-        """
+        """When bytes that come now arrive."""
         with self._lock:
             self.free = max(self.free, time.monotonic()) + count / self.link.bytes_per_s
             return self.free + self.link.latency_s

@@ -70,15 +70,7 @@ class Trained:
         )
 
     def state(self, program: Program, seed: int = 0) -> TrainState:
-        """A state with these parameters, to be evaluated or exported.
-
-        Args:
-            program: of the same model, for any devices.
-            seed: of what is not trained, see `Program.init`.
-
-        Returns:
-            The state; `program.evaluate(state, rows)` and `program.module(state)` take it.
-        """
+        """A state with these parameters, to be evaluated or exported."""
         from dataclasses import replace
 
         from shardlib.lowering.islands.halves import with_trained
@@ -127,7 +119,6 @@ def read_steps(log: Path, skip: int = 0) -> tuple[WorkerStep, ...]:
     """The steps that a worker has written down; of a worker that was killed, whole lines alone.
 
     Args:
-        log: its file.
         skip: bytes before them, of earlier runs.
     """
     if not log.exists():
@@ -137,9 +128,5 @@ def read_steps(log: Path, skip: int = 0) -> tuple[WorkerStep, ...]:
 
 
 def counted(pairs: Iterable[tuple[int, int]]) -> Mapping[int, int]:
-    """A histogram of what a server reports.
-
-    Args:
-        pairs: of staleness and how many gradients had it.
-    """
+    """A histogram of what a server reports."""
     return Counter(dict(pairs))

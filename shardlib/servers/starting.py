@@ -38,29 +38,8 @@ def train(
     """Trains with workers and parameter servers.
 
     Args:
-        job: a function at the top of a file, which gives the `Job`; every worker calls it in its
-            own process, where the file is loaded again, but for what stands under `if __name__ ==
-            "__main__"`.
-        steps: of each worker.
-        exchange: how many workers and servers, and how they exchange.
-        run: folder for checkpoints of servers and what workers write; where servers have
-            checkpoints there, training goes on with them. By default one that is deleted. All
-            hosts of a Ray cluster have to see it.
         devices: CPU devices that each worker simulates; by default those that there are.
-        engine: "local": processes of this machine; "ray": actors of the Ray cluster that this
-            process is connected to, or else of one that is started.
-        upkeep: checkpoints, restarts, patience.
         say: is told what happens; by default it goes to standard error.
-
-    Returns:
-        Parameters, losses of each worker, histograms of staleness, pushes, events.
-
-    Raises:
-        ArgumentError: arguments that cannot be used; all of them are listed.
-        LaunchError: no worker has ended well, or a server ends again and again.
-        MissingPackageError: Ray is not installed.
-        OwnedError: another process trains in the folder.
-        OSError: the folder cannot be written.
     """
     _require(steps, exchange, devices, engine)
     if SETTINGS in os.environ:

@@ -31,18 +31,7 @@ ROUNDING = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.03}
 def compare(
     model: Model, forward: Forward, traced: TracedForward, weights: tuple[Tree, Tree], *, page: int
 ) -> None:
-    """Compares them; models whose experts leave tokens out, by the batch, are not compared.
-
-    Args:
-        model: from a front end in `annotation/`.
-        forward: its forward pass.
-        traced: the same, as it is served.
-        weights: (params, state) on their devices.
-        page: tokens of a page.
-
-    Raises:
-        ModelError: they differ by more than rounding.
-    """
+    """Compares them; models whose experts leave tokens out, by the batch, are not compared."""
     if traced.capped:
         return
     count = min(TOKENS, traced.longest - 1)  # nobody computes the last token of a request

@@ -70,13 +70,6 @@ class Engine:
     def add_several(self, asked: Asked, count: int) -> list[Request]:
         """Several answers to one prompt wait to be served. The pages that the prompt fills are
         computed once, and shared.
-
-        Args:
-            asked: what is asked; each answer after the first has the next seed.
-            count: of answers, at least 1.
-
-        Raises:
-            ArgumentError: see `add`.
         """
         if not whole(count) or count < 1:
             raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
@@ -101,12 +94,7 @@ class Engine:
         """The answers to some prompts.
 
         Args:
-            prompts: tokens of each.
-            most: tokens of an answer at most.
             sampling: how each is chosen; by default the likeliest.
-
-        Raises:
-            ArgumentError: see `add`.
         """
         options = sampling or Sampling()
         requests = [
@@ -122,12 +110,7 @@ class Engine:
         """The tokens of one answer, as they come; others are served beside it.
 
         Args:
-            prompt: tokens.
-            most: tokens of the answer at most.
             sampling: how each is chosen; by default the likeliest.
-
-        Raises:
-            ArgumentError: see `add`.
         """
         options = sampling or Sampling()
         request = self.add(Asked(prompt=_tokens(prompt), most=most, sampling=options))
@@ -178,26 +161,12 @@ class Engine:
 
         Args:
             tokens: bytes of each; empty for those that spell none.
-            ends: tokens that end an answer, at least one.
-
-        Raises:
-            ArgumentError: no token ends an answer, or there are more than the model has.
-            MissingPackageError: llguidance is not there.
         """
         self._guided.guides = Guides(tokens, ends, vocab=self.forward.vocab)
 
     def adapt(self, name: str, params: Tree) -> None:
         """Has one more adapter, which requests name (`Asked(adapter=)`), or another one under a
         name that no request uses. Programs are compiled anew with the first.
-
-        Args:
-            name: of the adapter.
-            params: arrays in place of some of the model's parameters, such as those of
-                `nnx.LoRAParam`: a part of the tree of params, or arrays by dotted path; of all
-                adapters the same.
-
-        Raises:
-            ArgumentError: there is no room for it, it does not fit, or requests use its name.
         """
         others = [*self.schedule.running, *self.schedule.waiting]
         if any(request.asked.adapter == name for request in others):
@@ -223,11 +192,6 @@ class Engine:
         Args:
             encode: (model, int32 source [1, longest], how many of its tokens count) -> arrays by
                 dotted path, in place of variables of the model with a row, [1, ...].
-            longest: tokens of a source at most; shorter ones are filled up with zeros.
-
-        Raises:
-            ArgumentError: requests wait or have a slot, or there are adapters.
-            ModelError: the encoder does not fit the model.
         """
         check_longest(longest)
         if not isinstance(self.compute, Step) or self._adapters.rows:
@@ -243,14 +207,6 @@ class Engine:
     def draft_with(self, init: Init, forward: Forward, *, weights: Tree | int = 0) -> None:
         """Guesses `Capacity.drafts` tokens ahead with a smaller model, in place of what followed
         the last time. It has as many pages; what is served is not changed by what it guesses.
-
-        Args:
-            init, forward, weights: of the model, see `Engine`; with the same vocabulary.
-
-        Raises:
-            ArgumentError: nothing is to be guessed, requests have a slot, or the vocabularies
-                differ.
-            ModelError: it cannot be served over pages.
         """
         if self.schedule.running:
             raise ArgumentError("the model cannot guess: requests have a slot")
@@ -275,12 +231,6 @@ class Engine:
         """Serves with other weights as soon as all requests that have begun have ended; the others
         wait for that, so that every answer is of one model. Pages of the old weights are not used
         again.
-
-        Args:
-            weights: as the engine was given them, of the same shapes.
-
-        Raises:
-            ArgumentError: they are of other shapes.
         """
         fresh = self._placed(weights)
         if shapes(fresh) != shapes(self._base):
@@ -290,15 +240,7 @@ class Engine:
         self._fresh, self.schedule.closed = fresh, True
 
     def add(self, asked: Asked) -> Request:
-        """A request waits to be served.
-
-        Args:
-            asked: what is asked.
-
-        Raises:
-            ArgumentError: no tokens, tokens that the model does not have, or more than a request,
-                or all pages, can hold.
-        """
+        """A request waits to be served."""
         failures = asked.failures(vocab=self.forward.vocab, room=self.room)
         failures += self._adapters.failures(asked)
         if self._sources is not None:

@@ -23,19 +23,7 @@ from shardlib.verification.exported import ExportedStep, exported
 def exported_step(
     model: Model, traced: TracedForward, on: Placed, size: Capacity, shape: Shape, platform: str
 ) -> tuple[ExportedStep, dict[str, int]]:
-    """The program of a step, and bytes that a device has of weights and pages.
-
-    Args:
-        model: from a front end in `annotation/`.
-        traced: its forward pass.
-        on: where arrays live.
-        size: how many requests and tokens are served by a group of devices.
-        shape: of the program.
-        platform: "tpu", "cuda" or "cpu".
-
-    Raises:
-        VerificationError: it does not lower for the platform.
-    """
+    """The program of a step, and bytes that a device has of weights and pages."""
 
     params = on.described(model.params)
     state = jax.tree.map(

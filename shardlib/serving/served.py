@@ -61,17 +61,7 @@ class Served:
         data: int = 1,
         devices: Sequence[jax.Device] | None = None,
     ) -> Engine:
-        """An engine that serves it.
-
-        Args:
-            capacity: how many requests and tokens are served.
-            tensor: devices that share every layer.
-            data: groups of so many devices, see `Engine`.
-            devices: to choose from, see `Engine`.
-
-        Raises:
-            ArgumentError, ModelError: see `Engine`.
-        """
+        """An engine that serves it."""
         return Engine(
             self.init,
             self.forward,

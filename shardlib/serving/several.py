@@ -61,15 +61,7 @@ class Models(Mapping[str, Engine]):
         return len(self._engines)
 
     def add(self, name: str, asked: Asked) -> Request:
-        """A request waits to be served by a model.
-
-        Args:
-            name: of the model.
-            asked: what is asked.
-
-        Raises:
-            ArgumentError: there is no such model, or it cannot serve the request.
-        """
+        """A request waits to be served by a model."""
         if name not in self._engines:
             raise ArgumentError(
                 f"there is no model {name!r}; there are {', '.join(map(repr, self._engines))}"

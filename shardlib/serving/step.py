@@ -30,13 +30,7 @@ StepFunction = Callable[..., tuple[Chosen, Mapping[str, Pages]]]
 
 
 def step_function(forward: TracedForward, groups: Sequence[CacheGroup], grid: Grid) -> StepFunction:
-    """The function that a step computes.
-
-    Args:
-        forward: the traced forward pass.
-        groups: cache groups of its layers.
-        grid: the devices.
-    """
+    """The function that a step computes."""
 
     def step(
         weights: tuple[Tree, Tree],
@@ -84,10 +78,6 @@ class Step:
     def adapt(self, weights: tuple[Tree, Tree], which: Callable[[Share], int]) -> None:
         """Tokens have parameters of their own from now on; programs are compiled again where the
         weights have another structure.
-
-        Args:
-            weights: (params, state), the params `Adapted`.
-            which: number of the stacked parameters that a share has, from 1 on; 0 for the base.
         """
         if jax.tree.structure(weights) != jax.tree.structure(self.weights):
             self._programs = {}
@@ -101,13 +91,7 @@ class Step:
     def __call__(
         self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
     ) -> list[list[Told]]:
-        """Computes a step; returns what is chosen in the rows of each share.
-
-        Args:
-            shares: what to compute.
-            allowed: tokens that may come next, as bits of uint32, for each row of a request, by its
-                number; all where there is none.
-        """
+        """Computes a step; returns what is chosen in the rows of each share."""
         shape = next(candidate for candidate in self.sizes.shapes if self._fits(candidate, shares))
         operands = self._operands(shape)
         rows_per_group = len(operands.rows) // self.grid.groups
@@ -156,11 +140,7 @@ class Step:
         )
 
     def holds(self, shares: Sequence[Share]) -> bool:
-        """Whether one step computes them all.
-
-        Args:
-            shares: of a group of devices.
-        """
+        """Whether one step computes them all."""
         return any(self._fits(shape, shares) for shape in self.sizes.shapes)
 
     def _fits(self, shape: Shape, shares: Sequence[Share]) -> bool:
@@ -253,13 +233,7 @@ class Given:
 
 
 def operands(sizes: Capacity, shape: Shape, devices: int) -> Given:
-    """Operands of a step that computes nothing.
-
-    Args:
-        sizes: of a group of devices.
-        shape: of the program.
-        devices: how many groups of devices there are.
-    """
+    """Operands of a step that computes nothing."""
     tokens, groups = devices * shape.tokens, sizes.groups
 
     def tables(count: int) -> tuple[np.ndarray, ...]:

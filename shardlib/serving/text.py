@@ -37,29 +37,15 @@ class Text(Protocol):
     def variables(self) -> Mapping[str, str]: ...
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Tokens of a text.
-
-        Args:
-            text: any.
-            begin: whether tokens that the model wants in front of every text are put there; what a
-                template wrote has them already.
-        """
+        """Tokens of a text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens; what is no character, or not yet one, is U+FFFD.
-
-        Args:
-            tokens: of the model.
-        """
+        """The text of some tokens; what is no character, or not yet one, is U+FFFD."""
         ...
 
     def raw(self, token: int) -> bytes | None:
-        """Bytes of a token that may be no text by itself; None where they are not known.
-
-        Args:
-            token: of the model.
-        """
+        """Bytes of a token that may be no text by itself; None where they are not known."""
         ...
 
     def spelling(self) -> Sequence[bytes] | None:
@@ -77,29 +63,16 @@ class ByteText:
     variables: Mapping[str, str] = {}
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Bytes of a text; half of a surrogate pair becomes "?".
-
-        Args:
-            text: any.
-            begin: nothing is put in front.
-        """
+        """Bytes of a text; half of a surrogate pair becomes "?"."""
         del begin
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some bytes.
-
-        Args:
-            tokens: below 256.
-        """
+        """The text of some bytes."""
         return bytes(tokens).decode("utf-8", "replace")
 
     def raw(self, token: int) -> bytes:
-        """The byte itself.
-
-        Args:
-            token: below 256.
-        """
+        """The byte itself."""
         return bytes([token])
 
     def spelling(self) -> list[bytes]:

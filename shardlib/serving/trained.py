@@ -38,17 +38,7 @@ class TrainedRun:
 
 
 def trained_run(folder: Path, *, average: bool = False) -> TrainedRun:
-    """Reads a run, also while it trains; nothing in the folder is changed.
-
-    Args:
-        folder: of the run, as `shardlib train --run` makes it.
-        average: whether weights are the moving average of the parameters, for which the whole state
-            of the optimizer is read.
-
-    Raises:
-        RunError: there is no run of `shardlib train`, or it keeps no average.
-        CheckpointError: it has no checkpoint that is good.
-    """
+    """Reads a run, also while it trains; nothing in the folder is changed."""
     run = RunFolder(folder)
     manifest = read_manifest(run.manifest)
     if manifest is None:
@@ -98,14 +88,6 @@ def _program(config: TransformerConfig, *, average: bool) -> Program:
 
 
 def newer_step(folder: Path, step: int) -> bool:
-    """Whether a run has a whole checkpoint of a later step.
-
-    Args:
-        folder: of the run.
-        step: that is known.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
+    """Whether a run has a whole checkpoint of a later step."""
     steps = RunFolder(folder).saved()
     return bool(steps) and steps[-1] > step

@@ -198,10 +198,6 @@ def findings(
     """What is wrong with a program that serves.
 
     Args:
-        machine: where it is to run.
-        compiled: what the compiler made.
-        donated: arrays of pages.
-        aliased: those of them that are written in place.
         predicted: bytes a device: "weights", "pages".
         logits: bytes of those of all tokens of the step: a gather of more than twice as much is
             one of weights, whatever the compiler calls it.

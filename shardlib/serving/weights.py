@@ -35,12 +35,7 @@ from shardlib.tracing.forward_only import served_problem
 
 
 def both(model: Model, weights: Tree | int) -> tuple[Tree, Tree]:
-    """(params, state) of what a user gave; state of params alone is that of a new model.
-
-    Args:
-        model: whose.
-        weights: params, (params, state) where the model has state, or a seed.
-    """
+    """(params, state) of what a user gave; state of params alone is that of a new model."""
     if isinstance(weights, int):
         return jax.jit(model.init)(weights)
     if isinstance(weights, tuple) and len(weights) == 2:
@@ -103,12 +98,7 @@ class Placed:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def weights(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Params and state on their devices.
-
-        Args:
-            params: arrays anywhere.
-            state: arrays anywhere.
-        """
+        """Params and state on their devices."""
         stored = jax.device_put(params, self.params)
         if self.storage.weights != "model":
             shardings = jax.tree.map(lambda array: array.sharding, self.described(stored))
@@ -132,11 +122,7 @@ class Placed:
         return converted(leaf)
 
     def described(self, params: Tree) -> Tree:
-        """Params as they are stored, without their contents, each with its sharding.
-
-        Args:
-            params: of the model, abstract or not.
-        """
+        """Params as they are stored, without their contents, each with its sharding."""
         if self.storage.weights == "model":
             return jax.tree.map(_like, params, self.params)
         shapes = jax.eval_shape(self._stored, params)
@@ -163,16 +149,7 @@ class Placed:
     def of_pages(
         self, forward: TracedForward, groups: Sequence[CacheGroup], size: int
     ) -> Mapping[str, Tree]:
-        """Pages without their contents, each with its sharding.
-
-        Args:
-            forward: what they are of.
-            groups: cache groups of its layers.
-            size: tokens of a page.
-
-        Raises:
-            ArgumentError: pages cannot be sharded over the devices.
-        """
+        """Pages without their contents, each with its sharding."""
         grid = self.grid
         pages = forward.new_pages(groups, size, self.storage.cache, grid.groups)
 
@@ -193,16 +170,7 @@ class Placed:
     def pages(
         self, forward: TracedForward, groups: Sequence[CacheGroup], size: int
     ) -> Mapping[str, Pages]:
-        """Empty pages on their devices, for each call of attention.
-
-        Args:
-            forward: what they are of.
-            groups: cache groups of its layers.
-            size: tokens of a page.
-
-        Raises:
-            ArgumentError: pages cannot be sharded over the devices.
-        """
+        """Empty pages on their devices, for each call of attention."""
         shapes = self.of_pages(forward, groups, size)
         return jax.jit(
             lambda: jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes),
@@ -224,12 +192,7 @@ def placed(
     """Where the arrays of a model live.
 
     Args:
-        model: from a front end in `annotation/`.
-        arrangement: see `arranged`.
-        mesh: of its shape.
         storage: of weights and the cache; None for those of the model.
-        cpu: the forward pass where CPUs compute it: rows of loops are held by layers, and factors
-            of products as `Columns`, where no device has a part of them.
     """
 
     storage = storage or Storage()
@@ -260,15 +223,7 @@ def placed(
 def arranged(
     model: Model, forward: Forward, traced: TracedForward, *, tensor: int, data: int = 1
 ) -> Arrangement:
-    """Spreads a model over groups of devices.
-
-    Args:
-        model: from a front end in `annotation/`.
-        forward: its forward pass.
-        traced: the same, as it is served.
-        tensor: devices of a group, which share every layer.
-        data: groups, each with requests of its own.
-    """
+    """Spreads a model over groups of devices."""
     mesh = serving_mesh(tensor=tensor, key_heads=traced.key_heads, data=data)
     problem = served_problem(model, forward, longest=traced.longest)
     return Arrangement(

@@ -22,20 +22,7 @@ from shardlib.training.run.folder import RunFolder
 
 
 def named(word: str, *, average: bool = False) -> Served:
-    """Finds what a word names.
-
-    Args:
-        word: folder of a run of `shardlib train`, or of Hugging Face; or a preset, configuration
-            file or model card, which is served with random weights.
-        average: whether the moving average of a run's parameters is served in their place.
-
-    Raises:
-        ModelError: nothing of that name, or a model that cannot be served.
-        RunError: a folder that is no run of `shardlib train`, or, of an average, keeps none.
-        CheckpointError: a run without a checkpoint that is good.
-        MissingFileError: a file that is not there.
-        MissingPackageError: a folder of Hugging Face, without the library `tokenizers`.
-    """
+    """Finds what a word names."""
     if Path(word).is_dir() and RunFolder(Path(word)).manifest.exists():
         return _run(Path(word), average=average)
     if average:

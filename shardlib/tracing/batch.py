@@ -30,13 +30,8 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
     """Names the dims of every array of a batch.
 
     Args:
-        batch: pytree of arrays or `jax.ShapeDtypeStruct`.
         batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names
             by convention.
-
-    Raises:
-        BatchError: a leaf is no array, the structures or ranks differ, or, by convention, the
-            leading sizes; or an array has more elements than can be counted.
     """
     leaves = _arrays(
         [
@@ -57,11 +52,7 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
 
 
 def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Refuses arrays, by path and shape, with more elements than can be counted.
-
-    Raises:
-        BatchError: there are some; the first of them are listed.
-    """
+    """Refuses arrays, by path and shape, with more elements than can be counted."""
     failures = [
         *dict.fromkeys(
             f"{path}: shape {fit(str(shape), 200)}"
@@ -80,11 +71,7 @@ def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
 
 
 def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The leaves of a batch, numbers as arrays.
-
-    Raises:
-        BatchError: one is neither a number nor an array of numbers; all of them are listed.
-    """
+    """The leaves of a batch, numbers as arrays."""
     arrays: list[tuple[str, Any]] = []
     failures: list[str] = []
     for path, leaf in leaves:
@@ -109,11 +96,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def require_rows(described: tuple[Described, ...]) -> None:
-    """Refuses a batch of no rows.
-
-    Raises:
-        BatchError: a dim called "batch" has the size 0; all of them are listed.
-    """
+    """Refuses a batch of no rows."""
     empty = [
         f"{path}: shape {shape}"
         for path, shape, _, axes in described

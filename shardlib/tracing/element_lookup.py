@@ -48,7 +48,6 @@ def picked(rows: Value, indices: Value, outside: float | None) -> Value:
     """Elements of rows, [..., n] of [..., size].
 
     Args:
-        rows: array of floats.
         indices: int [..., n].
         outside: what is found where an index is out of range; None takes the nearest element.
     """
@@ -63,12 +62,7 @@ def picked(rows: Value, indices: Value, outside: float | None) -> Value:
 
 
 def by_elements(equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
-    """Runs a lookup of elements in rows as a sum over the row; None for any other equation.
-
-    Args:
-        equation: to be run.
-        operands: its own.
-    """
+    """Runs a lookup of elements in rows as a sum over the row; None for any other equation."""
     if not is_element_lookup(equation):
         return None
     rows, indices = operands

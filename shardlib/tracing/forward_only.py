@@ -26,10 +26,7 @@ def forward_problem(
     """The forward pass of a model; there are no step graphs.
 
     Args:
-        model: from a front end in `annotation/`.
         forward: (model, int32 tokens [rows, tokens]) -> logits.
-        rows: of the batch.
-        tokens: of a row.
     """
 
     def run(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
@@ -53,13 +50,7 @@ def forward_problem(
 def served_problem(
     model: Model, forward: Callable[[Tree, jax.Array], jax.Array], *, longest: int
 ) -> Problem:
-    """The forward pass by which programs that serve lay out weights.
-
-    Args:
-        model: from a front end in `annotation/`.
-        forward: its forward pass.
-        longest: tokens of a request at most.
-    """
+    """The forward pass by which programs that serve lay out weights."""
     try:
         return forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
     except ModelError:  # a model may want whole blocks of tokens

@@ -13,15 +13,7 @@ from shardlib.errors import TracingError
 
 
 def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
-    """The loss as it was traced, refused where it uses such arrays.
-
-    Args:
-        closed: the loss.
-        model: the model's name.
-
-    Raises:
-        TracingError: it does.
-    """
+    """The loss as it was traced, refused where it uses such arrays."""
     captured = [
         f"{constant.dtype}{list(constant.shape)}"
         for constant in _jax_compat.open_jaxpr(closed)[1]

@@ -54,38 +54,17 @@ class Translated:
 
 
 def graph_from_jaxpr(closed_jaxpr: jex.ClosedJaxpr, inputs: Sequence[tuple[str, str]]) -> Graph:
-    """The graph of a closed jaxpr.
-
-    Args:
-        closed_jaxpr: from `jax.make_jaxpr`.
-        inputs: (tree path, role) of each input, in order.
-
-    Returns:
-        A checked graph; unknown primitives are opaque ops and findings.
-    """
+    """The graph of a closed jaxpr."""
     return graph_from_program(flatten(closed_jaxpr), inputs)
 
 
 def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> Graph:
-    """The graph of a program; see `graph_from_jaxpr`.
-
-    Args:
-        program: what to translate.
-        inputs: (path, role) of each of its inputs.
-
-    Returns:
-        The graph, checked; what could not be translated is among its findings.
-    """
+    """The graph of a program; see `graph_from_jaxpr`."""
     return translated(program, inputs).graph
 
 
 def translated(program: Program, inputs: Sequence[tuple[str, str]]) -> Translated:
-    """The graph of a program, with its custom calls; see `graph_from_program`.
-
-    Args:
-        program: what to translate.
-        inputs: (path, role) of each of its inputs.
-    """
+    """The graph of a program, with its custom calls; see `graph_from_program`."""
     builder = _Builder()
     arguments = [
         builder.value(program.avals[number], path=path, role=role)
@@ -126,11 +105,6 @@ class _Builder:
 
         Args:
             aval: abstract value, with shape and dtype.
-            path: tree path of an input; empty for others.
-            role: "parameter", "frozen", "state", "batch" or "internal".
-
-        Returns:
-            Its number.
         """
         self.values.append(
             Value(
@@ -146,39 +120,17 @@ class _Builder:
         return tuple(self.values[value].shape for value in values)
 
     def region(self, parent: int, kind: str, trips: int) -> int:
-        """Adds a region.
-
-        Args:
-            parent: number of the region that it stands in.
-            kind: "scan", "while" or another word of `shardlib.graph`.
-            trips: how often it runs for one run of its parent.
-
-        Returns:
-            Its number.
-        """
+        """Adds a region."""
         self.regions.append(Region(parent=parent, kind=kind, trips=trips))
         return len(self.regions) - 1
 
     def note(self, code: str, severity: str, message: str, location: str, hint: str = "") -> None:
-        """Adds a finding, unless the same has been said of the same place.
-
-        Args:
-            code: kebab-case name of the kind of finding.
-            severity: "info", "warning" or "error".
-            message: one or two sentences.
-            location: scope or path of an equation.
-            hint: what to try.
-        """
+        """Adds a finding, unless the same has been said of the same place."""
         finding = Finding(code=code, severity=severity, message=message, where=location, hint=hint)
         self.findings.setdefault((code, message, location), finding)
 
     def trips(self, equation: Equation, first: int) -> int:
-        """How often a while loop runs; 1 with a finding where that is not known.
-
-        Args:
-            equation: the loop.
-            first: position of its first carry among its operands.
-        """
+        """How often a while loop runs; 1 with a finding where that is not known."""
         count = counted_trips(equation, first)
         if count is None:
             self.note(
@@ -191,15 +143,7 @@ class _Builder:
         return 1 if count is None else count
 
     def cost(self, region: int, above: int) -> float:
-        """FLOPs of a region and everything inside it, for one run of the region `above`.
-
-        Args:
-            region: number of a region.
-            above: number of a region around it.
-
-        Returns:
-            FLOPs, trips of the regions between them included.
-        """
+        """FLOPs of a region and everything inside it, for one run of the region `above`."""
         total = 0.0
         for op in self.ops:
             trips, ancestor = 1.0, op.region

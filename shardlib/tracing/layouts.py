@@ -272,17 +272,7 @@ def _filled(cell: Any) -> bool:
 
 
 def freed(function: Function, ambient: AbstractMesh) -> Function:
-    """A function without its layouts: traceable where no mesh is in force, and marked.
-
-    Args:
-        function: the user's own, or one that calls it; its arguments are pytrees of arrays, and
-            leaves of its results that are no arrays are given back as they are.
-        ambient: the mesh that the user has set; without axes for none.
-
-    Returns:
-        A function of the same arguments. Called, it raises a `TracingError` where a `shard_map`
-        cannot be rewritten, and else what the function raises.
-    """
+    """A function without its layouts: traceable where no mesh is in force, and marked."""
     liked: list[_Setting] = []
 
     def free(*args: Any) -> Any:
@@ -364,11 +354,7 @@ def _is_array(leaf: Any) -> bool:
 def _traced(
     flat: Function, leaves: Sequence[Value], settings: Iterable[_Setting]
 ) -> tuple[_Setting, jex.ClosedJaxpr]:
-    """The jaxpr of a function, and what it could be traced under.
-
-    Raises:
-        Exception: what the function raises where its owner would call it.
-    """
+    """The jaxpr of a function, and what it could be traced under."""
     errors: list[Exception] = []
     for tried in settings:
         setting: _Setting | None = tried
@@ -442,14 +428,7 @@ class _Free:
         arguments: Sequence[Value],
         manual: _Manual,
     ) -> list[Value]:
-        """The results of an open jaxpr.
-
-        Args:
-            jaxpr: what was traced.
-            constants: values of its constants.
-            arguments: values of its inputs.
-            manual: the `shard_map`s around it.
-        """
+        """The results of an open jaxpr."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_on_host, constants), strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
 

@@ -28,14 +28,10 @@ def described_parameters(
     step updates.
 
     Args:
-        model: as it was read.
         optimizer: optax transformation, whose state is counted for each parameter; None for none.
 
     Returns:
         Each with path, shape, dtype, logical axes, role and bytes of optimizer state.
-
-    Raises:
-        AnnotationError: logical axes that do not fit the rank of their array, all of them listed.
     """
     leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "")]
     roles = ["trained" if trained else "frozen" for trained in model.partition.flags]
@@ -118,12 +114,7 @@ def trainable(leaf: Leaf) -> bool:
 
 
 def named(tree: Tree, prefix: str) -> list[tuple[str, Tree]]:
-    """(dotted path, leaf) in tree order; `prefix` goes before every path.
-
-    Args:
-        tree: any pytree.
-        prefix: goes before every path; empty for none.
-    """
+    """(dotted path, leaf) in tree order; `prefix` goes before every path."""
     return [
         (".".join(filter(None, (prefix, path_text(path)))), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -133,10 +124,6 @@ def named(tree: Tree, prefix: str) -> list[tuple[str, Tree]]:
 def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[str, str]]:
     """(path, role) of every input: parameters go by their own path, state and batch behind these
     words. State that is floating-point is used as frozen parameters are.
-
-    Args:
-        model: the model.
-        shapes: abstract params, model state and batch.
     """
     params, state, batch = shapes
     inputs = [
@@ -164,12 +151,7 @@ def abstract(tree: Tree) -> Tree:
 
 
 def constant_state(jaxpr: Jaxpr, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
-    """Paths of floating-point arrays of the model state that the loss hands on as they came.
-
-    Args:
-        jaxpr: of the loss; its last results are the new model state.
-        shapes: abstract params, model state and batch.
-    """
+    """Paths of floating-point arrays of the model state that the loss hands on as they came."""
     leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
     results = origins(jaxpr)
     state = enumerate(results[len(results) - len(leaves) :], first)

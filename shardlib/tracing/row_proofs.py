@@ -28,21 +28,6 @@ def proven_rows(
 ) -> Callable[[int], Rows]:
     """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of
     one of them, and for 1, by that of another batch.
-
-    Args:
-        model: the model.
-        loss: as the model binds it.
-        shapes: abstract params, model state and batch.
-        closed: jaxpr of the loss for the whole batch.
-        out_shape: abstract results of the loss.
-        described: arrays of the batch with their logical axes.
-        rows: "prove", or "mean" to take the user's word.
-
-    Returns:
-        A function of the number of microbatches, 1 or more.
-
-    Raises:
-        ArgumentError: `rows` is another word.
     """
     if rows not in ("prove", "mean"):
         raise ArgumentError(
@@ -109,9 +94,7 @@ def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:
     """A batch with another number of rows.
 
     Args:
-        batch: tree of abstract arrays.
         dims: dim of the rows in each leaf; None where it has none.
-        number: rows of the new batch.
     """
     leaves, structure = jax.tree.flatten(batch)
 

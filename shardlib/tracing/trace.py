@@ -81,16 +81,8 @@ class Traced:
     def rewrite(self, place: Place | None = None, remat: str = "none") -> PureLoss:
         """The loss, evaluated again with a hand on every value.
 
-        Args:
-            place: see `interpreter.evaluate`; the paths are those of the ops of `problem.forward`.
-            remat: "none", "full" or "dots".
-
         Returns:
             (params, state, batch) -> (loss, (metrics, new state)), for arrays of the traced shapes.
-
-        Raises:
-            TracingError: the policy is unknown; when called, the trees or shapes are not those that
-                were traced.
         """
         walk = Walk(place=place, remat=check_policy(remat))
 
@@ -136,21 +128,9 @@ def trace(
     """Traces a loss and its gradient.
 
     Args:
-        model: from a front end in `annotation/`.
-        loss: the user's loss, as `model.bind` takes it.
-        batch: pytree of arrays or `jax.ShapeDtypeStruct`, global sizes.
         batch_axes: pytree of tuples of logical names, like `batch`; by default the leading dim is
             "batch", and the second dim of integer arrays of rank 2 is "seq".
         optimizer: an optax transformation; counts the bytes of its state.
-        rows: "prove" how the loss depends on the rows of the batch, or take it to be their "mean".
-        policies: remat policies to make step graphs for; those other than "none" are left out where
-            no layer repeats.
-
-    Raises:
-        BatchError: names or leading sizes do not fit the batch, or an array has more elements than
-            can be counted.
-        AnnotationError: the model names dims of a parameter that it does not have.
-        TracingError: the loss does not trace, or is no float scalar.
     """
     described = describe_batch(batch, batch_axes)
     require_rows(described)

@@ -15,10 +15,6 @@ from shardlib.tracing.program import Equation
 def counted_trips(equation: Equation, first: int) -> int | None:
     """Trip count of a while loop that counts an integer from one literal to another by ones; None
     where it does not.
-
-    Args:
-        equation: a while loop.
-        first: number of its first operand that is carried.
     """
     condition, _ = open_jaxpr(equation.params["cond_jaxpr"])
     body, _ = open_jaxpr(equation.params["body_jaxpr"])

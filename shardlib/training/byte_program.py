@@ -68,13 +68,7 @@ def _machine(config: TrainConfig, console: Console) -> str:
 
 
 def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans; on "cpu:N", simulates N devices first.
-
-    Args:
-        config: of the run.
-        model: of the transformer.
-        console: where to say what goes on.
-    """
+    """Plans; on "cpu:N", simulates N devices first."""
     topology = _machine(config, console)
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
@@ -92,13 +86,7 @@ def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> 
 
 
 def compiled(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans and compiles.
-
-    Args:
-        config: of the run; with a folder, compiled programs are kept there.
-        model: of the transformer.
-        console: where to say what goes on.
-    """
+    """Plans and compiles."""
     if config.run is not None:
         keep_compiled(RunFolder(Path(config.run)).compiled)
     program = planned(config, model, console)

@@ -125,11 +125,7 @@ class TrainConfig:
 
     @property
     def settings(self) -> Settings:
-        """How the run is kept, watched and judged.
-
-        Raises:
-            ModelError: numbers out of range.
-        """
+        """How the run is kept, watched and judged."""
         return Settings(
             run=self.run,
             save_every=self.save_every,

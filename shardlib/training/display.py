@@ -60,8 +60,6 @@ class Display:
         """A step is done, in so many seconds.
 
         Args:
-            step: steps done.
-            loss: of the step.
             seconds: that it took.
         """
         self._recent.append(seconds)
@@ -79,12 +77,7 @@ class Display:
         self._console.print(text, highlight=False, markup=False)
 
     def resumed(self, step: int, steps: int) -> None:
-        """The run goes on where it was saved.
-
-        Args:
-            step: steps done.
-            steps: in all.
-        """
+        """The run goes on where it was saved."""
         self._bar.update(self._task, completed=step)
         self.say(
             f"the run has done all of its {steps} steps"
@@ -96,9 +89,6 @@ class Display:
         """Somebody stopped the run.
 
         Args:
-            reason: "SIGTERM" and the like.
-            step: steps done.
-            loss: of the last step.
             kept: the step that was saved; None where nothing is.
         """
         after = f", loss {loss:.3f}" if math.isfinite(loss) else ""
@@ -115,13 +105,7 @@ class Display:
 
 
 def show_result(console: Console, result: TrainResult, prompt: str) -> None:
-    """Prints the sample, the losses, and predicted against measured.
-
-    Args:
-        console: where to.
-        result: of the run.
-        prompt: what the sample goes on from.
-    """
+    """Prints the sample, the losses, and predicted against measured."""
     if result.sample:
         console.print(Rule("the model writes", style="dim"))
         console.print(Text(prompt, style="bold") + Text(_printable(result.sample)))
@@ -149,8 +133,6 @@ def figures_table(predicted: Figures, measured: Figures, busy: float | None = No
     nobody knows whether they did.
 
     Args:
-        predicted: by the plan.
-        measured: in the run.
         busy: share of the processors that other programs used; None where it is not known.
     """
     compared = busy is None or not in_words(busy)

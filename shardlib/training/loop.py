@@ -60,20 +60,8 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     """Reads the text, plans, compiles, trains, validates and writes a sample.
 
     Args:
-        config: what to do.
         console: where to show it; by default standard output, or standard error with `config.json`.
             Of several processes the first shows it.
-
-    Raises:
-        ShardlibError: of the kind that says what is wrong: data, model, topology, pin, or nothing
-            fits.
-        TrainingError: the loss is no longer finite.
-        RunError: the folder holds another run.
-        OwnedError: another process writes to the folder.
-        CheckpointError: its checkpoints cannot be used, or the last state could not be saved.
-        LaunchError: processes that train together do not fit each other.
-        StoppedError: a signal asked for an end, and the run has saved what it did.
-        KeyboardInterrupt: Ctrl-C where nothing is kept, after saying where the run stopped.
     """
     first = is_first()
     shown = (console or Console(stderr=config.json)) if first else Console(quiet=True)
@@ -147,9 +135,6 @@ def _refuse(
 ) -> NoReturn:
     """Says that the folder holds another run, with all that is different: words can be compared at
     once, and what is traced and read only after planning, quietly.
-
-    Raises:
-        RunError: with all differences; where they cannot all be had, with those in words.
     """
     quiet = Console(quiet=True)
     try:

@@ -26,13 +26,7 @@ class NotebookBar:
         self._began: tuple[int, float] | None = None
 
     def update(self, step: int, loss: float, rate: float) -> None:
-        """Shows where the run is.
-
-        Args:
-            step: steps done.
-            loss: of the last one.
-            rate: tokens a second; 0 where it is not known.
-        """
+        """Shows where the run is."""
         now = self._clock()
         if self._began is None:
             self._began = (step, now)

@@ -25,11 +25,9 @@ def generate(
     time: short, and quick enough for a sample.
 
     Args:
-        model: a byte-level model whose arrays are on one device or on the host.
         prompt: at least one byte; its last `window` bytes count.
         count: bytes to write.
         window: bytes that the model looks at.
-        seed: of the random choices.
         temperature: below 1 prefers likely bytes.
     """
     definition, state = nnx.split(model)

@@ -98,14 +98,7 @@ def supervise(
     budget: Budget | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Runs a command that trains in `folder` until it is done, and gives its exit code.
-
-    Args:
-        command: of one process; the same words each time.
-        folder: of the run.
-        budget: how often to start it again.
-        say: what to do with messages.
-    """
+    """Runs a command that trains in `folder` until it is done, and gives its exit code."""
     budget = budget or Budget()
     with stop_requests() as stop:
         return repeated(
@@ -128,11 +121,7 @@ def repeated(
     """Starts something again until it is done, is to stop, or cannot go on; gives its exit code.
 
     Args:
-        once: one start, until its end.
         progress: the newest step that a start can go on from; None where nothing is kept.
-        budget: how often.
-        stop: who wants it to stop.
-        say: what to do with messages.
     """
     failures, reached = 0, progress() or 0
     while True:
@@ -272,12 +261,7 @@ def _copy(source: IO[str], lines: deque[str]) -> None:
 
 
 def why(code: int, lines: Sequence[str]) -> str:
-    """Why a process ended, in words.
-
-    Args:
-        code: exit code; negative for a signal.
-        lines: the last lines of its errors.
-    """
+    """Why a process ended, in words."""
     if code == HUNG:
         return "hung, and ended itself"
     if any("RESOURCE_EXHAUSTED" in line for line in lines):

@@ -24,13 +24,7 @@ def require_kinds(
     """Refuses arguments of the wrong kind.
 
     Args:
-        function: name of the function that they are given to.
-        kinds: of every argument what it must be.
         values: arguments by name; None where one is left out.
-        needed: names of those that cannot be left out.
-
-    Raises:
-        ArgumentError: one is none of what it should be; all of them are listed.
     """
     wrong = [
         name
@@ -47,11 +41,7 @@ def require_kinds(
 
 
 def read_seed(seed: SupportsIndex) -> int:
-    """A seed as an integer.
-
-    Raises:
-        ArgumentError: it is none, or out of range.
-    """
+    """A seed as an integer."""
     try:
         number = operator.index(seed)
     except TypeError:

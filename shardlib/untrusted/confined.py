@@ -109,21 +109,13 @@ class Confined:
         self._about: tuple[JsonObject, bytes] = {}, b""
 
     def about(self) -> tuple[JsonObject, bytes]:
-        """What `prepare` says.
-
-        Raises:
-            RefusedError: it refuses, or goes beyond its limits.
-        """
+        """What `prepare` says."""
         with self._lock:
             self._started()
             return self._about
 
     def fork(self) -> Fork:
-        """A process of the prepared program; to be closed.
-
-        Raises:
-            RefusedError: the program cannot be prepared.
-        """
+        """A process of the prepared program; to be closed."""
         with self._lock:
             for again in (True, False):
                 control = self._started()
@@ -226,13 +218,7 @@ class Fork:
         """What an operation returns.
 
         Args:
-            operation: name of it.
-            header: plain data.
             body: bytes.
-            background: whether it yields to everything else that the machine has to do.
-
-        Raises:
-            RefusedError: it refuses, or goes beyond its limits.
         """
         self.send(operation, header, body, background=background)
         answer = self.receive(self._limits.seconds * PATIENCE + 5.0)
@@ -257,9 +243,6 @@ class Fork:
         Args:
             seconds: that it may take.
             wait: whether it is an error where they are over; None is returned otherwise.
-
-        Raises:
-            RefusedError: see `call`.
         """
         until = time.monotonic() + seconds
         while (answer := self._whole()) is None:

@@ -56,11 +56,7 @@ def read_regular(path: str | Path, limit: int = -1) -> bytes:
     may have no end or nothing at all, nothing is read.
 
     Args:
-        path: of the file.
         limit: bytes; -1 for all.
-
-    Raises:
-        OSError: there is none, it is no regular file, or cannot be read.
     """
     with open(
         path, "rb", opener=lambda file, flags: os.open(file, flags | getattr(os, "O_NONBLOCK", 0))
@@ -76,15 +72,7 @@ def read_bytes(
     """The bytes of a file.
 
     Args:
-        path: where.
-        what: the kind of file, for messages: "topology file".
-        error: what is raised.
         limit: bytes that it may have.
-        hint: what to try where there is no such file.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ShardlibError: of the kind `error`: it is no regular file, too large, or cannot be read.
     """
     name, after = shown(str(path), 300), f"\nTry: {hint}" if hint else ""
     try:
@@ -114,16 +102,7 @@ def read_json(
     """The plain data of a JSON file; see `read_bytes` and `parse_json`.
 
     Args:
-        path: of the file.
-        what: what to call it in messages.
-        error: kind of the errors.
         limits: bytes and depth that it may have.
-        hint: what the user could try.
-
-    Raises:
-        MissingFileError: it is not there.
-        ShardlibError: of the kind `error`, where it cannot be read, is too large or too deep, or is
-            no JSON.
     """
     data = read_bytes(path, what, error, limit=limits.bytes, hint=hint)
     return parse_json(data, _file(what, path), error, limits=limits)
@@ -159,13 +138,6 @@ def parse_json(
 
     Args:
         text: as text, or as bytes of UTF-8.
-        what: where it is from, for messages: "the plan", "topology file 'a.toml'".
-        error: what is raised.
-        limits: how much it may be.
-        hint: what the user could try.
-
-    Raises:
-        ShardlibError: of the kind `error`: it is no JSON, or more than the limits allow.
     """
     after = f"\nTry: {hint}" if hint else ""
     if not isinstance(text, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -237,11 +209,7 @@ def _constant(word: str) -> Any:
 
 
 def _check(root: Any, limits: Limits) -> None:
-    """Looks at every value, without recursion.
-
-    Raises:
-        ValueError: one is not plain, or beyond the limits.
-    """
+    """Looks at every value, without recursion."""
     waiting: list[tuple[Any, int]] = [(root, 0)]
     while waiting:
         value, depth = waiting.pop()

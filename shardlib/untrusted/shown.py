@@ -28,7 +28,6 @@ def printable(text: str, allowed: frozenset[str] = LAYOUT) -> str:
     points become `\\x1b`, `\\u202e`.
 
     Args:
-        text: any text.
         allowed: control characters that stay, by default those of layout.
     """
     if text.isprintable():
@@ -53,12 +52,7 @@ def _escaped(character: str) -> str:
 
 
 def shown(value: object, limit: int = VALUE) -> str:
-    """A value in a message: its `repr`, with the middle left out where it is long.
-
-    Args:
-        value: anything.
-        limit: characters.
-    """
+    """A value in a message: its `repr`, with the middle left out where it is long."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > 4 * limit:  # rather than escape a gigabyte

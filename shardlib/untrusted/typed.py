@@ -237,17 +237,7 @@ def construct(
     """Reads plain data as a value.
 
     Args:
-        kind: a dataclass.
-        data: plain data, as `parse_json` gives it.
-        what: what it is, for messages: "the plan".
-        error: what is raised.
-        forms: of types that are no dataclasses.
         least: smallest number anywhere in it; None for any.
-        most: largest one.
-        hint: what to try.
-
-    Raises:
-        ShardlibError: of the kind `error`; it lists what is wrong.
     """
     reader = _Reader(forms=forms or {}, least=least, most=most)
     result = reader.read(kind, data, "")
@@ -266,13 +256,6 @@ def construct(
 def guarded(what: str, error: type[ShardlibError]) -> Iterator[None]:
     """Says a failure of what is made inside, of a stranger's data and nothing else, as an error of
     one kind. Errors of shardlib stay what they are.
-
-    Args:
-        what: what is read, for messages.
-        error: kind of the errors.
-
-    Raises:
-        ShardlibError: of the kind `error`.
     """
     try:
         yield

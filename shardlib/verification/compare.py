@@ -34,17 +34,7 @@ def compare(
     donated: int,
     aliased: int,
 ) -> tuple[Finding, ...]:
-    """All findings about a compiled step, the worst first.
-
-    Args:
-        plan: what was promised.
-        topology: the machine it was promised for.
-        compiled: what the compiler made.
-        found: its collective instructions.
-        log: what the compiler said while it compiled.
-        donated: arrays whose memory was offered for reuse.
-        aliased: arrays whose memory is reused.
-    """
+    """All findings about a compiled step, the worst first."""
     findings = [
         *memory(plan, topology, compiled),
         *kernels(plan, compiled),
@@ -64,7 +54,6 @@ def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]
     """Corrections of the prediction that were learned from another version of the compiler.
 
     Args:
-        plan: with the corrections of its estimate.
         versions: package -> version, of the compiler that ran.
     """
     for correction in plan.estimate.corrections:
@@ -90,13 +79,7 @@ def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]
 
 @diagnostic
 def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[Finding]:
-    """Does it fit, and was that foreseen?
-
-    Args:
-        plan: with its estimate.
-        topology: the machine; memory of simulated CPU devices is not judged.
-        compiled: what the compiler made.
-    """
+    """Does it fit, and was that foreseen?"""
     peak, usable, promised = (
         compiled.device_bytes["peak"],
         topology.chip.usable_bytes,
@@ -171,12 +154,7 @@ def rematerialised(log: str) -> Iterable[Finding]:
 
 @diagnostic
 def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
-    """Axes that shard nothing: their devices all do the same work.
-
-    Args:
-        plan: with all layouts.
-        compiled: with its collectives.
-    """
+    """Axes that shard nothing: their devices all do the same work."""
     layouts: list[Layout] = [
         layout for p in plan.parameters for layout in (p.compute, p.rest, p.state)
     ] + [layout for _, layout in plan.batch_layouts]
@@ -198,12 +176,7 @@ def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
 
 @diagnostic
 def replicated(plan: Plan, topology: Topology) -> Iterable[Finding]:
-    """Large arrays that are replicated.
-
-    Args:
-        plan: with the layouts of its parameters.
-        topology: the machine; large is a hundredth of a device's usable memory.
-    """
+    """Large arrays that are replicated."""
     large = 0.01 * topology.chip.usable_bytes
     sizes = [
         (p.path, math.prod(p.shape) * _itemsize(p.dtype))
@@ -234,10 +207,7 @@ def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> 
     """State whose memory is not reused for the next state.
 
     Args:
-        plan: with its estimate.
         compiled: with the aliased bytes.
-        donated: arrays whose memory was offered for reuse.
-        aliased: arrays whose memory is reused.
     """
     stored = plan.estimate.device_bytes
     state = stored.parameters + stored.frozen + stored.optimizer

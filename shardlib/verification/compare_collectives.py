@@ -30,14 +30,7 @@ RESHARDING = ("all-to-all", "collective-permute")
 def traffic(
     plan: Plan, topology: Topology, compiled: CompiledStep, found: Sequence[Found]
 ) -> Iterable[Finding]:
-    """Which collectives did nobody plan, which planned ones are missing?
-
-    Args:
-        plan: with the collectives that were predicted.
-        topology: the machine.
-        compiled: with the collectives of a step.
-        found: the collectives as they stand in the program.
-    """
+    """Which collectives did nobody plan, which planned ones are missing?"""
     promised, real = totals(plan.estimate.collectives), totals(compiled.collectives)
     noise = NOISE * max(sum(promised.values()), sum(real.values()), 1)
     merged = _whole_reductions(plan, promised, real, noise, tiles=topology.chip.vendor == "google")
@@ -187,7 +180,6 @@ def wire_dtypes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
 
     Args:
         plan: with the dtype that gradients are reduced in.
-        compiled: with its reductions.
     """
     planned = dict(plan.dtypes).get("reduction_dtype")
     if planned is None:

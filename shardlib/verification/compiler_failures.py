@@ -16,15 +16,7 @@ from shardlib.verification.isolation import Failure
 
 
 def failed(failure: Failure, plan: Plan) -> Finding:
-    """Why there is no compiled step.
-
-    Args:
-        failure: what the compiler said.
-        plan: with its estimate.
-
-    Returns:
-        An error.
-    """
+    """Why there is no compiled step."""
     if failure.kind == "out-of-memory":
         parts = sorted(
             dataclasses.asdict(plan.estimate.device_bytes).items(), key=lambda part: -part[1]

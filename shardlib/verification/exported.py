@@ -59,15 +59,7 @@ class ExportedStep:
 
 
 def export_step(program: Program, platform: str) -> ExportedStep:
-    """Lowers the step of a program for a platform that need not be here.
-
-    Args:
-        program: built with `abstract=True`, or for any devices.
-        platform: "tpu", "cuda" or "cpu".
-
-    Raises:
-        VerificationError: the step does not lower for the platform.
-    """
+    """Lowers the step of a program for a platform that need not be here."""
     state = jax.tree.leaves(program.state)
     step = program.step_function()
 
@@ -86,15 +78,7 @@ def export_step(program: Program, platform: str) -> ExportedStep:
 
 
 def export_meeting(meeting: Meeting | GradientExchange | IslandCall, platform: str) -> ExportedStep:
-    """Lowers a meeting of islands for a platform that need not be here.
-
-    Args:
-        meeting: on a mesh of all islands, or of one, abstract or of any devices.
-        platform: "tpu", "cuda" or "cpu".
-
-    Raises:
-        VerificationError: the meeting does not lower for the platform.
-    """
+    """Lowers a meeting of islands for a platform that need not be here."""
     arguments = meeting.arguments()
 
     def meet(*arguments: Any) -> tuple[Any, Any]:
@@ -119,19 +103,7 @@ def exported(
     platform: str,
     what: str,
 ) -> ExportedStep:
-    """A function of trees as a serialised program over their flat leaves.
-
-    Args:
-        function: gives what takes the place of the first arguments, and metrics.
-        arguments: abstract, each leaf with its sharding.
-        results: abstract leaves of what takes their place; these arguments are donated.
-        mesh: of the program.
-        platform: "tpu", "cuda" or "cpu".
-        what: the function is, for messages.
-
-    Raises:
-        VerificationError: it does not lower for the platform.
-    """
+    """A function of trees as a serialised program over their flat leaves."""
     paths, tree = jax.tree_util.tree_flatten_with_path(arguments)
     leaves = [leaf for _, leaf in paths]
 

@@ -57,19 +57,7 @@ def verify_islands(
     limits: Limits | None = None,
     options: Mapping[str, str | bool | int] | None = None,
 ) -> Verification:
-    """Compiles the step of one island and the meeting of all, and compares both with the plan.
-
-    Args:
-        plan: of all islands.
-        exchange: how they meet.
-        program: of one island, lowered for any mesh of its shape; an abstract one will do.
-        topology: the machine of all islands.
-        limits: time and memory that the compiler may take for each.
-        options: options of the compiler.
-
-    Raises:
-        ShardlibError: see `verify_program`.
-    """
+    """Compiles the step of one island and the meeting of all, and compares both with the plan."""
     island = island_of(topology, exchange.islands)
     step = verify_program(program, island, limits, options)
     joined = used_by(topology, exchange.islands, program.plan.mesh.devices)
@@ -116,10 +104,6 @@ def abstract_meetings(
 ) -> tuple[Meeting | GradientExchange | IslandCall, ...]:
     """What islands run beside steps, whose devices need not be here: of compressed gradients the
     exchange of most steps; with a delay what each island runs alone, as copies cross.
-
-    Args:
-        exchange: how they meet.
-        program: of one island.
     """
     mesh = abstract_mesh_of_all(program.mesh, exchange.islands)
     if isinstance(exchange, Compressed):
@@ -161,13 +145,7 @@ def _together(met: Sequence[CompiledStep]) -> CompiledStep:
 
 @diagnostic
 def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator[Finding]:
-    """What crosses between islands, and was not planned, or is wider than promised.
-
-    Args:
-        plan: of all islands.
-        exchange: how they meet.
-        found: collectives of all compiled meetings.
-    """
+    """What crosses between islands, and was not planned, or is wider than promised."""
     crossing = [
         collective for collective in found if ISLAND.name in collective.axes or not collective.axes
     ]

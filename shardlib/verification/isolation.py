@@ -86,17 +86,7 @@ def compile_apart(
     limits: Limits | None = None,
     options: Mapping[str, str | bool | int] | None = None,
 ) -> Compiled | Failure:
-    """Compiles a step for a target in a process of its own.
-
-    Args:
-        step: the step, exported for the target's platform.
-        target: the machine.
-        limits: time and memory that the compiler may take.
-        options: options of the compiler; one that it does not know is a "compile-error".
-
-    Raises:
-        MissingPackageError: the compiler is not installed.
-    """
+    """Compiles a step for a target in a process of its own."""
     require_compiler(target.platform)
     with (
         Guard() as guard,
@@ -127,11 +117,7 @@ def run_child(
     of its own where none is given.
 
     Args:
-        command: words of the process.
-        folder: has the job; the child writes its results there.
-        target: the machine to compile for.
         limits: seconds of wall time and bytes of the child's memory.
-        guard: ends the child with this process.
     """
     if guard is None:
         with Guard() as guard:

@@ -83,12 +83,8 @@ def verification_to_data(verification: Verification) -> JsonObject:
     """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where
     the compiler failed.
 
-    Args:
-        verification: the verification.
-
     Returns:
         "format", "ok", "plan", "predicted", "compiled", "compile_seconds", "versions" and
-        "findings".
     """
     return {
         "format": FORMAT,
@@ -126,11 +122,7 @@ class _Compiled:
 
 
 def read_baseline(text: str | bytes, source: str) -> tuple[Collective, ...]:
-    """The compiled collectives of an earlier verification.
-
-    Raises:
-        VerificationError: the text is no report of a verification that compiled.
-    """
+    """The compiled collectives of an earlier verification."""
     again = "make it with `shardlib verify ... --json > report.json`"
     data = parse_json(text, source, VerificationError)
     if not isinstance(data, Mapping) or not isinstance(

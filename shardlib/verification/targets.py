@@ -104,16 +104,7 @@ TPU_FLOPS_PER_CYCLE: Mapping[str, float] = {
 
 
 def target(topology: Topology, mesh: MeshShape, axes: tuple[str, ...] = ()) -> Target:
-    """Says a topology in the words of its compiler.
-
-    Args:
-        topology: the machine.
-        mesh: sizes of the mesh axes.
-        axes: mesh axes from the outermost links to the innermost; empty for the usual order.
-
-    Raises:
-        TopologyError: the mesh does not fit the topology, or no compiler knows it.
-    """
+    """Says a topology in the words of its compiler."""
     part = slice_of(topology, mesh.devices)
     if part is not None:
         return target(part, mesh, axes)
@@ -199,11 +190,7 @@ def _tpu(topology: Topology, numbers: np.ndarray) -> Target:
 
 
 def require_compiler(platform: str) -> None:
-    """Checks that the packages of a compiler are installed, without loading them.
-
-    Raises:
-        MissingPackageError: with what to install.
-    """
+    """Checks that the packages of a compiler are installed, without loading them."""
     if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise MissingPackageError(
             "the TPU compiler is not installed: there is no package libtpu\nTry: pip install"
@@ -217,12 +204,7 @@ def require_compiler(platform: str) -> None:
 
 
 def environment(platform: str, devices: int) -> dict[str, str]:
-    """Environment variables that a compiling process needs before JAX is imported.
-
-    Args:
-        platform: "tpu", "cuda" or "cpu".
-        devices: number of devices to compile for.
-    """
+    """Environment variables that a compiling process needs before JAX is imported."""
     common = {
         "JAX_PLATFORMS": "cpu",
         "TF_CPP_MIN_LOG_LEVEL": "1",
@@ -249,11 +231,7 @@ def environment(platform: str, devices: int) -> dict[str, str]:
 
 
 def compile_devices(target: Target) -> list[jax.Device]:
-    """The devices of a target in mesh order; loads the compiler.
-
-    Raises:
-        TopologyError: the compiler makes another number of devices of it.
-    """
+    """The devices of a target in mesh order; loads the compiler."""
     import jax
     from jax.experimental import topologies
 

@@ -36,21 +36,6 @@ def verify_program(
 ) -> Verification:
     """Compiles the step of a program for a topology in a process of its own and compares it with
     its plan.
-
-    Args:
-        program: lowered for any mesh of the plan's shape; an abstract one will do
-            (`build_program(..., abstract=True)`).
-        topology: the machine; the plan must have been made for it.
-        limits: time and memory that the compiler may take.
-        options: options of the compiler.
-
-    Returns:
-        The verification; a compiler that fails is a finding in it.
-
-    Raises:
-        MissingPackageError: the compiler is not installed.
-        TopologyError: no compiler knows the topology.
-        VerificationError: the step does not lower for the platform.
     """
     compile_target = target(topology, program.plan.mesh, program.plan.axis_order)
     require_compiler(compile_target.platform)
@@ -71,15 +56,7 @@ def judge(
     step: ExportedStep,
     outcome: Compiled | Failure,
 ) -> Verification:
-    """Compares what a compiler made with what a plan promised.
-
-    Args:
-        plan: what was promised.
-        topology: the machine.
-        compile_target: the same in the words of its compiler.
-        step: what was compiled.
-        outcome: what came of it.
-    """
+    """Compares what a compiler made with what a plan promised."""
     if isinstance(outcome, Failure):
         return Verification(
             plan=plan,
@@ -111,13 +88,7 @@ def read_compiled(
     step: ExportedStep,
     program: Compiled,
 ) -> tuple[CompiledStep, Traffic]:
-    """What a compiled program is, and the collectives that it runs.
-
-    Args:
-        mesh: that it runs on.
-        axes: of the mesh, from the outermost links to the innermost; empty for the usual order.
-        topology, where, step, made: see `judge`.
-    """
+    """What a compiled program is, and the collectives that it runs."""
     module = parse(program.text)
     traffic = read_traffic(module, mesh, step.arguments, compile_target.positions)
     compiled = CompiledStep(

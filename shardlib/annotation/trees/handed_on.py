@@ -22,11 +22,7 @@ _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def origins(jaxpr: Jaxpr) -> list[int | None]:
-    """The position of the input that each result is; None for what is computed, or a constant.
-
-    Args:
-        jaxpr: open or closed.
-    """
+    """The position of the input that each result is; None for what is computed, or a constant."""
     body, _ = open_jaxpr(jaxpr)
     positions: dict[Value, int] = {var: position for position, var in enumerate(body.invars)}
     for eqn in body.eqns:

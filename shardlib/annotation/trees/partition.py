@@ -34,12 +34,7 @@ class Partition:
 
     @staticmethod
     def of(params: Tree, frozen: Collection[str]) -> Partition:
-        """The partition of params, some of whose dotted paths are frozen.
-
-        Args:
-            params: tree of arrays or abstract arrays.
-            frozen: dotted paths.
-        """
+        """The partition of params, some of whose dotted paths are frozen."""
         return Partition(
             flags=tuple(
                 (path_text(path) or "params") not in frozen
@@ -64,12 +59,7 @@ class Partition:
         )
 
     def joined(self, trained: Tree, params: Tree) -> Tree:
-        """Params with another trained part.
-
-        Args:
-            trained: as `trained` gives it.
-            params: the tree around it.
-        """
+        """Params with another trained part."""
         if self.whole:
             return trained
         leaves, structure = jax.tree.flatten(params)
@@ -83,7 +73,6 @@ class Partition:
 
         Args:
             function: trained part -> trained part.
-            params: the tree.
         """
         return self.joined(function(self.trained(params)), params)
 

@@ -85,12 +85,7 @@ class Parts:
         return trained, {self.paths[index]: leaves[index] for index in self.fixed}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
-        """The whole tree around what is trained and the other arrays.
-
-        Args:
-            params: what is trained.
-            state: the other arrays, by path.
-        """
+        """The whole tree around what is trained and the other arrays."""
         arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {
             index: state[self.paths[index]] for index in self.fixed
         }

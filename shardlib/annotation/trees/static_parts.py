@@ -26,10 +26,6 @@ SHOWN = 60
 def static_difference(left: PyTreeDef, right: PyTreeDef) -> str:
     """What tells the forms of two pytrees apart; "" where only static parts differ that were made
     anew: functions of the same code, and objects of the same type that compare by identity.
-
-    Args:
-        left: structure of the first.
-        right: structure of the second.
     """
     if left == right:
         return ""

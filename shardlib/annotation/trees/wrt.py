@@ -30,11 +30,7 @@ _LISTED = 6
 
 
 def nnx_predicate(wrt: Filter) -> Predicate:
-    """A filter of Flax NNX as a predicate.
-
-    Raises:
-        AnnotationError: it is none.
-    """
+    """A filter of Flax NNX as a predicate."""
     try:
         return nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
@@ -46,15 +42,7 @@ def nnx_predicate(wrt: Filter) -> Predicate:
 
 
 def path_predicate(wrt: Filter, front: str) -> Predicate:
-    """A predicate over paths of a model whose arrays have no types.
-
-    Args:
-        wrt: what the user said.
-        front: what to call the kind of model in messages, "pytree".
-
-    Raises:
-        AnnotationError: it is no function, or a type of variables.
-    """
+    """A predicate over paths of a model whose arrays have no types."""
     if not callable(wrt) or isinstance(wrt, type) or type(wrt).__module__.startswith("flax"):
         what = wrt.__name__ if isinstance(wrt, type) else repr(wrt)
         raise AnnotationError(
@@ -72,12 +60,7 @@ def selected(
     """The paths of what a predicate chooses.
 
     Args:
-        predicate: what is trained.
         leaves: by path; their dtypes decide whether they can be trained.
-        kinds: what each is, for errors; nothing where there are no kinds.
-
-    Raises:
-        AnnotationError: it chooses nothing, or arrays that have no gradient, or it fails.
     """
     paths: list[tuple[Any, ...]] = []
     for path, leaf in leaves.items():
@@ -116,11 +99,6 @@ def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
 
     Args:
         wrt: what is trained; None for all that has a gradient.
-        params: abstract parameters.
-        front: what to call the kind of model in messages, "pytree".
-
-    Raises:
-        AnnotationError: see `path_predicate` and `selected`.
     """
     if wrt is None:
         return frozenset(

@@ -36,13 +36,7 @@ class Origin:
 
 
 def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
-    """Where an array of one island comes from; of parameters, the outer ones where there are some.
-
-    Args:
-        path: in the state of one island.
-        arrays: what is stored, by path.
-        islands: of the checkpoint.
-    """
+    """Where an array of one island comes from; of parameters, the outer ones where there are some."""
     if islands == 1:
         return Origin(path=path)
     kind, _, name = path.partition(".")
@@ -57,13 +51,7 @@ def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
 def as_one_island(
     arrays: Mapping[str, Spec], target: Mapping[str, Tree], islands: int
 ) -> dict[str, Spec]:
-    """What a checkpoint would hold of one of its islands alone.
-
-    Args:
-        arrays: what is stored, by path.
-        target: abstract arrays of one island, by path.
-        islands: of the checkpoint.
-    """
+    """What a checkpoint would hold of one of its islands alone."""
     if islands == 1:
         return dict(arrays)
     found = {
@@ -85,25 +73,13 @@ def _divided(spec: Spec, islands: int, like: Tree | None) -> Spec:
 
 
 def stored_leaf(leaf: Tree, spec: Spec) -> jax.ShapeDtypeStruct:
-    """An array as it is read: of several islands, sharded along its dims as one of them is.
-
-    Args:
-        leaf: abstract array of one island, with its sharding.
-        spec: what is stored.
-    """
+    """An array as it is read: of several islands, sharded along its dims as one of them is."""
     sharding = raw_abstract(leaf).sharding
     return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=sharding)
 
 
 def of_island(array: jax.Array, leaf: Tree, number: int, islands: int) -> jax.Array:
-    """The array of one island, as it is stored.
-
-    Args:
-        array: of all islands.
-        leaf: abstract array of one island, with its sharding.
-        number: of the island.
-        islands: of the checkpoint.
-    """
+    """The array of one island, as it is stored."""
     raw = raw_abstract(leaf)
     return jax.jit(
         lambda x: jnp.copy(x.reshape(islands, *raw.shape)[number]), out_shardings=raw.sharding
@@ -113,15 +89,6 @@ def of_island(array: jax.Array, leaf: Tree, number: int, islands: int) -> jax.Ar
 def combined(path: str, array: jax.Array, leaf: Tree, islands: int) -> jax.Array:
     """One array of those of all islands: of numbers the mean, of counts the largest, of what guards
     carry the smallest, of all else that of the first island.
-
-    Args:
-        path: in the state of one island.
-        array: of all islands.
-        leaf: abstract array of one island, with its sharding.
-        islands: of the checkpoint.
-
-    Raises:
-        CheckpointError: integers of an optimizer are others on each island.
     """
     raw = raw_abstract(leaf)
 

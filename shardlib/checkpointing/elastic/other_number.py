@@ -57,19 +57,7 @@ def read_other_number(
     *,
     new_optimizer: bool = False,
 ) -> tuple[State, tuple[Finding, ...]]:
-    """Restores a checkpoint as another number of islands than were saved.
-
-    Args:
-        source: the checkpoint.
-        wanted: abstract state with shardings.
-        program: whose state it is, where that is known.
-        new_optimizer: start the optimizers anew.
-
-    Raises:
-        DamagedError: arrays cannot be read, or are not what was saved.
-        CheckpointError: the checkpoint is of another model or optimizer, or nothing says what one
-            island goes on with.
-    """
+    """Restores a checkpoint as another number of islands than were saved."""
     like = without_optimizer(wanted) if new_optimizer else wanted
     one = _of_one(like)
     target = named_leaves(one)
@@ -190,11 +178,7 @@ def _models(
 
 
 def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int) -> Any:
-    """What is outer.
-
-    Raises:
-        CheckpointError: the exchange keeps something that no other number of islands has.
-    """
+    """What is outer."""
     if isinstance(like.exchange, ResidualState):
         raise CheckpointError(
             f"{source.name} goes on with compressed gradients, and the first of what they keep is"

@@ -26,13 +26,6 @@ def residuals(
 ) -> ResidualState:
     """What is kept of gradients: that of the checkpoint where it has some, and what there is before
     the first step where not.
-
-    Args:
-        source: the checkpoint.
-        names: of the trained parameters.
-        islands: that go on.
-        first: what there is before the first step.
-        step: number of steps done.
     """
     return ResidualState(
         step=np.int32(step),
@@ -45,11 +38,6 @@ def residuals(
 def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict[str, Tree]:
     """What is on the way between islands, by the fields that have it; nothing where islands do not
     meet with a delay.
-
-    Args:
-        source: the checkpoint.
-        names: of the trained parameters.
-        like: abstract state of the islands.
     """
     flying = like.exchange
     if not isinstance(flying, FlyingState):

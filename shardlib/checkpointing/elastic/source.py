@@ -48,12 +48,7 @@ class Source:
     def read(
         self, paths: Mapping[str, str], target: Mapping[str, Tree]
     ) -> Iterator[tuple[str, jax.Array]]:
-        """Arrays as they are stored, a few at a time, by their paths in the target.
-
-        Args:
-            paths: in the checkpoint, by those in the target.
-            target: abstract arrays of one island, with shardings.
-        """
+        """Arrays as they are stored, a few at a time, by their paths in the target."""
         leaves = {
             path: stored_leaf(target[path], self.about.arrays[stored])
             for path, stored in paths.items()

@@ -14,13 +14,7 @@ def keeps(state: State) -> bool:
 
 
 def told(source: Source, wanted: State, *, new_optimizer: bool) -> Finding:
-    """A finding that says what a checkpoint becomes.
-
-    Args:
-        source: the checkpoint.
-        wanted: abstract state that it goes on as.
-        new_optimizer: whether optimizers start anew.
-    """
+    """A finding that says what a checkpoint becomes."""
     before, after = source.islands, islands_of(wanted)
     of = "one island" if before == 1 else f"{before} islands"
     goes_on = f"goes on as {after}" if before != after else "goes on as islands that meet otherwise"

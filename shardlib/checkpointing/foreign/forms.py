@@ -21,14 +21,6 @@ Shape = tuple[int, ...]
 def forms_of(param: Shape, tensor: Shape) -> tuple[str, ...]:
     """The forms in which a tensor may hold an array; none where it cannot, and two where shapes do
     not say which, as those of square matrices do not.
-
-    Args:
-        param: shape of the array.
-        tensor: shape of the tensor.
-
-    Returns:
-        "same", where dims may be joined; "transposed", the last dim first, where the dims of inputs
-        or outputs may be joined; "convolution", outputs and inputs before the dims of space.
     """
     if len(tensor) >= 3 and len(param) == len(tensor):
         order = (len(param) - 1, len(param) - 2, *range(len(param) - 2))
@@ -41,13 +33,7 @@ def forms_of(param: Shape, tensor: Shape) -> tuple[str, ...]:
 
 
 def in_form(tensor: np.ndarray, form: str, shape: Shape) -> np.ndarray:
-    """A tensor as the array that it holds.
-
-    Args:
-        tensor: as it is in the file.
-        form: see `forms_of`.
-        shape: of the array.
-    """
+    """A tensor as the array that it holds."""
     if form == "convolution":
         return tensor.transpose(*range(2, tensor.ndim), 1, 0)
     return (tensor.T if form == "transposed" else tensor).reshape(shape)

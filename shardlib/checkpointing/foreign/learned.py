@@ -75,11 +75,7 @@ class LearnedNames:
         return "\n".join(lines)
 
     def require(self) -> None:
-        """Makes sure that every parameter has its tensor, and only one that fits.
-
-        Raises:
-            CheckpointError: some have not; all of them are listed.
-        """
+        """Makes sure that every parameter has its tensor, and only one that fits."""
         failures = [f"{path}: no tensor fits" for path in self.missing] + [
             f"{one}: {', '.join(others)} fit as well" for one, others in self.unsure.items()
         ]
@@ -105,14 +101,7 @@ def learn_names(
     """Finds the tensors of the parameters of a model.
 
     Args:
-        params: arrays or abstract arrays.
-        tensors: shapes by name (`tensors_of`).
-        given: templates of tensors for templates of parameters, numbers as "#", where somebody
-            knows them.
         transposed: whether square matrices are; by default as all those are whose shapes say it.
-
-    Returns:
-        The names; print them, and look at them, before `read_weights` uses them.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     wanted = _grouped({path_text(path): tuple(leaf.shape) for path, leaf in leaves})

@@ -43,16 +43,8 @@ def write_adapter(
     """Writes the adapters of a model.
 
     Args:
-        folder: made where it is not there.
-        params: the parameters of a state, or an nnx module; arrays whose paths end with `lora_a`
-            and `lora_b` are written.
         names: the name of the module in the base model by the path of ours, "layers.0.up" ->
             "model.layers.0.mlp.up_proj".
-        base: what the base model is called.
-        task: PEFT's `task_type`, such as "CAUSAL_LM".
-
-    Raises:
-        CheckpointError: adapters have no name, or different ranks; all are listed.
     """
     found = _adapters(params)
     ranks = {pair["lora_a"].shape[-1] for pair in found.values()}
@@ -86,20 +78,7 @@ def write_adapter(
 
 
 def read_adapter(folder: str | Path, names: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Reads adapters.
-
-    Args:
-        folder: as PEFT's `save_pretrained` makes it.
-        names: as of `write_adapter`.
-
-    Returns:
-        Arrays by dotted path, "up.lora.lora_a" and "up.lora.lora_b", float32.
-
-    Raises:
-        MissingFileError: the folder has no adapter.
-        CheckpointError: it holds something else than LoRA, or modules that have no name; all are
-            listed.
-    """
+    """Reads adapters."""
     config, tensors = _files(Path(folder))
     modules = {other: path for path, other in names.items()}
     found: dict[str, np.ndarray] = {}

@@ -23,15 +23,7 @@ del ml_dtypes  # NumPy knows bfloat16 by it
 
 
 def tensors_of(folder: str | Path) -> dict[str, Shape]:
-    """Shapes of all tensors of a folder, by name; no tensor is read.
-
-    Args:
-        folder: with safetensors files; or one such file.
-
-    Raises:
-        MissingFileError: there is none.
-        CheckpointError: one cannot be read.
-    """
+    """Shapes of all tensors of a folder, by name; no tensor is read."""
     return {
         name: tuple(file.get_slice(name).get_shape())
         for path in _files(folder)
@@ -47,16 +39,6 @@ def read_weights(
     a new state of the optimizer.
 
     One parameter at a time is in the memory of the host.
-
-    Args:
-        folder: with safetensors files; or one such file.
-        program: of the model.
-        names: where the parameters are.
-        seed: for the state of the model that files do not have.
-
-    Raises:
-        CheckpointError: names are missing or unsure, or a file cannot be read.
-        MissingFileError: there is no file.
     """
     names.require()
     home = {

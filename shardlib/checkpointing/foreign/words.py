@@ -35,22 +35,13 @@ _SAME = {
 
 
 def words(path: str) -> Counter[str]:
-    """The words of a path, with how often each is there.
-
-    Args:
-        path: with dots; numbers as "#".
-    """
+    """The words of a path, with how often each is there."""
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path).lower()
     found = [_SAME.get(part, part) for part in re.split(r"[._/]", parts) if part not in ("", "#")]
     return Counter(word for word in found if word not in _EMPTY)
 
 
 def likeness(one: Counter[str], other: Counter[str]) -> float:
-    """How much two paths have in common, 0 to 1 (the coefficient of Dice).
-
-    Args:
-        one: words of a path.
-        other: of another.
-    """
+    """How much two paths have in common, 0 to 1 (the coefficient of Dice)."""
     total = sum(one.values()) + sum(other.values())
     return 2 * sum((one & other).values()) / total if total else 0.0

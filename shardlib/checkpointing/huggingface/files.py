@@ -81,13 +81,6 @@ class Files:
     def read(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
         """The places of a tensor, a list of them for each dim; no more is read than what lies
         between the first and the last place.
-
-        Args:
-            name: of the tensor.
-            places: ascending numbers along each dim of the tensor, int arrays.
-
-        Returns:
-            Array of as many elements per dim as `places` names.
         """
         region = tuple(slice(int(dim.min()), int(dim.max()) + 1) for dim in places)
         values: np.ndarray = self._slices[name][region]
@@ -98,12 +91,7 @@ class Files:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The files that the index names, or those that there are.
-
-    Raises:
-        MissingFileError: there is none, or the index names files that are not there.
-        CheckpointError: the index cannot be read.
-    """
+    """The files that the index names, or those that there are."""
     index = folder / INDEX
     if index.is_file():
         names = sorted(

@@ -56,10 +56,6 @@ class Form:
     def places(self, shape: Sequence[int], part: Part) -> list[np.ndarray]:
         """Which places of each dim of the file a part of ours takes, in the order of the letters of
         the dim.
-
-        Args:
-            shape: elements per dim of our parameter.
-            part: (start, stop) per dim of it.
         """
         full, sizes, wanted = (
             self._full(shape),
@@ -84,12 +80,7 @@ class Form:
         ]
 
     def ours_from(self, chosen: np.ndarray, part: Part) -> np.ndarray:
-        """A part of ours out of the places of the file's tensor that `places` names.
-
-        Args:
-            chosen: what was read, with the dims of the file's tensor.
-            part: (start, stop) per dim of our parameter.
-        """
+        """A part of ours out of the places of the file's tensor that `places` names."""
         sizes = {
             letter: stop - start for letter, (start, stop) in zip(self.ours, part, strict=True)
         }
@@ -99,12 +90,7 @@ class Form:
         )
 
     def into(self, tensor: np.ndarray, whole: np.ndarray) -> None:
-        """Writes a whole parameter of ours to its places in a tensor of the file's shape.
-
-        Args:
-            tensor: of the file, changed.
-            whole: our parameter.
-        """
+        """Writes a whole parameter of ours to its places in a tensor of the file's shape."""
         places = self.places(whole.shape, [(0, size) for size in whole.shape])
         turned = np.transpose(whole, [self.ours.index(letter) for letter in self._order])
         tensor[np.ix_(*places)] = turned.reshape([len(dim) for dim in places])

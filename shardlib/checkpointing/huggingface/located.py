@@ -77,16 +77,7 @@ def locate(
     names: Names,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[Located]:
-    """Finds every parameter in the tables.
-
-    Args:
-        config: of the model.
-        names: of its family.
-        shapes: of all parameters, and of the state that files hold too, by path.
-
-    Raises:
-        CheckpointError: parameters that no table has: the program is of another model.
-    """
+    """Finds every parameter in the tables."""
     found: list[Located] = []
     lost: list[str] = []
     for path, shape in shapes.items():

@@ -53,12 +53,7 @@ class Names:
 
 
 def names(config: TransformerConfig | EncoderDecoderConfig, family: str) -> Names:
-    """The names of the parameters of a configuration.
-
-    Args:
-        config: what was read.
-        family: `model_type` of its `config.json`.
-    """
+    """The names of the parameters of a configuration."""
     if isinstance(config, EncoderDecoderConfig):
         return _switch(config)
     if family == "gpt2":

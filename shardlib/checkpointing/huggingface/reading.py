@@ -51,18 +51,6 @@ def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0
 
     Every process reads what its own devices keep; what is in memory at once is the part of one
     parameter for one device.
-
-    Args:
-        folder: holds `config.json` and safetensors files, with an index where they are several.
-        program: of the reference model that `shardlib.models.load(folder)` describes, under any
-            plan; of several islands, all of which start with what the files have.
-        seed: for the model's own state that files do not have, such as random streams.
-
-    Raises:
-        MissingFileError: files are missing.
-        ModelError: the configuration is not understood.
-        CheckpointError: tensors are missing, of other shapes, or unknown, all of them listed; or
-            the program is of another model.
     """
     if isinstance(program, IslandsProgram):
         return _of_islands([load(folder, one, seed=seed) for one in program.programs], program)
@@ -90,12 +78,7 @@ def _of_islands(parts: Sequence[Imported], program: IslandsProgram) -> Imported:
 
 
 def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, str]:
-    """A configuration and its `model_type`.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ModelError: it is not understood.
-    """
+    """A configuration and its `model_type`."""
     config = huggingface.read(path)
     return (
         config,
@@ -115,18 +98,7 @@ def matched(
     config: TransformerConfig | EncoderDecoderConfig,
     folder: Path,
 ) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    """Our spelling of names -> the files', and what was passed over.
-
-    Args:
-        files: the open files.
-        table: names of the family.
-        wanted: tensors that the model has.
-        config: what was read.
-        folder: for messages.
-
-    Raises:
-        CheckpointError: tensors are missing, of other shapes or unknown.
-    """
+    """Our spelling of names -> the files', and what was passed over."""
     spelling = {
         name: spelled
         for name in wanted
@@ -225,9 +197,6 @@ def read_part(
     """A part of one of our parameters.
 
     Args:
-        files: the open files.
-        located: the parameter.
-        part: first and last + 1 place of every dim.
         dtype: of the result.
         spelling: our names -> the files'.
     """

@@ -29,14 +29,7 @@ def load_weights(
     """Reads a model: (params, state), NumPy arrays on the host.
 
     Args:
-        folder: holds safetensors files, with an index where they are several.
-        model: as `annotation.read` gives it of `models.build(config)`.
         config: what `config.json` says, in the dtypes of the model.
-        family: `model_type` of it.
-
-    Raises:
-        MissingFileError: files are missing.
-        CheckpointError: tensors are missing, of other shapes, or unknown, all of them listed.
     """
     root = Path(folder)
     table = names(config, family)

@@ -59,20 +59,8 @@ def save(
     of one layer.
 
     Args:
-        program: of a reference model.
-        state: whose parameters to write; of islands the outer ones.
-        folder: made where it is not there.
-        config: path of the `config.json` that the model was made from: it says how tensors are
-            called.
         dtype: "float32", "bfloat16", "float16"; by default what each parameter has.
         max_bytes: size of a file, which only a single tensor may exceed.
-
-    Returns:
-        The names of the safetensors files.
-
-    Raises:
-        CheckpointError: the folder holds such files already, cannot be written, or the program is
-            of another model.
     """
     trained = learned(program, state)
     read_config(Path(config))
@@ -97,18 +85,8 @@ def save_weights(
     """Writes the weights of a model that is served, as `save` does.
 
     Args:
-        weights: (params, state), arrays of this process.
-        folder: made where it is not there.
-        config: content of the `config.json`: it says how tensors are called, and is written, too.
         dtype: "float32", "bfloat16", "float16"; by default what each parameter has.
         max_bytes: size of a file, which only a single tensor may exceed.
-
-    Returns:
-        The names of the safetensors files.
-
-    Raises:
-        ModelError: the configuration is not understood.
-        CheckpointError: see `save`.
     """
     return _save(
         weights, Path(folder), config, gather=Gather(None), dtype=dtype, max_bytes=max_bytes

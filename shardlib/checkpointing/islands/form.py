@@ -24,21 +24,12 @@ _OPTIMIZER = ("opt_state", "guard", "exchange")
 
 
 def form_of(state: State) -> Tree:
-    """A tree with the arrays of a state as they are stored.
-
-    Args:
-        state: concrete, or abstract with shardings.
-    """
+    """A tree with the arrays of a state as they are stored."""
     return together(state) if isinstance(state, IslandsState) else state
 
 
 def state_of(form: Tree, like: State) -> State:
-    """The state of a tree as `form_of` gives it.
-
-    Args:
-        form: with arrays.
-        like: abstract state, with shardings.
-    """
+    """The state of a tree as `form_of` gives it."""
     return apart(form, like) if isinstance(like, IslandsState) else form
 
 
@@ -48,31 +39,18 @@ def islands_of(state: State) -> int:
 
 
 def islands_in(arrays: Mapping[str, Spec]) -> int:
-    """Number of islands of a checkpoint.
-
-    Args:
-        arrays: what is stored, by path.
-    """
+    """Number of islands of a checkpoint."""
     step = arrays.get(f"{OF_ISLANDS}step")
     return step.shape[0] if step is not None and step.shape else 1
 
 
 def keeps_outer(arrays: Mapping[str, Spec]) -> bool:
-    """Whether a checkpoint has outer parameters.
-
-    Args:
-        arrays: what is stored, by path.
-    """
+    """Whether a checkpoint has outer parameters."""
     return any(path.startswith("outer.params.") for path in arrays)
 
 
 def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
-    """Whether a checkpoint has as many islands as a state, and outer parameters where that has.
-
-    Args:
-        arrays: what is stored, by path.
-        state: abstract.
-    """
+    """Whether a checkpoint has as many islands as a state, and outer parameters where that has."""
     exchange = state.exchange if isinstance(state, IslandsState) else None
     if not isinstance(state, TrainState | IslandsState):
         return True
@@ -89,11 +67,7 @@ def _has(arrays: Mapping[str, Spec], name: str) -> bool:
 
 
 def has_outer(state: State) -> bool:
-    """Whether a state has outer parameters.
-
-    Args:
-        state: abstract or concrete.
-    """
+    """Whether a state has outer parameters."""
     kept = state.exchange if isinstance(state, IslandsState) else None
     return isinstance(kept, OuterState) and bool(kept.params)
 
@@ -111,12 +85,7 @@ def is_of_optimizer(path: str) -> bool:
 
 
 def anew(program: AnyProgram, state: State) -> State:
-    """A state with its optimizers as before the first step.
-
-    Args:
-        program: whose state it is.
-        state: without that of optimizers.
-    """
+    """A state with its optimizers as before the first step."""
     if isinstance(program, IslandsProgram):
         assert isinstance(state, IslandsState)
         pairs = zip(program.programs, state.islands, strict=True)

@@ -87,17 +87,7 @@ class Here:
 def run_here(
     words: Sequence[str], here: Here, *, restarts: int, environment: Mapping[str, str]
 ) -> int:
-    """Runs a command in several processes of this machine, and gives its exit code.
-
-    Args:
-        words: a command of shardlib, or any program.
-        here: how many, and where they meet; what is left out is that of `Local` and `Budget`.
-        restarts: starts in a row that save nothing new, after the first.
-        environment: variables beside those of this process.
-
-    Raises:
-        LaunchError: what cannot be launched.
-    """
+    """Runs a command in several processes of this machine, and gives its exit code."""
     from shardlib.launching.addresses import LOOPBACK, address_of
     from shardlib.launching.local import Local, launch
     from shardlib.training.supervisor import Budget

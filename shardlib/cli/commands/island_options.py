@@ -93,19 +93,7 @@ def run_islands(
     common: Kept,
     variables: Mapping[str, str],
 ) -> int:
-    """Runs islands of this machine and their server, and gives their exit code.
-
-    Args:
-        words: the program of each island.
-        options: how many, and how long rounds wait.
-        here: devices of each; address and port of the server.
-        common: folder of the server's checkpoint, and restarts of each island.
-        variables: of each island, beside those of this process.
-
-    Raises:
-        LaunchError: what cannot be launched.
-        ArgumentError: numbers out of range.
-    """
+    """Runs islands of this machine and their server, and gives their exit code."""
     from shardlib.launching.addresses import LOOPBACK, address_of
     from shardlib.servers.islands.launching import LocalIslands, launch_islands
     from shardlib.servers.islands.serving import OuterServer

@@ -49,11 +49,7 @@ def option_of(command: Sequence[str], names: tuple[str, str]) -> str | None:
 
 
 def environment_of(words: Sequence[str]) -> dict[str, str]:
-    """Variables from NAME=VALUE.
-
-    Raises:
-        LaunchError: a word has no `=`.
-    """
+    """Variables from NAME=VALUE."""
     wrong = [word for word in words if "=" not in word]
     if wrong:
         raise LaunchError(

@@ -41,14 +41,7 @@ class Run:
     ] = None
 
     def cost(self, plan: Plan) -> RunCost | None:
-        """What the run takes; None where none was named.
-
-        Args:
-            plan: of its steps.
-
-        Raises:
-            PlanError: an option has no number, or there is no --tokens beside it.
-        """
+        """What the run takes; None where none was named."""
         if self.tokens is None:
             if self.price is not None or self.mtbf is not None:
                 raise PlanError("--price and --mtbf are of a run\nTry: --tokens 15T beside them")

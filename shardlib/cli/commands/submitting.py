@@ -40,15 +40,7 @@ class Request:
 
 
 def chosen(engines: Sequence[Engine], options: Sequence[str]) -> Engine | None:
-    """The engine that a command line names, if any.
-
-    Args:
-        engines: those that there are.
-        options: of engines that were given, "--slurm".
-
-    Raises:
-        LaunchError: it names several.
-    """
+    """The engine that a command line names, if any."""
     named = [engine for engine in engines if f"--{engine.name}" in options]
     if len(named) > 1:
         raise LaunchError(
@@ -59,12 +51,7 @@ def chosen(engines: Sequence[Engine], options: Sequence[str]) -> Engine | None:
 
 
 def submission_of(request: Request) -> Submission:
-    """What the engine makes of the request.
-
-    Raises:
-        LaunchError: the job or the options are not usable.
-        TopologyError: the topology does not parse.
-    """
+    """What the engine makes of the request."""
     topology, run = (
         value or option_of(request.command, names)
         for value, names in (

@@ -30,10 +30,6 @@ def exchange_item(facts: Facts, index: int) -> Item:
     """What devices exchange for heads around a kernel of attention (arXiv:2309.14509): forward
     queries, keys, values and results, and before the gradients that of the results; backward the
     other gradients.
-
-    Args:
-        facts: of the step.
-        index: number of the op, a kernel of attention.
     """
     op, moved = facts.graph.ops[index], moved_values(facts, index)
 
@@ -76,12 +72,6 @@ def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
 def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
     """The rows of an array of tokens and the experts of its region, that of the largest stack of
     matrices in a grouped matmul.
-
-    Args:
-        facts: of the step.
-        op: the op that moves or computes the rows.
-        value: number of the array of tokens.
-        choice: what shards colours.
     """
     capped = facts.capped.get(op.region)
     shapes = [

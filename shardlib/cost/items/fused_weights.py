@@ -33,12 +33,7 @@ def fused_parameters(problem: Problem) -> Fused:
 
 
 def order_items(facts: Facts, fused: Fused) -> list[Item]:
-    """Items of changes of the order of weights and of their gradients.
-
-    Args:
-        facts: of a step graph.
-        fused: see `fused_parameters`.
-    """
+    """Items of changes of the order of weights and of their gradients."""
     return [
         item
         for value, source in facts.sources.items()

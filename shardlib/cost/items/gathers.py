@@ -28,10 +28,6 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
     """A value sharded over tensor (along the sequence) that some readers need whole or sharded
     otherwise: gathered once.
 
-    Args:
-        facts: of the step.
-        value: number of the value.
-
     Returns:
         None where nothing reads it, nothing could shard it, or it is a weight.
     """
@@ -205,12 +201,7 @@ def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> s
 
 
 def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
-    """The gathers of values under a choice, with the ops that need each.
-
-    Args:
-        facts: of the step.
-        choice: what shards colours.
-    """
+    """The gathers of values under a choice, with the ops that need each."""
     return [
         gather
         for value in facts.consumers

@@ -29,13 +29,7 @@ _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 
 
 def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[Life]:
-    """Every value that takes memory beside the arguments of a step, under a framework profile.
-
-    Args:
-        facts: of the step.
-        step: its graph, with what its inputs and results are.
-        profile: the framework profile, which says what is kept for how long.
-    """
+    """Every value that takes memory beside the arguments of a step, under a framework profile."""
     graph = facts.graph
     producers = graph.producers()
     when = intervals(graph, facts.fusion, frozenset())

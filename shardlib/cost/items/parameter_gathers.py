@@ -84,10 +84,6 @@ def _cast_rows(facts: Facts, op: Op) -> float:
 def gathered_bytes(facts: Facts, item: Gathered) -> float:
     """Bytes of a gathered parameter on a device that nothing shards further; fewer where tables are
     looked up in a narrower dtype.
-
-    Args:
-        facts: of the step.
-        item: the gather.
     """
     lookups = [
         facts.graph.ops[use] for use in item.uses if facts.graph.ops[use].category == "gather"
@@ -111,12 +107,7 @@ def _times(facts: Facts, item: Gathered) -> int:
 
 
 def gather_item(facts: Facts, item: Gathered) -> Item:
-    """The all-gathers of a parameter that is stored sharded, before its uses, and what they hold.
-
-    Args:
-        facts: of the step.
-        item: the gather.
-    """
+    """The all-gathers of a parameter that is stored sharded, before its uses, and what they hold."""
     parameter = facts.graph.values[item.source]
     trips = _times(facts, item)
 

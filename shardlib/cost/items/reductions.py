@@ -29,12 +29,7 @@ from shardlib.propagation.assignment import Choice, Cut, has, kinds
 
 
 def reduce_item(facts: Facts, summands: Summands) -> Item:
-    """Reductions of partial results.
-
-    Args:
-        facts: of the step.
-        summands: ops whose results are reduced together.
-    """
+    """Reductions of partial results."""
     group = summands.ops
     colours = frozenset[str]().union(
         *(
@@ -259,12 +254,7 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
 
 
 def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
-    """The reductions of partial results under a choice, with the ops that make each.
-
-    Args:
-        facts: of the step.
-        choice: what shards colours.
-    """
+    """The reductions of partial results under a choice, with the ops that make each."""
     return [
         reduction
         for summands in sum_groups(facts)

@@ -24,14 +24,7 @@ def stored_items(
     frozen: frozenset[tuple[str, int]],
     segments: Mapping[str, int],
 ) -> list[Item]:
-    """Items of stored parameters; parameters that are alike share one.
-
-    Args:
-        parameters: every array that is stored.
-        names: colour per dim by path.
-        frozen: (path, dim) that count layers.
-        segments: layer group by path; others belong to embedding and head.
-    """
+    """Items of stored parameters; parameters that are alike share one."""
     alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = (
         Counter(
             (

@@ -33,10 +33,6 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
 
     Devices of other groups in between share the links and only add hops, so adjacent devices are
     best.
-
-    Args:
-        sizes: size of every mesh axis by candidate.
-        topology: the machine.
     """
     count = len(next(iter(sizes.values())))
     latency, per_byte = (np.zeros((len(SLOTS), count)) for _ in range(2))

@@ -16,13 +16,6 @@ def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[S
     On a torus one span after another (XLA for TPU has no other reduce-scatter), and between slices
     last, what is then left: XLA makes hierarchical collectives of those that cross the network
     (cloud.google.com/tpu/docs/multislice-introduction). On switches and networks alone all at once.
-
-    Args:
-        spans: of the axis, the major one first.
-        topology: the machine.
-
-    Returns:
-        The spans of each step.
     """
     if len(spans) < 2 or not _on_torus(spans, topology):
         return (spans,) if spans else ()
@@ -74,13 +67,7 @@ class CollectiveStep:
 
 
 def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[CollectiveStep, ...]:
-    """The steps of a gather or scatter of parameters.
-
-    Args:
-        kind: "all-gather" or "reduce-scatter".
-        spans: of its axes, the major one first.
-        topology: the machine.
-    """
+    """The steps of a gather or scatter of parameters."""
     groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
     degrees = [math.prod(span.ways for span in group) for group in groups]
     after = [math.prod(degrees[i + 1 :]) for i in range(len(degrees))]

@@ -243,10 +243,6 @@ def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Arra
     """What the cost of a collective that is not done in steps depends on in a dim, by placement:
     the ways of its group, and those and the stride of the outermost of its lines, to which parts
     join that touch.
-
-    Args:
-        ways, strides: of what an axis takes of the dim, by the number of where it lies.
-        axes: where each axis of the group lies, by placement.
     """
     spans, starts = np.stack([[degrees[lie], strides[lie]] for lie in axes], axis=1)
     order = np.argsort(starts, axis=0, kind="stable")

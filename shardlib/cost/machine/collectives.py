@@ -125,16 +125,7 @@ class _Line:
 
 
 def collective_cost(kind: str, spans: Iterable[Span], topology: Topology) -> LinearCost:
-    """The cost of one collective whose group lies on `spans`; free for a group of one device.
-
-    Args:
-        kind: one of `shardlib.collective.KINDS`.
-        spans: of all mesh axes of the group, in any order; as `shardlib.hardware.place` gives them.
-        topology: the machine.
-
-    Raises:
-        ValueError: the kind is unknown.
-    """
+    """The cost of one collective whose group lies on `spans`; free for a group of one device."""
     return _cost(kind, spans if isinstance(spans, tuple) else tuple(spans), topology)
 
 

@@ -175,10 +175,6 @@ def applied(
 ) -> tuple[Applied, ...]:
     """The factors that predictions for a topology are multiplied by, sorted by quantity; none that
     is 1.
-
-    Args:
-        topology: the machine.
-        corrections: learned corrections; those that come with shardlib if left out.
     """
     corrections = tuple(learned() if corrections is None else corrections)
     of_chip = (
@@ -203,11 +199,7 @@ def applied(
 
 
 def margin(topology: Topology) -> float:
-    """By how much a program may need more memory than predicted: at least 1.
-
-    Args:
-        topology: the machine.
-    """
+    """By how much a program may need more memory than predicted: at least 1."""
     return next(
         (correction.factor for correction in applied(topology) if correction.quantity == "margin"),
         1.0,
@@ -215,20 +207,12 @@ def margin(topology: Topology) -> float:
 
 
 def fitting_bytes(topology: Topology) -> float:
-    """The largest predicted peak with which a plan fits on a device, bytes.
-
-    Args:
-        topology: the machine.
-    """
+    """The largest predicted peak with which a plan fits on a device, bytes."""
     return topology.chip.usable_bytes / margin(topology)
 
 
 def without_margin(topology: Topology) -> Topology:
-    """The topology with nothing held back: plans that fit by their prediction fit.
-
-    Args:
-        topology: the machine.
-    """
+    """The topology with nothing held back: plans that fit by their prediction fit."""
     others = (correction for correction in topology.corrections if correction[0] != "margin")
     return replace(topology, corrections=(*others, ("margin", 1.0)))
 
@@ -236,10 +220,6 @@ def without_margin(topology: Topology) -> Topology:
 def _held_back(corrections: Iterable[Correction], chip: Chip) -> Applied:
     """The margin of a chip that is not the topology's own: the largest of all compilers that made
     programs for it, else for chips of its vendor.
-
-    Args:
-        corrections: learned corrections.
-        chip: of the topology.
     """
     margins = [entry for entry in corrections if entry.quantity == "margin"]
     of_chip = [entry for entry in margins if entry.chip == chip.name]

@@ -203,11 +203,7 @@ class Efficiency:
         return self.memory if self.optimizer is None else self.optimizer
 
     def with_values(self, values: JsonMapping) -> Efficiency:
-        """These figures with some of them replaced, by name.
-
-        Raises:
-            PinError: a name is unknown or a value is not usable.
-        """
+        """These figures with some of them replaced, by name."""
         names = {field.name for field in fields(self)}
         unknown = [f"{shown(name)} is no figure" for name in values if name not in names]
         if unknown:
@@ -229,11 +225,7 @@ class Efficiency:
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> Efficiency:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            PinError: fields are missing, have values of another type, or values that no chip has.
-        """
+        """Reads what `to_json` wrote."""
         return construct(cls, data, "efficiency", PinError)
 
 

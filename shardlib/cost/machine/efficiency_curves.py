@@ -19,10 +19,6 @@ from shardlib.untrusted.json_types import JsonMapping
 def linked(topology: Topology, constants: Efficiency) -> Topology:
     """The topology with the links as fast as a stack's collectives reach; the same object where the
     figures are 1.
-
-    Args:
-        topology: the machine.
-        constants: shares of the links' rates that collectives reach.
     """
     if constants.fast == constants.slow == 1:
         return topology
@@ -129,16 +125,6 @@ def efficiency_of(
 ) -> Efficiency:
     """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then
     the user's own.
-
-    Args:
-        chip: name of the chip.
-        vendor: of the chip.
-        stack: name of the stack; "xla" has the vendor's figures and, where there is one, a curve of
-            its own.
-        measured: figures by name that replace all others, `dict(topology.efficiency)`.
-
-    Raises:
-        PinError: a measured figure is unknown or not usable.
     """
     figures = efficiency(vendor)
     for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:

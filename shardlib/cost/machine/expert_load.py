@@ -40,14 +40,7 @@ FORCED = 0.0
 def load_factor(
     assignments: Array, devices: NDArray[np.int64], experts: float, skew: float = BALANCED
 ) -> Array:
-    """Load of the busiest device over the mean, by candidate.
-
-    Args:
-        assignments: tokens of a microbatch times experts per token, for each device on average.
-        devices: that share the experts.
-        experts: number of experts in all; those of one device are `experts / devices`.
-        skew: coefficient of variation of the popularity of experts.
-    """
+    """Load of the busiest device over the mean, by candidate."""
     n = np.asarray(devices, dtype=np.float64)
     chance = (1 - 1 / n) / np.maximum(assignments, 1.0)
     popularity = np.where(n > 1, skew**2 * n / experts * (1 - 1 / n), 0.0)

@@ -79,8 +79,6 @@ def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
 
     Args:
         term: FLOPs and bytes of the kernel.
-        local: what one device has of an amount, by candidate.
-        constants: with the cores of a device.
     """
     flops = local(term.flops)
     if term.category not in ("matmul", "convolution"):
@@ -101,12 +99,6 @@ def kernel_parts(
 
     Args:
         term: FLOPs and bytes of the kernel.
-        local: what one device has of an amount, by candidate.
-        chip: peaks and rates.
-        constants: shares of them that kernels reach.
-
-    Returns:
-        Three arrays [candidates].
     """
     flops = local(term.flops)
     zeros = np.zeros_like(flops)
@@ -211,11 +203,6 @@ def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array
 
     Args:
         routed: the rows and their experts; None for kernels of other things.
-        local: what one device has of an amount, by candidate.
-        constants: with how uneven loads are.
-
-    Returns:
-        At least 1, array [candidates] or a number.
     """
     if routed is None or constants.skew is None:
         return 1.0
@@ -232,16 +219,7 @@ def matmul_seconds(
     flops_per_s: float | Array,
     constants: Efficiency,
 ) -> Array:
-    """Seconds of `batches` matmuls [rows, depth] x [depth, columns] by the fastest of the tiles.
-
-    Args:
-        rows: of the result, elements.
-        columns: of the result, elements.
-        depth: contracted elements.
-        batches: matmuls of that size that run together.
-        flops_per_s: what the largest matmuls reach.
-        constants: tiles, units and the start of a block.
-    """
+    """Seconds of `batches` matmuls [rows, depth] x [depth, columns] by the fastest of the tiles."""
 
     def by(tile: Tile) -> Array:
         high, wide, share = tile

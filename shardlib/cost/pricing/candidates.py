@@ -71,11 +71,7 @@ class Candidates:
 
 
 def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
-    """The distinct shapes among candidates, and the number of the shape of each.
-
-    Args:
-        sizes: size per candidate of every mesh axis, and "micro".
-    """
+    """The distinct shapes among candidates, and the number of the shape of each."""
     degree = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
     first, which = distinct_rows(
         [degree, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
@@ -95,13 +91,7 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
 def candidates(
     places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
 ) -> Candidates:
-    """Builds the arrays for placed meshes with microbatches on a topology.
-
-    Args:
-        places: (mesh, where it lies), one per candidate.
-        micro: microbatches of a step, one per candidate.
-        topology: the machine.
-    """
+    """Builds the arrays for placed meshes with microbatches on a topology."""
     distinct_places: dict[int, int] = {}
     order = [
         distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places

@@ -39,15 +39,7 @@ def stored_bytes(
     stored; whole ones beside the shards where a stage gathers and reduces once a step.
 
     Args:
-        s: sums of the terms, by segment and candidate.
         scale: part of each segment that the fullest stage has, [segments, candidates].
-        knobs: ZeRO stage, schedule and the like.
-        model: counts of layers.
-        profile: framework profile.
-        c: candidates.
-
-    Returns:
-        Bytes per device, four arrays [candidates].
     """
     frozen = on_stage(s.stored.frozen_cut if knobs.zero >= 3 else s.stored.frozen, scale)
     parameters, gradients = (
@@ -79,13 +71,6 @@ def least_bytes(
 ) -> tuple[Array, Array, Array]:
     """Bytes that a device has at the least when the forward pass ends: of stored arrays but for
     the optimizer's state, of that state, and of each class's saved layers.
-
-    Args:
-        s: sums of the terms, by segment and candidate.
-        knobs: ZeRO stage, schedule and the like.
-        model: counts of layers.
-        pricer: machine and framework profile.
-        c: candidates.
 
     Returns:
         Arrays [candidates], [candidates] and [classes, candidates].
@@ -158,11 +143,8 @@ def bytes_by_part(
     less two layers, which offloading could move.
 
     Args:
-        s: the quantities.
         gradients: bytes of gradients that are kept over microbatches, array [candidates].
         scale: part of each segment that the fullest stage has, array [segments, candidates].
-        in_flight: microbatches in flight, array [candidates].
-        how, model, c, profile: decisions, layers, candidates, framework profile.
     """
     stages = _stages(scale, in_flight, knobs, c, profile)
     peak = _fullest(
@@ -262,29 +244,13 @@ def working_sets(pricer: Pricer, knobs: Knobs, c: Candidates) -> Array:
     makes, and stacks that a loop fills need nothing. So the last microbatch, which reduces
     gradients, has buffers beside those of the loop over the others: of a transformer of four layers
     on two devices, 1.8 to 2.1 times as many bytes as one microbatch (JAX 0.10.2).
-
-    Args:
-        pricer: the machine and the framework profile.
-        knobs: with the ZeRO stage.
-        c: candidates.
-
-    Returns:
-        Array [candidates], 1 or 2.
     """
     separate = pricer.topology.chip.vendor == "cpu" and in_the_last(pricer.profile, knobs)
     return np.where(separate & (c.micro > 1) & (c.stage == 1) & (c.ways(BATCH_AXES) > 1), 2.0, 1.0)
 
 
 def heap_share(pricer: Pricer, stages: Array) -> Array:
-    """Heap over live buffers, of what a step makes.
-
-    Args:
-        pricer: the machine and the framework profile.
-        stages: stages of the pipeline, by candidate.
-
-    Returns:
-        Array [candidates], at least 1.
-    """
+    """Heap over live buffers, of what a step makes."""
     copied = (
         pricer.profile.name == XLA.name
         and pricer.profile.pipeline == "lockstep"

@@ -38,10 +38,5 @@ def estimate(
 
 
 def with_corrections(cost: Estimate, topology: Topology) -> Estimate:
-    """The estimate with the factors that it was multiplied by.
-
-    Args:
-        cost: with the factors in it.
-        topology: the machine whose factors they are.
-    """
+    """The estimate with the factors that it was multiplied by."""
     return replace(cost, corrections=applied(topology))

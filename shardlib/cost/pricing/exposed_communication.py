@@ -36,16 +36,9 @@ def exposed(
     compute does not hide, in a step.
 
     Args:
-        s: sums of the terms, by segment and candidate.
         scale: part of each segment whose parameters the fullest stage moves, [segments,
             candidates].
-        knobs: ZeRO stage, schedule and the like.
-        c: candidates.
-        pricer: machine and framework profile.
         compute: seconds of compute of a microbatch, [candidates].
-
-    Returns:
-        Array [candidates].
     """
     profile, micro, constants = pricer.profile, c.micro, pricer.constants
     reduced, gathered = _reduced(s, scale, knobs, c, profile), np.zeros(len(c))
@@ -103,16 +96,6 @@ def saved_by_gathering_once(
 ) -> Array:
     """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces
     gradients once for all microbatches, and not at every use.
-
-    Args:
-        s: sums of the terms, by segment and candidate.
-        knobs: ZeRO stage, schedule and the like.
-        model: counts of layers.
-        pricer: machine and framework profile.
-        c: candidates.
-
-    Returns:
-        Array [candidates]; negative where it costs.
     """
     scale, compute = (
         shares_moved(knobs, model, c, pricer.profile),
@@ -168,13 +151,6 @@ def dealt_out(
 ) -> Array:
     """Seconds of a step in which layers are dealt out to stages of several chunks, and their
     gradients back.
-
-    Args:
-        s: sums of the terms, by segment and candidate.
-        knobs: ZeRO stage and virtual stages.
-        model: counts of layers.
-        c: candidates.
-        profile: framework profile.
     """
     candidates, slots = np.arange(len(c)), _DEALING[np.minimum(knobs.virtual % c.stage, 1)]
     total = np.zeros(len(c))
@@ -199,10 +175,6 @@ _DEALING = np.array(
 def passes_over(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
     """How often a stage reads its weights and reduces its gradients in a step; see
     `passes_over_weights`.
-
-    Args:
-        knobs: schedule, and when weights are gathered.
-        c: candidates.
     """
     return passes_over_weights(
         knobs.schedule, knobs.gather, knobs.virtual, c.micro, knobs.accumulation

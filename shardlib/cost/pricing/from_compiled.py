@@ -49,13 +49,7 @@ def group_seconds(
     """Seconds of one collective of a compiled program.
 
     Args:
-        kind: one of `shardlib.collective.KINDS`.
-        axes: mesh axes of its groups; empty where they are no product of axes.
-        members: devices of a group, which may be a part of its axes: a step along one dim of a
-            torus.
         size: bytes that a device holds of the result.
-        mesh: the mesh that it runs on; it must fit the topology.
-        topology: the machine.
         order: of the mesh axes on its links, as a plan has it; by default the usual one.
     """
     placed = place(mesh, topology, order)
@@ -91,11 +85,8 @@ def reprice(
     """The step time with the compiler's figures, by the formula above.
 
     Args:
-        predicted: what the cost model said.
         priced: the compiled collectives with the seconds of all their executions.
         kernels: seconds of all kernels by the compiler; 0 where it gives none.
-        vendor: of the chip.
-        zero: the ZeRO stage of the plan.
     """
     hidden = blocking = 0.0
     for c in priced:

@@ -44,16 +44,6 @@ def passes_over_weights(
     time, while stages go over from one to the next, so that one chunk's sums are reduced before
     there are any, and groups of microbatches that go through the pipeline one after the other do
     that once each.
-
-    Args:
-        schedule: name of the pipeline schedule.
-        gather: "use" or "once".
-        virtual: chunks of layers on each stage.
-        microbatches: of a step, all groups together.
-        groups: of microbatches.
-
-    Returns:
-        Pairs of gathers (one forward, one backward), reductions, and the share.
     """
     per_microbatch = np.asarray(microbatches, dtype=float)
     if gather == "use":
@@ -72,14 +62,6 @@ def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> 
     """How often the parameters of embedding and head are gathered, and their gradients reduced, in
     a step of a pipeline whose stages all compute both: once, where those of layers are, but for
     rounds of chunks, and in every microbatch otherwise.
-
-    Args:
-        knobs: schedule, ZeRO stage, and when weights are gathered.
-        c: candidates.
-        profile: framework profile.
-
-    Returns:
-        Array [candidates].
     """
     assert ends_on_all_stages(profile)
     rounds = named(knobs.schedule).forward_first and knobs.virtual > 1
@@ -90,14 +72,6 @@ def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> 
 def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
     """How often a stage does its part for a microbatch in a step: in a pipeline in one program it
     does so while it waits, too, with what nobody asks for.
-
-    Args:
-        knobs: schedule, virtual stages and groups of microbatches.
-        c: candidates.
-        profile: framework profile.
-
-    Returns:
-        Array [candidates].
     """
     if profile.pipeline != "lockstep":
         return np.asarray(c.micro, dtype=float)
@@ -128,9 +102,7 @@ def slowest(
 
     Args:
         layers: seconds of one layer of each class.
-        counts: layers of each class.
         ends: seconds of embedding and head, almost all of which are the head's.
-        stages, virtual: stages, and chunks of layers on each.
     """
     chunks = stages * virtual
     plain = virtual * bottleneck(layers, counts, chunks)
@@ -152,8 +124,6 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
 
     Args:
         seconds: of one layer of each class, arrays of equal length.
-        counts: layers of each class.
-        chunks: number of chunks.
     """
     if not counts:
         return np.zeros_like(chunks, dtype=float)

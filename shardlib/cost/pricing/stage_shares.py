@@ -18,26 +18,12 @@ Array = np.ndarray
 
 
 def chunks_of(knobs: Knobs, c: Candidates) -> Array:
-    """Chunks of layers on a stage; 1 where there are no stages.
-
-    Args:
-        knobs: with the virtual stages.
-        c: candidates.
-
-    Returns:
-        Int array [candidates].
-    """
+    """Chunks of layers on a stage; 1 where there are no stages."""
     return np.where(c.stage > 1, knobs.virtual, 1)
 
 
 def pipelines_of(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipelines:
-    """The pipelines of candidates, each with the microbatches of one group.
-
-    Args:
-        knobs: schedule, virtual stages and groups of microbatches.
-        c: candidates.
-        profile: framework profile, which says whether stages move in lockstep.
-    """
+    """The pipelines of candidates, each with the microbatches of one group."""
     return Pipelines(
         stages=c.stage,
         chunks=chunks_of(knobs, c),
@@ -49,12 +35,6 @@ def pipelines_of(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipe
 def shares_of(knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every group, and of
     embedding and head an equal part or an array; array [segments, candidates].
-
-    Args:
-        knobs: with the virtual stages.
-        model: counts of layers.
-        c: candidates.
-        profile: framework profile, which says where embedding and head are.
     """
     virtual = chunks_of(knobs, c)
     layers = [_most(count, c, virtual, model, profile) / count for count in model.counts]
@@ -102,13 +82,6 @@ def dealt(
 
     Args:
         stored: bytes by segment, of all stages, [segments, candidates].
-        knobs: with the virtual stages.
-        model: counts of layers.
-        c: candidates.
-        profile: framework profile.
-
-    Returns:
-        Array [candidates]; 0 where nothing is dealt out.
     """
     if knobs.virtual == 1 or not ends_on_all_stages(profile):
         return np.zeros(len(c))
@@ -141,8 +114,5 @@ def on_stage(quantity: Array, scale: Array) -> Array:
     Args:
         quantity: of one microbatch or step, [segments, candidates].
         scale: part of each segment that the stage has, [segments, candidates].
-
-    Returns:
-        Array [candidates].
     """
     return (quantity * scale).sum(0)

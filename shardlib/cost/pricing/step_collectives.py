@@ -87,14 +87,7 @@ def collectives(
     first.
 
     Args:
-        work: work items of the step graph under each remat policy that layers follow, with the part
-            of each segment that does.
-        choice: the chosen colours.
-        knobs: the other decisions.
         once: bytes on a device of what moves once a step, by slot and cause.
-        placed: the candidate, and where it lies.
-        model: layers.
-        pricer: the machine and the software.
         loops: of collectives in whose place loops run: bytes of a message, how many there are in
             place of one execution, and seconds of one (`cost/pricing/variants`).
     """
@@ -171,10 +164,7 @@ class _Found:
         """Takes in the collectives of a slot, by each step that they are made of.
 
         Args:
-            slot: of a role of the plan.
             size: bytes of each.
-            count: how many in a step.
-            cause: what needs them.
         """
         mesh, placement = self._at.mesh, self._at.placement
         axes = tuple(axis for axis in mesh if axis in slot.group.axes)

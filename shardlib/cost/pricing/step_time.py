@@ -34,16 +34,6 @@ Array = np.ndarray
 def least_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no
     ZeRO stage changes.
-
-    Args:
-        s: sums of the terms, by segment and candidate.
-        knobs: schedule and the like; its ZeRO stage makes no difference.
-        model: counts of layers.
-        pricer: machine and framework profile.
-        c: candidates.
-
-    Returns:
-        Array [candidates].
     """
     stages = c.stage
     tick = tick_seconds(s, knobs, model, pricer, c)
@@ -64,16 +54,6 @@ def _passes(s: Sums, knobs: Knobs, pricer: Pricer, c: Candidates) -> Array:
 def tick_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward, but for what all stages
     do together when it enters and leaves: nobody does that while others wait.
-
-    Args:
-        s: sums of the terms, by segment and candidate; it keeps the result.
-        knobs: context strategy and virtual stages.
-        model: counts of layers.
-        pricer: machine and framework profile.
-        c: candidates.
-
-    Returns:
-        Array [candidates].
     """
     key = knobs.context, knobs.virtual
     if key not in s.ticks:
@@ -104,17 +84,8 @@ def seconds_by_part(
     """Seconds of compute, exposed communication and bubble; and FLOPs.
 
     Args:
-        s: sums of the terms, by segment and candidate.
         scale: part of each segment whose parameters the fullest stage moves, [segments,
             candidates].
-        knobs: ZeRO stage, schedule and the like.
-        model: counts of layers.
-        pricer: machine and framework profile.
-        c: candidates.
-
-    Returns:
-        Arrays [candidates] by the names of `shardlib.cost.estimate.Seconds`, and FLOPs of a device
-        in a step, [candidates].
     """
     stages, micro = c.stage, c.micro
     block = s.collectives.block + s.along(knobs)

@@ -128,12 +128,6 @@ def sums(
 
     Args:
         work: tally of `work_items`, array [segments, rows, shapes].
-        resting: tally of `stored_items`.
-        points: tallies of memory items at each point where memory may peak.
-        model: layers.
-        pricer: the corrections.
-        c: the candidates.
-        stacks: tally of what loops over layers have saved.
     """
     shape = c.shape
     work = pricer.corrected(work)

@@ -85,11 +85,7 @@ def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) 
     """Turns quantities into the parts of time and memory.
 
     Args:
-        s: the quantities.
-        knobs: the other decisions, but for what is in host memory (`offloaded`).
         model: layers, and bytes of the batch.
-        pricer: constants.
-        c: the candidates.
     """
     profile = pricer.profile
     scale, resting = shares_of(knobs, model, c, profile), shares_at_rest(knobs, model, c, profile)

@@ -43,15 +43,7 @@ def quantised(
     """The step with products of layers' weights in another dtype.
 
     Args:
-        step: forward and backward ops.
-        names: colour per dim of every value.
         dtype: of the operands of those products.
-        delayed: whether the largest element of an operand is known from before.
-        rows: whether every row along a contraction has a scale of its own, so that each product
-            casts its operands anew.
-
-    Returns:
-        The step with new values behind the old ones, and the colours of all.
     """
     graph, weights, gradients = step.graph, weights_of(step), gradient_like(step)
     scaled = dtype not in _UNSCALED
@@ -89,13 +81,7 @@ class _Casts:
         self._made: dict[tuple[int, int, int], int] = {}
 
     def of(self, value: int, op: Op, which: int) -> int:
-        """The value that is a cast of another, for the op that takes it.
-
-        Args:
-            value: what is cast.
-            op: what takes it.
-            which: casts of one number are shared by the ops of a region.
-        """
+        """The value that is a cast of another, for the op that takes it."""
         key = value, op.region, which
         if key not in self._made:
             self._made[key] = self._cast(value, op)

@@ -30,13 +30,6 @@ def in_halves(
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with float32 operands cast wherever the other operand of a product is in half
     precision.
-
-    Args:
-        step: forward and backward ops.
-        names: colour per dim of every value.
-
-    Returns:
-        The step with new values behind the old ones, and the colours of all.
     """
     graph = step.graph
     values, all_names, ops = list(graph.values), list(names), list[Op]()

@@ -90,12 +90,7 @@ class Keeping:
                     self._gathered.add(op.results[0])
 
     def cut(self, value: int, choice: Choice) -> Cut:
-        """How the dims of a value are sharded as it is kept.
-
-        Args:
-            value: its number.
-            choice: what shards colours.
-        """
+        """How the dims of a value are sharded as it is kept."""
         return self._facts.value_cut(
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )
@@ -107,10 +102,6 @@ class Keeping:
     def room(self, value: int, choice: Choice) -> float:
         """Memory of a value over its bytes: rows that were dispatched to their experts lie where
         messages have room for them.
-
-        Args:
-            value: its number.
-            choice: what shards colours.
         """
         return (
             self._facts.exchange.room * self._arrived[value]

@@ -23,17 +23,7 @@ from shardlib.graph.problem import StepGraph
 def rewritten(
     step: StepGraph, names: tuple[LogicalAxes, ...], profile: FrameworkProfile
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """A step graph as a framework runs it, and the colours of its values.
-
-    Args:
-        step: as traced.
-        names: colour per dim of every value.
-        profile: the software; the default changes nothing.
-
-    Returns:
-        The step and the names of its values: those of the traced step keep their numbers, new ones
-        follow them.
-    """
+    """A step graph as a framework runs it, and the colours of its values."""
     if profile.attention in ("fused", "blocks"):
         step = fused(step, profile.attention_block)
     if profile.attention == "rematerialised":

@@ -38,15 +38,6 @@ def keep_operands(
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with operands of matmuls and inputs of non-linear functions saved, and no other
     results of element-wise ops.
-
-    Args:
-        step: forward and backward ops.
-        names: colour per dim of every value.
-        eager: whether every op is a kernel of its own: then both factors of a product of two
-            branches are saved, too.
-
-    Returns:
-        The step with new values behind the old ones, and the colours of all.
     """
     again = frozenset[int]()
     for forward, backward in _loops(step.graph):
@@ -69,16 +60,7 @@ def keep_operands(
 def keep_named(
     step: StepGraph, names: tuple[LogicalAxes, ...], saved: Collection[str]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with nothing of a layer saved but the results that are named, and its input.
-
-    Args:
-        step: forward and backward ops, saving as much as without rematerialisation.
-        names: colour per dim of every value.
-        saved: names of results (`shardlib.cost.terms.framework.RESULTS`).
-
-    Returns:
-        The step with new values behind the old ones, and the colours of all.
-    """
+    """The step with nothing of a layer saved but the results that are named, and its input."""
     for forward, backward in _loops(step.graph):
         results = roles(step.graph, forward, weights_of(step))
         named = frozenset(value for name in saved for value in results[name])
@@ -100,13 +82,6 @@ def keep_rows(
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with activations of routed experts rematerialised backwards from what their matmuls
     made, as `shardlib.lowering.experts` does it.
-
-    Args:
-        step: forward and backward ops, with grouped matmuls.
-        names: colour per dim of every value.
-
-    Returns:
-        The step with new values behind the old ones, and the colours of all.
     """
     for forward, backward in _loops(step.graph):
         again = _after_grouped(step.graph, forward)
@@ -141,13 +116,6 @@ def rematerialise_attention(
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with the scores of attention and their softmax rematerialised backwards: selective
     recomputation (arXiv:2205.05198, section 5).
-
-    Args:
-        step: forward and backward ops.
-        names: colour per dim of every value.
-
-    Returns:
-        The step with new values behind the old ones, and the colours of all.
     """
     for forward, backward in _loops(step.graph):
         again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))

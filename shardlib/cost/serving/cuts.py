@@ -23,11 +23,7 @@ LEAST = 1e-3
 
 
 def cuts(model: ServedModel) -> frozenset[str]:
-    """The colours of dims that are sharded.
-
-    Args:
-        model: the forward pass.
-    """
+    """The colours of dims that are sharded."""
 
     def cost(cut: frozenset[str]) -> tuple[float, list[str]]:
         shard = split(model, cut, TENSOR, weights="model", cache="model")

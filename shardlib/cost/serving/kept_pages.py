@@ -17,12 +17,7 @@ from collections.abc import Iterable, Sequence
 
 
 def ordered(windows: Iterable[int], *, longest: int) -> tuple[int, ...]:
-    """The cache groups of layers, the one that keeps the most tokens first.
-
-    Args:
-        windows: of each layer; 0 where it keeps all tokens.
-        longest: tokens of a request at most: a window as wide keeps all of them.
-    """
+    """The cache groups of layers, the one that keeps the most tokens first."""
     groups = {window if window < longest else 0 for window in windows} or {0}
     return tuple(sorted(groups, key=lambda window: -window if window else -longest - 1))
 
@@ -30,10 +25,6 @@ def ordered(windows: Iterable[int], *, longest: int) -> tuple[int, ...]:
 def group_of(window: int, windows: Sequence[int]) -> int:
     """Number of the cache group of a layer: the one that keeps what it sees and the least beside;
     the first where none keeps all of it.
-
-    Args:
-        window: of the layer; 0 where it sees all tokens.
-        windows: see `ordered`.
     """
     enough = (number for number, group in enumerate(windows) if not group or 0 < window <= group)
     return max(enough, default=0)
@@ -45,12 +36,6 @@ def needed(*, window: int, budget: int, size: int, slots: int = 1) -> int:
     A request that has n tokens to compute needs the keys of window - 1 + n tokens, which are on
     (window - 1 + n - 2) // size + 2 pages at most; and rounded down, the sum is no less than the
     sum of what is rounded down.
-
-    Args:
-        window: tokens that a token sees, itself included.
-        budget: tokens of a step, of all requests together.
-        size: tokens of a page.
-        slots: requests.
     """
     return max(slots * (window - 3) + budget, 0) // size + 2 * slots
 
@@ -60,14 +45,6 @@ def pages_each(
 ) -> tuple[int, ...]:
     """Pages of each cache group: of the first as many as are given, of another no more than all
     slots need at a time.
-
-    Args:
-        windows: see `ordered`.
-        first: pages of the first group.
-        slots: requests at a time.
-        budget: tokens of a step.
-        size: tokens of a page.
-        drafts: tokens that a request may have computed in vain.
     """
     return (
         first,

@@ -47,22 +47,13 @@ class ServingBytes:
 
 
 def limit(chip: Chip) -> float:
-    """Bytes of a device that can be planned with.
-
-    Args:
-        chip: the device.
-    """
+    """Bytes of a device that can be planned with."""
     return chip.usable_bytes - MARGIN * chip.hbm_bytes
 
 
 def temporaries(split: Split, *, tokens: int, rows: int) -> float:
     """Bytes of a step beside weights and pages: activations of one layer, read and written, and the
     logits, in float32.
-
-    Args:
-        split: what the device has.
-        tokens: that the step computes at most.
-        rows: requests that get a token.
     """
     layer = split.moved / max(1, split.layers)
     return tokens * layer + 4.0 * split.vocab * (rows + tokens / split.tensor)

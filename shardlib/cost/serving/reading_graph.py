@@ -24,15 +24,7 @@ _ADDED = frozenset({"add", "add_any", "sub"})
 def served_model(
     graph: Graph, attention: Sequence[Attending], *, name: str, vocab: int
 ) -> ServedModel:
-    """What a forward pass reads, computes and keeps of one token.
-
-    Args:
-        graph: of the forward pass of one token of one row; weights have the role "parameter" or
-            "state".
-        attention: its calls.
-        name: of the model.
-        vocab: logits of a token.
-    """
+    """What a forward pass reads, computes and keeps of one token."""
     return _Reader(graph).model(attention, name, vocab)
 
 
@@ -186,9 +178,5 @@ class _Reader:
 
 
 def colours(dims: Iterable[Dim]) -> tuple[str, ...]:
-    """The colours of some dims, without those of size 1.
-
-    Args:
-        dims: of an array.
-    """
+    """The colours of some dims, without those of size 1."""
     return tuple(colour for _, colour in dims if colour)

@@ -114,11 +114,7 @@ class Attending:
         return sum(size * heads for size, heads in self.kept)
 
     def kept_bytes(self, cache: str) -> float:
-        """Bytes that are kept of a token in one layer.
-
-        Args:
-            cache: see `stored_itemsize`; in int8, a token has a scale in float32 for each head.
-        """
+        """Bytes that are kept of a token in one layer."""
         scales = 4.0 * sum(heads for _, heads in self.kept) if cache == "int8" else 0.0
         return stored_itemsize(cache, self.dtype) * self.elements + scales
 
@@ -160,10 +156,6 @@ class ServedModel:
     def kept_bytes(self, cache: str, tokens: int = 1) -> float:
         """Bytes that are kept of a request in all layers: of its last tokens, where these have a
         window.
-
-        Args:
-            cache: see `stored_itemsize`.
-            tokens: of the request.
         """
         return float(
             sum(
@@ -182,7 +174,6 @@ def stored_itemsize(word: str, dtype: str) -> float:
     """Bytes of an element of weights or cache.
 
     Args:
-        word: one of `STORED`, or "model".
         dtype: of the model.
     """
     return float(STORED.get(word, ITEMSIZE.get(dtype, 4)))

@@ -80,11 +80,6 @@ class Split:
 def ways(dims: Iterable[Dim], cut: frozenset[str], tensor: int) -> int:
     """Parts that an array is sharded into: its first dim of a colour that is cut, as far as it
     divides.
-
-    Args:
-        dims: of the array.
-        cut: colours that are sharded.
-        tensor: devices.
     """
     return next((math.gcd(size, tensor) for size, colour in dims if colour in cut), 1)
 
@@ -101,11 +96,6 @@ def split(
     """What one of several devices has.
 
     Args:
-        model: the forward pass.
-        cut: colours of dims that are sharded, see `shardlib.cost.serving.cuts`.
-        tensor: devices that share every layer.
-        weights: how they are stored, a word of `STORED`, or "model".
-        cache: the same.
         parts: into how many parts each weight is cut, by path; None to follow `cut`.
     """
 

@@ -78,9 +78,6 @@ class Pricing:
     def parts(self, load: Load) -> Mapping[str, Numbers]:
         """Seconds of a step by what they are for; of "weights" and "matmuls" one is 0, since
         whichever takes longer hides the other.
-
-        Args:
-            load: what it computes.
         """
         split, chip, learned = self.split, self.chip, self.constants
         tokens = np.asarray(load.rows + load.prompt, float)
@@ -118,22 +115,13 @@ class Pricing:
         return {part: np.asarray(seconds, float) for part, seconds in parts.items()}
 
     def seconds(self, load: Load) -> Numbers:
-        """Seconds of a step.
-
-        Args:
-            load: what it computes.
-        """
+        """Seconds of a step."""
         parts = self.parts(load)
         return np.asarray(sum(parts.values()), float)
 
 
 def visited(experts: Experts, tokens: Numbers) -> Numbers:
-    """Bytes of experts that a step of so many tokens reads, where each token chooses evenly.
-
-    Args:
-        experts: weights of experts.
-        tokens: of the step.
-    """
+    """Bytes of experts that a step of so many tokens reads, where each token chooses evenly."""
     rarely = 1.0 - experts.chosen / experts.count
     return experts.bytes * (1.0 - rarely**tokens)
 

@@ -25,13 +25,6 @@ from shardlib.graph.prune import prune
 def fused(step: StepGraph, block: int = 128) -> StepGraph:
     """The step with every core of attention as one kernel forward, and backward one for each set of
     dims that gradients are summed over.
-
-    Args:
-        step: forward and backward ops.
-        block: queries and keys that a kernel works on at once; a causal mask saves whole blocks.
-
-    Returns:
-        The step; the same object where no core is found.
     """
     tried: set[int] = set()
     while True:

@@ -109,10 +109,6 @@ def scores_per_flop(op: Op) -> float:
 def block_scores(op: Op, block: int) -> float:
     """Scores of one block of queries and one of keys in a kernel of attention of queries to as many
     keys, over the elements of its queries. 0 for other ops.
-
-    Args:
-        op: a kernel of attention.
-        block: queries, and keys, of a block.
     """
     if op.kind not in (FORWARD, BACKWARD):
         return 0.0
@@ -154,13 +150,7 @@ class KernelHeads:
 def kernel_heads(
     op: Op, colours: LogicalAxes, batch: str | None, sequence: str | None
 ) -> KernelHeads | None:
-    """The heads of an op that is a kernel of attention; None where they cannot be told.
-
-    Args:
-        op: the op.
-        colours: colour of each of its factors.
-        batch, sequence: colours of the batch and of the sequence.
-    """
+    """The heads of an op that is a kernel of attention; None where they cannot be told."""
     if op.kind not in KERNELS or batch is None:
         return None
     rows = op.rule.results[-1] if op.kind == FORWARD else op.rule.operands[-1]
@@ -221,11 +211,6 @@ def between(
 ) -> Between:
     """Finds what ops without a contraction make of results of projections for a kernel, and of its
     results for the products of gradients.
-
-    Args:
-        graph: the program.
-        kernels: heads of its kernels, by index.
-        names: colour per dim of every value.
     """
     producers, found_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
     readers: dict[int, list[int]] = {}

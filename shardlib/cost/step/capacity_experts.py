@@ -90,14 +90,7 @@ def layers(graph: Graph) -> dict[int, Capped]:
 def sent(
     graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, grouped: str
 ) -> tuple[Graph, tuple[LogicalAxes, ...]]:
-    """A graph whose experts with a capacity are sent their tokens, and the colours of its values.
-
-    Args:
-        graph: as written.
-        names: colour per dim of every value.
-        batch: the colour of the batch.
-        grouped: kind of a grouped matmul.
-    """
+    """A graph whose experts with a capacity are sent their tokens, and the colours of its values."""
     capped = layers(graph)
     if not capped or batch is None:
         return graph, names

@@ -138,13 +138,6 @@ def _by_rows(graph: Graph, traits: Traits) -> frozenset[int]:
 def exponentials(graph: Graph, traits: Traits) -> frozenset[int]:
     """Results of exponentials that are summed along their rows and read again: the middle of a
     softmax.
-
-    Args:
-        graph: of a step.
-        traits: what the compiler fuses.
-
-    Returns:
-        Numbers of values.
     """
     summed: set[int] = set()
     readers: Counter[int] = Counter()
@@ -168,7 +161,6 @@ def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
     """Finds the kernels of a graph, as a compiler with the given traits makes them.
 
     Args:
-        graph: of a step.
         traits: what the compiler fuses; by default that of `Traits()`.
     """
     materialised = _is_materialised(graph, traits or Traits())

@@ -33,16 +33,7 @@ _NONLINEAR: frozenset[str] = frozenset(
 
 
 def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, frozenset[int]]:
-    """The results of one loop over layers, by name.
-
-    Args:
-        graph: a step graph with fused attention.
-        region: the forward loop.
-        weights: values that are parameters, or copies, casts or slices of them.
-
-    Returns:
-        Values for each of `RESULTS`; none for what the layer does not have.
-    """
+    """The results of one loop over layers, by name."""
     search = _Search(graph, region, frozenset(weights))
     results: dict[str, set[int]] = {name: set() for name in RESULTS}
     results["layer_input"] = {
@@ -80,16 +71,7 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
 
 
 def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
-    """Results of the matmuls of weights of one loop, with the operand that is no weight.
-
-    Args:
-        graph: of a step.
-        region: number of the loop.
-        weights: numbers of the values that are weights.
-
-    Returns:
-        Number of the operand by that of the result.
-    """
+    """Results of the matmuls of weights of one loop, with the operand that is no weight."""
     return _Search(graph, region, frozenset(weights)).products
 
 

@@ -44,7 +44,6 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
     """Finds the layer groups.
 
     Args:
-        graph: a step graph.
         weights: value -> the parameter that it is a copy, cast or slice of.
     """
     top = _top_regions(graph)
@@ -88,8 +87,6 @@ def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> 
     where there is nothing of the kind.
 
     Args:
-        graph: a step graph.
-        layers: its layer groups.
         weights: value -> the parameter that it is a copy, cast or slice of.
     """
     top, repeats = _top_regions(graph), 1

@@ -104,13 +104,7 @@ def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
 
 
 def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
-    """First and last op index at which each materialised value is in memory.
-
-    Args:
-        graph: the program.
-        fusion: its kernels.
-        ignore: values accounted elsewhere (parameters, gradients).
-    """
+    """First and last op index at which each materialised value is in memory."""
     chains = _chains(graph)
     extents = _extents(graph, chains)
     producers = graph.producers()
@@ -175,7 +169,6 @@ def levels(
     """Bytes that are alive at every op, one array per hypothesis about the layout.
 
     Args:
-        graph: the program.
         spans: key -> first and last op index.
         weightings: arrays of bytes per key, one per hypothesis.
     """
@@ -203,13 +196,7 @@ def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> li
 
 
 def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
-    """Values that are alive from one op to another.
-
-    Args:
-        spans: (op that makes a value, last op that reads it), by value.
-        first: number of an op.
-        last: number of an op, not before `first`.
-    """
+    """Values that are alive from one op to another."""
     return frozenset(
         key for key, (birth, death) in spans.items() if birth <= first and last <= death
     )

@@ -53,10 +53,6 @@ class Span:
 def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
     """The moments of a step from the end of the forward loops on, in order: a gap, a loop, a gap
     and so on; before, there is less of everything.
-
-    Args:
-        graph: of a step.
-        layers: its loops over layers.
     """
     loops: list[tuple[int, int, int, int]] = []
     for index, op in enumerate(graph.ops):

@@ -46,10 +46,6 @@ EVEN = Exchange()
 def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
     """The colour of experts: that of the groups of weights in grouped matmuls, or in products of
     slots with them; None where there are none.
-
-    Args:
-        graph: of a step.
-        names: colour of every dim of every value.
     """
     colours = (
         names[value][0]
@@ -66,11 +62,6 @@ def localised(
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with sorts and grouped matmuls that every device does for its own tokens, and the
     colours of its values.
-
-    Args:
-        step: the step as written.
-        names: colour per dim of every value.
-        batch: the colour of the batch.
     """
     graph, names = sent(step.graph, names, batch, "ragged_dot_general")
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
@@ -114,8 +105,6 @@ def routed_values(
     These are gathers and scatters of rows of features in the regions that have grouped matmuls.
 
     Args:
-        graph: of a step.
-        names: colour of every dim of every value.
         batch: colour of the batch; None where there is none.
     """
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
@@ -145,15 +134,6 @@ def arrived_values(
 ) -> dict[int, float]:
     """Rows that are with their experts: what grouped matmuls read and make of tokens, what
     element-wise ops make of that, and what of it loops save.
-
-    Args:
-        graph: after `localised`.
-        names: colour per dim of every value.
-        batch: the colour of the batch.
-
-    Returns:
-        By value, rows that arrive under an even routing over those of the array: less than 1 where
-        a capacity leaves slots empty.
     """
 
     def of_tokens(value: int) -> bool:

@@ -49,12 +49,7 @@ class Joined:
         return self._number.setdefault(self._find((index, factor)), len(self._number))
 
     def classes(self, index: int, factors: Iterable[int]) -> frozenset[int]:
-        """The classes of some factors of an op.
-
-        Args:
-            index: number of the op.
-            factors: numbers of its factors.
-        """
+        """The classes of some factors of an op."""
         return frozenset(self._class(index, factor) for factor in factors)
 
     def size(self, label: int) -> int:
@@ -75,12 +70,6 @@ class Joined:
 
         A class that occurs twice in a value keeps its first dim; dims of a value that the ops do
         not mention have no factors.
-
-        Args:
-            operands: numbers of values.
-            results: numbers of values.
-            summed: classes that are contracted.
-            unsharded: classes that nothing may shard.
         """
         order: dict[int, int] = {}
 

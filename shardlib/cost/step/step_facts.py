@@ -107,22 +107,12 @@ class Facts:
         )
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
-        """Cut of the factors of an op.
-
-        Args:
-            index: number of the op.
-            choice: what shards colours.
-        """
+        """Cut of the factors of an op."""
         cut = choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
         return over_heads(cut, self.heads[index]) if self.shares_heads(index, choice) else cut
 
     def value_cut(self, value: int, choice: Choice) -> Cut:
-        """Cut of the dims of a value.
-
-        Args:
-            value: its number.
-            choice: what shards colours.
-        """
+        """Cut of the dims of a value."""
         cut = self._plain_cut(value, choice)
         if value not in self._between.heads or not self.turned(value, choice):
             return cut
@@ -225,14 +215,7 @@ def merged_names(
     batch: tuple[str | None, int],
     sequence: tuple[str | None, int],
 ) -> tuple[LogicalAxes, ...]:
-    """The colours of every value, with `TOKENS` for dims that merge batch and sequence.
-
-    Args:
-        graph: the program.
-        names: colour per dim of every value.
-        batch: colour and size of the batch, examples.
-        sequence: colour and length of the sequence.
-    """
+    """The colours of every value, with `TOKENS` for dims that merge batch and sequence."""
     (name, examples), (along, length) = batch, sequence
     if name is None or along is None or length == 1:
         return names

@@ -40,16 +40,7 @@ Array = np.ndarray
 
 
 def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
-    """A measure that is no kernel, by shape.
-
-    Args:
-        measure: what is divided by which axes.
-        shapes: sizes of mesh axes and microbatches.
-        constants: with how uneven the loads of experts are.
-
-    Returns:
-        Array [shapes].
-    """
+    """A measure that is no kernel, by shape."""
     values = local(
         Amount(
             total=1.0,
@@ -112,11 +103,6 @@ class Book:
     def on(self, chip: Chip, constants: Efficiency, outside: Efficiency, shapes: Shapes) -> Values:
         """The measures on some shapes, which are kept for the next search that asks for them: a
         topology with other links or more memory has the same kernels.
-
-        Args:
-            chip: what kernels run on.
-            constants, outside: its efficiencies, in layers and outside of them.
-            shapes: sizes of mesh axes and microbatches.
         """
         key = (
             replace(chip, hbm_bytes=1, reserved_bytes=0),
@@ -204,12 +190,7 @@ class Values:
         self.work, self.which = _projected(self.shapes, frozenset(SIZES[:-1]))
 
     def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
-        """Some measures on some shapes, array [measures, shapes].
-
-        Args:
-            numbers: of measures.
-            at: numbers of shapes.
-        """
+        """Some measures on some shapes, array [measures, shapes]."""
         if numbers not in self._rows:
             self._rows[numbers] = self._found(numbers)
         values = np.empty((len(numbers), len(at)))

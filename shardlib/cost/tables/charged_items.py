@@ -43,12 +43,7 @@ class Charged:
         return number
 
     def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[Entry]:
-        """What some items add under a choice.
-
-        Args:
-            choice: restricted to the colours of the items.
-            items: (segment before those of the list, number of the item).
-        """
+        """What some items add under a choice."""
         entries = self._entries.setdefault(choice, {})
         for offset, number in items:
             if number not in entries:

@@ -64,11 +64,6 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
     """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
     and over `term.trips`.
-
-    Args:
-        term: the transfer.
-        segment: a layer group, or what is outside of layers.
-        profile: framework profile.
     """
     all_stages = segment == OUTSIDE_LAYERS and ends_on_all_stages(profile)
     size, once = part(term.bytes), Part().by(*_counts(term))
@@ -112,13 +107,7 @@ Charge = tuple[int, Measure, float]
 
 
 def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Charge]:
-    """What a term of a segment adds to which row of a tally.
-
-    Args:
-        segment: a layer group, or what is outside of layers.
-        term: compute, a transfer, or memory.
-        profile: framework profile.
-    """
+    """What a term of a segment adds to which row of a tally."""
     match term:
         case Compute():
             return _compute(segment, term)

@@ -40,11 +40,6 @@ class Tally:
     def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
         """Segments of `width` rows added up, as many as there are in `length`, and of the result
         only some rows, as far as they are not empty.
-
-        Args:
-            length: rows of the sum, a multiple of `width`.
-            width: rows of a segment.
-            rows: those of a segment that are wanted.
         """
         key = length, width, tuple(rows)
         if key not in self._folded:
@@ -77,12 +72,7 @@ class Tally:
         )
 
     def on(self, values: Values, which: Array) -> Array:
-        """The rows on some of the shapes, array [rows, shapes].
-
-        Args:
-            values: measures on shapes.
-            which: numbers of shapes.
-        """
+        """The rows on some of the shapes, array [rows, shapes]."""
         return self.matrix @ values.stacked(self.measures, which)
 
 

@@ -37,15 +37,6 @@ def moves(
 ) -> list[tuple[Slot, Array, Array]]:
     """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count
     is 0 where its role has none.
-
-    Args:
-        term: the transfer.
-        segment: a layer group, or what is outside of layers.
-        shapes: sizes of mesh axes and microbatches.
-        pricer: machine and framework profile.
-
-    Returns:
-        Arrays [shapes].
     """
     return [
         (
@@ -117,36 +108,19 @@ class Pricer:
         return quantities * factors[: quantities.shape[-2]]
 
     def values(self, book: Book, shapes: Shapes) -> Values:
-        """Measures on shapes.
-
-        Args:
-            book: the measures.
-            shapes: sizes of mesh axes and microbatches.
-        """
+        """Measures on shapes."""
         return book.on(self.topology.chip, self.constants, self.outside, shapes)
 
     def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last
         two segments are `INSIDE` and `OUTSIDE_LAYERS`.
-
-        Args:
-            items: to be added up.
-            choice: what is sharded.
-            shapes: into how many parts.
-            classes: number of layer groups.
         """
         return self.tally_terms(
             ((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes
         )
 
     def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
-        """Quantities of terms with their segments, see `tally`.
-
-        Args:
-            terms: (segment, term).
-            shapes: sizes of mesh axes and microbatches.
-            classes: number of layer groups.
-        """
+        """Quantities of terms with their segments, see `tally`."""
         book, segments = Book(), classes + 2
         tally = tallied(
             (segment % segments * ROWS + row, book.number(measure), amount)

@@ -103,11 +103,7 @@ class Abilities:
             raise_all(PinError, "what the framework can do is not usable", failures)
 
     def has(self, rule: str) -> bool:
-        """Whether plans keep a rule.
-
-        Args:
-            rule: its word in `RULES`.
-        """
+        """Whether plans keep a rule."""
         assert rule in RULES, f"{rule!r} is no rule"
         return rule in self.rules
 
@@ -117,12 +113,7 @@ class Abilities:
         return self == ANYTHING
 
     def refusals(self, pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
-        """What is pinned that the framework cannot do, in words.
-
-        Args:
-            pins: values by the words of pins.
-            axes: sizes of the mesh axes that are pinned.
-        """
+        """What is pinned that the framework cannot do, in words."""
         if self.free:
             return []
         refused = [

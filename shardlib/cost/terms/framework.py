@@ -248,11 +248,7 @@ class FrameworkProfile:
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> FrameworkProfile:
-        """Reads what `to_json` wrote; fields that are left out have their defaults.
-
-        Raises:
-            PinError: an unknown field, or one that is not usable.
-        """
+        """Reads what `to_json` wrote; fields that are left out have their defaults."""
         names = {field.name for field in fields(cls)}
         unknown = [f"{name!r} is no field" for name in data if name not in names]
         unknown += [] if "name" in data else ["'name' is missing"]

@@ -75,11 +75,7 @@ def framework_profiles() -> Mapping[str, FrameworkProfile]:
 
 
 def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
-    """The framework profile of a name; a `FrameworkProfile` is returned as it is.
-
-    Raises:
-        PinError: there is none of that name.
-    """
+    """The framework profile of a name; a `FrameworkProfile` is returned as it is."""
     if isinstance(name, FrameworkProfile):
         return name
     profiles = framework_profiles()

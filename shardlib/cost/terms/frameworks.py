@@ -64,16 +64,7 @@ def frameworks() -> Mapping[str, Framework]:
 
 
 def framework(name: str, vendor: str) -> Framework:
-    """The framework of a name, on the chips of a vendor.
-
-    Args:
-        name: of a framework, or of a profile: that of another release, or of a framework that has
-            no file, which then can do whatever a plan may decide.
-        vendor: of the chips.
-
-    Raises:
-        PinError: there is none of that name, or it does not run on such chips.
-    """
+    """The framework of a name, on the chips of a vendor."""
     known_frameworks = frameworks()
     if name in known_frameworks:
         entry = known_frameworks[name]

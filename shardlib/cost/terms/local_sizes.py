@@ -99,15 +99,7 @@ def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def local(amount: Amount, shapes: Shapes) -> Array:
-    """An amount on one device, per microbatch.
-
-    Args:
-        amount: of the whole array or op, and what shards it.
-        shapes: sizes of mesh axes and microbatches.
-
-    Returns:
-        Array [shapes], in the unit of the amount.
-    """
+    """An amount on one device, per microbatch."""
     key = amount.batch, amount.tensor, amount.context, amount.expert
     if key not in shapes.parts:
         degree = (
@@ -125,16 +117,6 @@ def divides_stored(
     shards it in compute; vectors are stored replicated.
 
     A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
-
-    Args:
-        shape: elements per dim.
-        cut: what shards each dim in compute.
-        frozen: dims that are stacks of layers.
-        shapes: sizes of mesh axes.
-        flat: whether it is a part of a flat buffer.
-
-    Returns:
-        Boolean array [shapes].
     """
     if flat:
         return shapes.stored_ways(cut) > 1

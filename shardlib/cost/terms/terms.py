@@ -272,12 +272,7 @@ OUTSIDE_LAYERS, INSIDE = -1, -2
 
 
 def amount(total: float, cut: Cut) -> Amount:
-    """An amount of an array that is sharded in some way.
-
-    Args:
-        total: of the whole array, in any unit.
-        cut: what shards each dim.
-    """
+    """An amount of an array that is sharded in some way."""
     batch, tensor, context, expert = divisors(cut)
     return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
 

@@ -62,26 +62,12 @@ class TokenDataset:
     def batch(self, position: int, size: int) -> dict[str, np.ndarray]:
         """Examples `position` to `position + size`, exclusive: arrays [size, seq], int32 but for
         "weights", which are float32.
-
-        Args:
-            position: number of the first example, counted over all epochs.
-            size: how many.
-
-        Raises:
-            DataError: a file shrank, or holds an unknown token.
         """
         return self.rows(position, range(size))
 
     def rows(self, position: int, rows: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Some rows of the batch that begins at `position`: arrays [len(rows), seq]; nothing else
         is read.
-
-        Args:
-            position: number of the first example of the batch, counted over all epochs.
-            rows: numbers of the rows of the batch, from 0.
-
-        Raises:
-            DataError: see `batch`; or a negative position.
         """
         if position < 0 or (len(rows) and min(rows) < 0):
             raise DataError(

@@ -47,23 +47,13 @@ class Examples(Protocol):
         ...
 
     def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
-        """Writes an example into arrays [seq], which are zero before.
-
-        Args:
-            number: of the example.
-            row: arrays by name, changed.
-        """
+        """Writes an example into arrays [seq], which are zero before."""
         ...
 
 
 def by_epoch(positions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Epochs of positions, and where they lead in their epoch's order of `count` examples, int64
     [positions] each.
-
-    Args:
-        positions: numbers of examples, counted over all epochs, int64.
-        count: examples of an epoch.
-        seed: of the order.
     """
     epochs, indices = np.divmod(positions, count)
     for epoch in np.unique(epochs).tolist():

@@ -32,11 +32,6 @@ DAMAGED = (
 def kept(path: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
     """The arrays of a file, or else computed and written there; where that is not possible they are
     just computed.
-
-    Args:
-        path: ends with ".npz", and says in its name all that the arrays depend on. A file is
-            written beside it and renamed; its checksums are verified when it is read.
-        compute: makes the arrays.
     """
     with (
         contextlib.suppress(*DAMAGED),

@@ -62,18 +62,10 @@ class Loader:
         """Begins to read.
 
         Args:
-            dataset: examples.
             batch: abstract arrays [batch, seq] with shardings, by name, such as `program.batch`; or
                 a function from the step to those.
-            start: first step.
             stop: step after the last; None for no end.
             position: examples of the steps before `start`; by default the sum of their batches.
-            ahead: batches that are read, or placed on devices, while a step runs; as many threads
-                read.
-
-        Raises:
-            BatchError: arrays that the dataset does not have, of other shapes or dtypes, or without
-                devices.
         """
         if start < 0 or ahead < 1 or (stop is not None and stop < start):
             raise BatchError(
@@ -92,11 +84,7 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[int, dict[str, jax.Array]]:
-        """The next step and its batch.
-
-        Raises:
-            ShardlibError: what went wrong while it was read; again at every later call.
-        """
+        """The next step and its batch."""
         if self._failure is not None:
             raise self._failure
         if self._closed:
@@ -141,8 +129,6 @@ def placed(dataset: Rows, position: int, batch: Batch) -> dict[str, jax.Array]:
     read, once for all of them.
 
     Args:
-        dataset: examples.
-        position: of the first one.
         batch: abstract arrays [batch, seq] with shardings, by name.
     """
     local = np.unique(
@@ -165,12 +151,7 @@ def placed(dataset: Rows, position: int, batch: Batch) -> dict[str, jax.Array]:
 
 
 def local_rows(sharding: Sharding, shape: Sequence[int]) -> np.ndarray:
-    """Rows of an array of which devices of this process hold a part, int64, in order.
-
-    Args:
-        sharding: of the array, with its first dim the rows.
-        shape: elements per dim of the whole array.
-    """
+    """Rows of an array of which devices of this process hold a part, int64, in order."""
     parts = {
         index[0].indices(shape[0])[:2]
         for index in sharding.addressable_devices_indices_map(tuple(shape)).values()

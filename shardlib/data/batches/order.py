@@ -27,12 +27,6 @@ def shuffled_indices(indices: np.ndarray, count: int, seed: int, epoch: int) -> 
     That of many numbers is never written down: a Feistel network permutes the next power of four,
     and is walked until it is back in range (Black and Rogaway, "Ciphers with arbitrary finite
     domains").
-
-    Args:
-        indices: positions, 0 to count - 1.
-        count: examples of an epoch.
-        seed: of the order.
-        epoch: each has an order of its own.
     """
     if count <= WRITTEN:
         return _written(count, seed, epoch)[indices]
@@ -56,11 +50,6 @@ def _permuted(words: np.ndarray, half: np.uint64, keys: tuple[int, ...]) -> np.n
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of `count` numbers as an array, int64 [count]: they are sorted by a hash of
     them, which does not change with versions of NumPy.
-
-    Args:
-        count: examples of an epoch.
-        seed: of the order.
-        epoch: each has an order of its own.
     """
     return np.argsort(
         _mixed(

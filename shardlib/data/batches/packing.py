@@ -34,10 +34,6 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     A tree over rows, each node with the most room below it, finds the first row in logarithmic
     time.
-
-    Args:
-        lengths: of pieces, from 1 to `capacity`, int64 [pieces].
-        capacity: of a row.
     """
     leaves = 1 << max(len(lengths) - 1, 1).bit_length()
     free, rows = [capacity] * (2 * leaves), np.empty(len(lengths), np.int64)
@@ -57,9 +53,6 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The row of every piece, int64 [pieces]; the longest come first, of equal ones those that are
     first in the array.
-
-    Args:
-        lengths, room: see `first_fit`.
     """
     rows, count = np.empty(len(lengths), np.int64), 0
     by_room, there = (
@@ -179,11 +172,6 @@ class Bins:
 def cut(lengths: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pieces of documents with at most `seq` inputs: document, first token and inputs, int64
     [pieces] each.
-
-    Args:
-        lengths: tokens of documents, int64 [documents]; the last token of one is a target alone,
-            and one of a single token has nothing to learn.
-        seq: inputs of a piece.
     """
     pairs = np.maximum(lengths - 1, 0)
     pieces = -(-pairs // seq)

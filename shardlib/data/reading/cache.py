@@ -34,14 +34,7 @@ def cached(source: Files | str | Path, folder: str | Path, *, limit_bytes: int) 
     """Files of a source, through a folder of this machine.
 
     Args:
-        source: path or address, as of `shardlib.data.open.read`; or an object with the methods of
-            `Files`.
-        folder: where copies are kept. Several processes, sources and runs may share it; the bound
-            is that of whoever fetches.
         limit_bytes: of all copies together.
-
-    Raises:
-        DataError: the folder cannot be written, or the bound is not positive.
     """
     if limit_bytes < 1:
         raise DataError(f"limit_bytes is {limit_bytes}; it must be at least 1")

@@ -59,13 +59,7 @@ class Entry:
 
     @staticmethod
     def of(folder: Path, root: str, name: str) -> Entry:
-        """The place of the copy of a file.
-
-        Args:
-            folder: of all copies.
-            root: where the file is from.
-            name: of the file there.
-        """
+        """The place of the copy of a file."""
         return Entry(
             folder=folder, key=hashlib.sha256(json.dumps([root, name]).encode()).hexdigest()[:32]
         )
@@ -90,7 +84,6 @@ class Entry:
         """Writes down what the copy is a copy of.
 
         Args:
-            info: name, size and time of the file.
             digest: SHA-256 of its bytes.
         """
         self.sidecar.write_text(
@@ -109,7 +102,6 @@ def make_room(folder: Path, limit: int) -> bool:
     `limit` bytes; whether that was possible without those in use.
 
     Args:
-        folder: of the copies.
         limit: bytes that they may have together.
     """
     sizes = {

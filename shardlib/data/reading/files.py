@@ -55,11 +55,7 @@ class Files(Protocol):
         ...
 
     def path(self, name: str) -> Path:
-        """One of them as a file of this machine, which stays there while the process runs.
-
-        Raises:
-            DataError: it is on no disk of this machine.
-        """
+        """One of them as a file of this machine, which stays there while the process runs."""
         ...
 
 
@@ -81,11 +77,7 @@ class PathFiles:
         return "://" not in self.root
 
     def listing(self) -> tuple[FileInfo, ...]:
-        """See `Files`; folders of installed packages and hidden ones are left out.
-
-        Raises:
-            MissingFileError: there is nothing at the root.
-        """
+        """See `Files`; folders of installed packages and hidden ones are left out."""
         root = self._root()
         if not root.exists():
             raise MissingFileError(
@@ -173,15 +165,7 @@ def _info(path: Any, name: str) -> FileInfo:
 
 
 def read_whole(files: Files, info: FileInfo) -> bytes:
-    """All bytes of a file.
-
-    Args:
-        files: where it is from.
-        info: as it was listed.
-
-    Raises:
-        DataError: it has another size than the listing says, or cannot be read.
-    """
+    """All bytes of a file."""
     try:
         with files.open(info.name) as stream:
             data = stream.read()
@@ -196,8 +180,6 @@ def changed(files: Files, info: FileInfo, size: int) -> DataError:
     """The error for a file whose size is no longer the one that was listed.
 
     Args:
-        files: where it is from.
-        info: as it was listed.
         size: bytes that it has now.
     """
     verb = "shrank" if size < info.size else "grew"

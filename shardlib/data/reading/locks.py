@@ -44,10 +44,6 @@ class Lock:
     def take(self, *, shared: bool = False, wait: bool = True) -> bool:
         """Whether the lock is now held; changes a lock that is held already, which others may come
         before.
-
-        Args:
-            shared: together with others that ask for it shared.
-            wait: until it is free.
         """
         if fcntl is None:
             return True
@@ -74,9 +70,6 @@ def unwritable(folder: Path, error: OSError, what: str, needed: int | None = Non
     """The error for a folder that cannot be written, in words.
 
     Args:
-        folder: the folder.
-        error: what the system said.
-        what: what was to be written.
         needed: bytes of it, if known.
     """
     size = "" if needed is None else f" of about {needed / 2**20:,.1f} MiB"

@@ -24,14 +24,7 @@ class Ahead(Generic[T]):
     def __init__(
         self, function: Callable[[Any], T], items: Sequence[Any], *, threads: int, ahead: int
     ) -> None:
-        """Begins to work.
-
-        Args:
-            function: of an item; called by several threads at a time.
-            items: with random access, as many as there are.
-            threads: that work.
-            ahead: items that are begun, or done, before they are asked for.
-        """
+        """Begins to work."""
         import grain  # slow to import
 
         def attempt(item: Any) -> T | _Failed:
@@ -51,11 +44,7 @@ class Ahead(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        """The next result.
-
-        Raises:
-            Exception: what the function raised for this item.
-        """
+        """The next result."""
         result = next(self._results)
         if isinstance(result, _Failed):
             self.close()

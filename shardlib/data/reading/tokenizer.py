@@ -102,12 +102,8 @@ def adapted(tokenizer: AnyTokenizer, *, end: int | None = None) -> Tokenizer:
     Objects with `encode`, `decode`, `vocab_size` and `identity` are returned as they are.
 
     Args:
-        tokenizer: the object.
         end: the token put after every document, for those of other libraries; by default the one
             that `transformers` or SentencePiece know.
-
-    Raises:
-        DataError: it is no tokenizer; what it lacks is listed.
     """
     if hasattr(tokenizer, "backend_tokenizer"):
         return _of_tokenizers(

@@ -49,15 +49,7 @@ def read_arrays(
     number; where there are few, each gives its end.
 
     Args:
-        files: where they are; they have to be on a disk of this machine.
-        listed: ".npy" files, or others, which are bare tokens.
         dtype: of bare tokens; None where there are none.
-        end: token that ends a document, if any.
-        vocabulary: tokens are below this.
-        name: of the data, for people.
-
-    Raises:
-        DataError: a file that is shorter than it says, or holds no integers; no tokens at all.
     """
     loaded = [_found(files, info, dtype, end, vocabulary) for info in listed]
     lengths = np.concatenate([file.lengths for file in loaded]) if loaded else np.zeros(0, np.int64)

@@ -71,15 +71,7 @@ def token_dtype(vocabulary: int) -> np.dtype:
 
 
 def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
-    """The documents of every part of a source, in order; some parts are read ahead by threads.
-
-    Args:
-        source: of the documents.
-        tokenizer: what makes tokens of them.
-
-    Raises:
-        DataError: a document that cannot be encoded, with its name.
-    """
+    """The documents of every part of a source, in order; some parts are read ahead by threads."""
     dtype = token_dtype(tokenizer.vocab_size)
 
     def part(index: int) -> list[Encoded]:
@@ -123,19 +115,7 @@ def _document(tokenizer: Tokenizer, dtype: np.dtype, document: Document, number:
 
 
 def build(source: Source, tokenizer: Tokenizer, folder: Path, description: JsonMapping) -> None:
-    """Tokenises a source into a folder, which is not there before.
-
-    Args:
-        source: the documents.
-        tokenizer: see `Tokenizer`.
-        folder: "tokens.bin", "documents.bin" and "manifest.json" will be in it.
-        description: what else the manifest says.
-
-    Raises:
-        DataError: the source has no documents, changed meanwhile, or has one that cannot be
-            encoded.
-        OSError: the folder cannot be written; nothing is left of it.
-    """
+    """Tokenises a source into a folder, which is not there before."""
     _remove_old(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)

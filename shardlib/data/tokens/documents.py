@@ -39,15 +39,7 @@ class TokenFile:
     count: int
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`, exclusive, with the dtype of the file.
-
-        Args:
-            start: number of a token in the file.
-            stop: number of a token, at most the tokens of the file.
-
-        Raises:
-            DataError: the file is shorter than it was, or gone.
-        """
+        """Tokens `start` to `stop`, exclusive, with the dtype of the file."""
         width = self.dtype.itemsize
         data = bytearray((stop - start) * width)
         view, offset = memoryview(data), self.begin + start * width
@@ -109,16 +101,7 @@ class Documents:
         return [0, *np.cumsum([file.count for file in self.files]).tolist()]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`, exclusive, of a document.
-
-        Args:
-            document: number of the document.
-            start: number of a token in it.
-            stop: number of a token in it, exclusive.
-
-        Raises:
-            DataError: a file shrank, or holds a token that the vocabulary does not have.
-        """
+        """Tokens `start` to `stop`, exclusive, of a document."""
         position = int(self.starts[document])
         number = bisect.bisect_right(self._begins, position) - 1
         tokens = self.files[number].read(
@@ -131,17 +114,7 @@ class Documents:
 def check_tokens(
     tokens: np.ndarray, vocabulary: int | None, document: Callable[[], str], start: int = 0
 ) -> None:
-    """Tokens are not negative and below the vocabulary.
-
-    Args:
-        tokens: integers [tokens].
-        vocabulary: see `Documents`.
-        document: what the document is called.
-        start: position of the first of the tokens in it.
-
-    Raises:
-        DataError: one is not; it says the document, the position and the token.
-    """
+    """Tokens are not negative and below the vocabulary."""
     if not tokens.size or (
         int(tokens.min()) >= 0 and (vocabulary is None or int(tokens.max()) < vocabulary)
     ):
@@ -162,10 +135,6 @@ def check_tokens(
 def cut_ends(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every document in two, the last twentieth of which is held out: starts, lengths and whether
     they are held out, [2 * documents].
-
-    Args:
-        starts: first token of each document, int [documents].
-        lengths: tokens of each document, int [documents].
     """
     tails = lengths // HOLD_OUT
     return (

@@ -48,15 +48,7 @@ def open_store(
     process while others wait.
 
     Args:
-        source: the documents.
-        tokenizer: see `Tokenizer`.
-        cache: folder of stores. Processes that share it share its stores.
-        name: of the data, for people.
         vocabulary: tokens that the model has; by default those of the tokenizer.
-
-    Raises:
-        DataError: no documents, an unknown token, a document that cannot be encoded, or a folder
-            that cannot be written.
     """
     origin, key = _keys(source, tokenizer)
     folder, findings = cache / f"tokens-{origin}-{key}", list[Finding]()

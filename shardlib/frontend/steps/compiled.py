@@ -140,12 +140,7 @@ def traced_freed(
     batch_axes: Tree = None,
     name: str,
 ) -> TracedStep:
-    """A traced step; that of the same step without layouts where it brings some.
-
-    Args:
-        step, state, batch, axes, stacks, batch_axes, name: see `trace_step`.
-        ambient: the mesh that the user has set.
-    """
+    """A traced step; that of the same step without layouts where it brings some."""
 
     def run(step: Step) -> TracedStep:
         return trace_step(
@@ -176,16 +171,7 @@ def stepping(
     donate: bool = True,
     honour: str = "hints",
 ) -> StepProgram:
-    """The program of a traced step.
-
-    Args:
-        traced: the step.
-        machine: that it is planned for.
-        pin: see `compile_step`.
-        first, given, devices, abstract: see `compile_step`.
-        donate: whether a step takes the arrays of the state over.
-        honour: what layouts of the step are, "hints" or "pins".
-    """
+    """The program of a traced step."""
     marked = MarkedStep.of(traced) if traced.losses else None
     problem = traced.problem if marked is None else marked.traced.problem
 

@@ -42,24 +42,11 @@ class StepEvaluation:
     programs: dict[Any, tuple[Callable[..., dict[str, Any]], Tree]] = field(default_factory=dict)
 
     def metrics(self, state: Tree, batch: Tree) -> tuple[Value, Metrics]:
-        """The loss and the user's own metrics, to be traced; layouts of their own are left out.
-
-        Args:
-            state: arrays or tracers.
-            batch: arrays or tracers.
-        """
+        """The loss and the user's own metrics, to be traced; layouts of their own are left out."""
         return loss_and_metrics(freed(self.loss, NO_MESH)(state, batch))
 
     def evaluate(self, state: Tree, batch: Tree) -> dict[str, Tree]:
-        """The metrics of a batch: "loss", and the user's own. The state stays usable.
-
-        Args:
-            state: of the program.
-            batch: host arrays, of any number of rows.
-
-        Raises:
-            BatchError: the batch has no rows.
-        """
+        """The metrics of a batch: "loss", and the user's own. The state stays usable."""
         shapes = shapes_of_batch(batch)
         leaves, structure = jax.tree.flatten(shapes)
         key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))

@@ -59,28 +59,11 @@ class Parallel:
         self._programs: dict[object, tuple[Result, StepProgram]] = {}
 
     def program(self, state: Tree, batch: Tree) -> StepProgram:
-        """The program for a state and a batch of such shapes, which are not computed with.
-
-        Args:
-            state: arrays or `jax.ShapeDtypeStruct`.
-            batch: the same.
-
-        Raises:
-            ShardlibError: see `shardlib.compile_step`.
-        """
+        """The program for a state and a batch of such shapes, which are not computed with."""
         return self._of(state, batch)[1]
 
     def __call__(self, state: Tree, batch: Tree) -> Tree:
-        """What the function gives, on the devices of its plan.
-
-        Args:
-            state: arrays anywhere; of a step, those that came from the call before are taken over,
-                and others are copied.
-            batch: host arrays, or arrays on devices.
-
-        Raises:
-            ShardlibError: see `shardlib.compile_step`.
-        """
+        """What the function gives, on the devices of its plan."""
         result, program = self._of(state, batch)
         held = jax.tree.map(_placed, state, program.state)
         return result(*program.step(held, batch))

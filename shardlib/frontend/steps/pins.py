@@ -36,14 +36,7 @@ CLOSED: PinMapping = {
 
 
 def step_pins(pin: PinMapping | None) -> PinMapping:
-    """The pins of a search for a step.
-
-    Args:
-        pin: what a user fixes.
-
-    Raises:
-        PinError: it needs the loss apart from its update.
-    """
+    """The pins of a search for a step."""
     given = aliased(pin or {})
     refused = [
         word
@@ -69,16 +62,7 @@ def step_pins(pin: PinMapping | None) -> PinMapping:
 
 
 def marked_pins(pin: PinMapping | None, unstaged: str, unsharded: str) -> PinMapping:
-    """The pins of a search for a step that marks its losses.
-
-    Args:
-        pin: what a user fixes.
-        unstaged: why the step has no pipeline stages; "" where it may have some.
-        unsharded: why it has no context and expert axes.
-
-    Raises:
-        PinError: they ask for what is outside of the losses, or what this step cannot have.
-    """
+    """The pins of a search for a step that marks its losses."""
     given = aliased(pin or {})
     refused = [word for word in given if word in CLOSED and given[word] != CLOSED[word]]
     if refused:

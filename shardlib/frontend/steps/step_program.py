@@ -108,15 +108,7 @@ class StepProgram:
         return self.batch
 
     def init(self, seed: Seed = 0) -> Tree:
-        """The state before the first step, each array where it will stay.
-
-        Args:
-            seed: of the key that the user's function takes, or that key, typed or raw; a state that
-                was given is what it is.
-
-        Raises:
-            ArgumentError: the seed is neither an integer from 0 to 2**31 - 1 nor a key.
-        """
+        """The state before the first step, each array where it will stay."""
         number = read_seed_or_key(seed)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         if self.first is None:
@@ -130,19 +122,7 @@ class StepProgram:
             return jax.tree.structure(self.state).unflatten(first(number))
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        """Does one step.
-
-        Args:
-            state: from `init` or the step before; it is donated.
-            batch: the global batch, host arrays or arrays on the devices.
-
-        Returns:
-            The new state, and what the user's step returns beside it.
-
-        Raises:
-            StateError: it is no state of this program, or was donated to a step before.
-            BatchError: the batch is not the one that the program was compiled for.
-        """
+        """Does one step."""
         require(batch, self.batch)
         state = self._required(state)
         state, metrics = self._run_step(state, given(batch, self.batch))
@@ -159,11 +139,7 @@ class StepProgram:
         return _jax_compat.compiled_memory(self.compiled())
 
     def compiled(self) -> jax.stages.Compiled:
-        """The program, compiled at its first use.
-
-        Raises:
-            PlanError: it was compiled without devices.
-        """
+        """The program, compiled at its first use."""
         if isinstance(self.mesh, AbstractMesh):
             raise PlanError(
                 "the program has no devices: it was made with abstract=True\nTry:"
@@ -186,15 +162,6 @@ class StepProgram:
     ) -> Verification:
         """Compiles the step for the machine of its plan, which need not be here, and compares what
         the compiler made with the plan.
-
-        Args:
-            limits: time and memory that the compiler may take.
-            options: options of the compiler, by its own names.
-
-        Raises:
-            MissingPackageError: the compiler is not installed.
-            TopologyError: no compiler knows the machine.
-            VerificationError: the step does not lower for it.
         """
         where = target(self.topology, self.plan.mesh, self.plan.axis_order)
         require_compiler(where.platform)
@@ -216,22 +183,13 @@ class StepProgram:
         )
 
     def save(self, folder: str | Path, state: Tree) -> None:
-        """Writes a state to a folder that is not there yet, with Orbax.
-
-        Args:
-            folder: where.
-            state: of this program.
-        """
+        """Writes a state to a folder that is not there yet, with Orbax."""
         from shardlib.processes import shards
 
         shards.save(Path(folder).absolute(), _plain(state))
 
     def restore(self, folder: str | Path) -> Tree:
-        """A state that a program of the same step has saved, on any mesh, where this one has it.
-
-        Args:
-            folder: see `save`.
-        """
+        """A state that a program of the same step has saved, on any mesh, where this one has it."""
         from shardlib.processes import shards
 
         found = shards.read(Path(folder).absolute(), _plain(self.state))
@@ -258,12 +216,7 @@ class StepProgram:
         return _jax_compat.runnable(run, self.compiled(), (self.state, self.batch), None)
 
     def function(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        """The step with its layouts, to be traced.
-
-        Args:
-            state: arrays or tracers.
-            batch: arrays or tracers.
-        """
+        """The step with its layouts, to be traced."""
         leaves = jax.tree.leaves((state, batch))
         found = evaluate_program(
             self.traced.program,
@@ -364,15 +317,8 @@ def build_step(
     """The program of a step under a plan.
 
     Args:
-        traced: the step.
-        plan: for its problem.
-        colouring: of its problem.
-        topology: the machine of the plan.
         first: key -> the state before the first step.
-        given: a state in its place.
         devices: to run on; None for none, where it is only compiled.
-        donate: whether a step takes the arrays of the state over.
-        losses: those that the step marks.
     """
     losses = losses or LoweredLosses()
     if devices is None:
@@ -414,12 +360,7 @@ def _abstract(tree: Tree, found: Sequence[object], mesh: Mesh | AbstractMesh) ->
 
 
 def copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
-    """The array where it will stay; a copy, since a step donates it.
-
-    Args:
-        leaf: an array anywhere.
-        sharding: where the program has it.
-    """
+    """The array where it will stay; a copy, since a step donates it."""
     return jax.device_put(jnp.array(leaf, copy=True), sharding)
 
 

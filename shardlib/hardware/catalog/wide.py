@@ -22,9 +22,7 @@ def wide(gbit: float, ms: float, devices: int) -> Link:
     """A link between machines.
 
     Args:
-        gbit: rate of the link in one direction, Gbit/s.
         ms: latency in one direction, milliseconds.
-        devices: of a machine, which share it.
     """
     return Link(
         name=f"{gbit:g} Gbit/s, {ms:g} ms",

@@ -19,12 +19,7 @@ _COLOURS = ("#0072b2", "#e69f00", "#009e73")
 
 
 def links_svg(title: str, tiers: Sequence[Tier]) -> str:
-    """A complete SVG document, of some kilobytes; nothing is fetched, and there are no scripts.
-
-    Args:
-        title: what the machine is called.
-        tiers: of its links, the outermost first.
-    """
+    """A complete SVG document, of some kilobytes; nothing is fetched, and there are no scripts."""
     rows = "".join(
         "".join(_row(tier, 40 + _ROW * number, _COLOURS[number % len(_COLOURS)]))
         for number, tier in enumerate(tiers)

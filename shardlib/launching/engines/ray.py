@@ -63,11 +63,7 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
     """The command that submits a job to Ray.
 
     Args:
-        job: what to run.
         settings: of the cluster; by default those of `RaySettings()`.
-
-    Raises:
-        LaunchError: Ray cannot run this job.
     """
     settings = settings or RaySettings()
     failures = (
@@ -140,22 +136,12 @@ class Ray:
         return {}
 
     def submission(self, job: Job, settings: RaySettings) -> Submission:
-        """See `ray`.
-
-        Args:
-            job: what to run.
-            settings: of the cluster.
-        """
+        """See `ray`."""
         return ray(job, settings)
 
 
 def ray_hosts(job: Job, settings: RaySettings) -> RayHosts:
-    """What the driver is told.
-
-    Args:
-        job: what to run.
-        settings: of the cluster.
-    """
+    """What the driver is told."""
     gpus = {} if job.machine.chip.vendor == "cpu" else {"GPU": job.devices_per_host}
     return RayHosts(
         words=job.words,

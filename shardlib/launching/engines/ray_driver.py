@@ -55,13 +55,6 @@ class Host:
     def run(self, text: str, number: int, coordinator: str, start: str, secret: str = "") -> int:
         """Starts the processes of a host, and gives the first exit code that is not 0; a failure
         ends the others of the host.
-
-        Args:
-            text: the job, `RayHosts` as JSON.
-            number: of the host.
-            coordinator: HOST:PORT of process 0.
-            start: a word for this start, the same on all hosts.
-            secret: a word that the processes of the job alone know.
         """
         job = RayHosts.from_json(text)
         base = {
@@ -121,15 +114,7 @@ class Stop:
 
 
 def drive(job: RayHosts, stop: Stop) -> int:
-    """Runs a job on a Ray cluster that this process has joined, and gives its exit code.
-
-    Args:
-        job: what to run.
-        stop: says when somebody asked the job to end.
-
-    Raises:
-        LaunchError: the cluster does not have these hosts.
-    """
+    """Runs a job on a Ray cluster that this process has joined, and gives its exit code."""
     ray = importlib.import_module("ray")
     group = ray.util.placement_group([dict(job.resources)] * job.hosts, strategy="STRICT_SPREAD")
     try:

@@ -48,11 +48,7 @@ class RayHosts:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RayHosts:
-        """The opposite of `to_json`.
-
-        Raises:
-            LaunchError: the text is none of a job.
-        """
+        """The opposite of `to_json`."""
         return construct(cls, parse_json(text, "the job", LaunchError), "the job", LaunchError)
 
     def to_word(self) -> str:
@@ -64,11 +60,7 @@ class RayHosts:
 
     @classmethod
     def from_word(cls, word: str) -> RayHosts:
-        """The opposite of `to_word`.
-
-        Raises:
-            LaunchError: the word is none of a job.
-        """
+        """The opposite of `to_word`."""
         try:
             text = base64.b64decode(word + "=" * (-len(word) % 4), altchars=b"-_", validate=True)
         except ValueError as error:

@@ -97,11 +97,7 @@ def skypilot(job: Job, settings: SkyPilotSettings | None = None) -> Submission:
     """A task and the command that launches it.
 
     Args:
-        job: what to run.
         settings: of the clouds; by default those of `SkyPilotSettings()`.
-
-    Raises:
-        LaunchError: SkyPilot cannot run this job.
     """
     settings = settings or SkyPilotSettings()
     check_job(job, "SkyPilot", _failures(job))
@@ -151,12 +147,7 @@ class SkyPilot:
         return {}
 
     def submission(self, job: Job, settings: SkyPilotSettings) -> Submission:
-        """See `skypilot`.
-
-        Args:
-            job: what to run.
-            settings: of the clouds.
-        """
+        """See `skypilot`."""
         return skypilot(job, settings)
 
 
@@ -188,12 +179,7 @@ def _failures(job: Job) -> list[str]:
 
 
 def task(job: Job, settings: SkyPilotSettings) -> JsonObject:
-    """The task as plain data.
-
-    Args:
-        job: what to run.
-        settings: of the clouds.
-    """
+    """The task as plain data."""
     resources = {
         "infra": settings.infra,
         "use_spot": True if settings.spot else None,

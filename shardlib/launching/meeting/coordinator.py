@@ -15,11 +15,7 @@ SPEAK_SECONDS = 10.0
 
 
 def address_here(place: Place) -> str:
-    """The numeric address of the coordinator, which is to be on this host.
-
-    Raises:
-        LaunchError: the name is not known, or only processes of one host can reach it.
-    """
+    """The numeric address of the coordinator, which is to be on this host."""
     host, _ = split_address(place.coordinator)
     try:
         resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -43,7 +39,6 @@ def wait_for_listener(place: Place, seconds: float = SPEAK_SECONDS) -> None:
     comes to JAX's service before it listens waits for a whole second before it tries again.
 
     Args:
-        place: with the address.
         seconds: how long to wait at most.
     """
     end = time.monotonic() + seconds

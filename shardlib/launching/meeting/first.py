@@ -129,10 +129,6 @@ async def _introduced(
 ) -> tuple[Caller | None, str]:
     """Who somebody is, and the number that he has said; None for one of another start, who is told
     so.
-
-    Raises:
-        StrangerError, LaunchError, TimeoutError, IncompleteReadError, LimitOverrunError: it is
-            nobody of the job.
     """
     own_challenge = number()
     writer.write(greeting(own_challenge))

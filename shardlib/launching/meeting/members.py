@@ -51,11 +51,7 @@ async def report(place: Place, host: str, port: int, me: Caller) -> Answer:
 
 
 async def _asked(secret: str, host: str, port: int, me: Caller, end: float) -> dict[str, Any]:
-    """The answer of process 0.
-
-    Raises:
-        OSError, StrangerError, TimeoutError, IncompleteReadError, LimitOverrunError: there is none.
-    """
+    """The answer of process 0."""
     reader, writer = await asyncio.wait_for(
         asyncio.open_connection(host, port, limit=LINE_BYTES * 16), SPEAK_SECONDS
     )

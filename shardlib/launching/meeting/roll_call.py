@@ -40,15 +40,8 @@ def call(
     """Waits until all processes have said that they are there, and gives the seconds that took.
 
     Args:
-        place: of this process.
-        about: what all of them must have in common, by name.
         say: what process 0 does with a line about whom it waits for; by default it goes to standard
             error.
-
-    Raises:
-        LaunchError: in all processes alike: some did not come in time, two have the same number, or
-            they do not run the same. Or here alone: the port is taken, or process 0 does not
-            answer.
     """
     begin = time.monotonic()
     host, port = split_address(place.coordinator)

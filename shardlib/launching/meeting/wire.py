@@ -48,11 +48,7 @@ def greeting(challenge: str) -> bytes:
 
 
 def greeted(line: bytes) -> str:
-    """The number in the first line of process 0.
-
-    Raises:
-        StrangerError: it is none.
-    """
+    """The number in the first line of process 0."""
     match = GREETING.fullmatch(line)
     if match is None:
         raise StrangerError("it is not process 0 that listens there")
@@ -60,30 +56,13 @@ def greeted(line: bytes) -> str:
 
 
 def sealed(secret: str, challenge: str, who: str, content: JsonMapping) -> bytes:
-    """A line.
-
-    Args:
-        secret: of the job; empty for none.
-        challenge: the number that the other end has said.
-        who: "member" or "first", so that no line can be sent back.
-        content: plain data.
-    """
+    """A line."""
     text = json.dumps(dict(content), sort_keys=True)
     return json.dumps({"said": text, "seal": _seal(secret, challenge, who, text)}).encode() + b"\n"
 
 
 def opened(secret: str, challenge: str, who: str, line: bytes) -> JsonObject:
-    """What a line says.
-
-    Args:
-        secret: the word of the job.
-        challenge: the number that this end has said.
-        who: "member" or "first", who must have sealed it.
-        line: as it came.
-
-    Raises:
-        StrangerError: it is no line, or of somebody who does not know the secret.
-    """
+    """What a line says."""
     try:
         sealed_line = _object(
             parse_json(line, "the line", LaunchError, limits=Limits(bytes=32 * LINE_BYTES, depth=4))

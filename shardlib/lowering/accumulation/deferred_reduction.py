@@ -119,12 +119,7 @@ class Once:
 
 
 def once(traced: LossJaxpr, placing: Placing) -> Once | None:
-    """What can be reduced once a step; None where the plan does otherwise, or nothing can.
-
-    Args:
-        traced: the loss of one microbatch.
-        placing: how its values are laid out.
-    """
+    """What can be reduced once a step; None where the plan does otherwise, or nothing can."""
     mesh, reductions = placing.mesh, placing.reductions
     if reductions.when != IN_LAST:
         return None
@@ -162,12 +157,6 @@ def accumulated_once(
 ) -> Callable[[Tree, Tree, Sums | None], Tree]:
     """Gradients over all microbatches: (params, state, kept) -> ((loss, (metrics, state)),
     gradients, kept), where `kept` is what devices keep of partial sums from step to step.
-
-    Args:
-        deferred: what is reduced in the last one.
-        batch: the whole batch.
-        microbatches: how it is divided.
-        gradient: sharding of every gradient, a tree like the parameters.
     """
     stacked, join = microbatches.split(batch)
     sums_in, keeps = deferred.reductions.accumulator, deferred.reductions.exchange.keeps

@@ -32,12 +32,7 @@ def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
     """The abstract batch of one part.
 
     Args:
-        batch: tree of arrays or abstract arrays.
         dims: dim of the rows of each array, by path; None where it has none.
-        parts: number of microbatches.
-
-    Raises:
-        BatchError: no array has a batch dim, or one does not divide; all of them are listed.
     """
     if parts == 1:
         return batch
@@ -87,11 +82,7 @@ class Microbatches:
     by_row: tuple[RowDim | None, ...] = ()
 
     def whole(self, metrics: Tree) -> Tree:
-        """Metrics of the whole batch.
-
-        Args:
-            metrics: of all parts, along a leading dim.
-        """
+        """Metrics of the whole batch."""
         leaves, structure = jax.tree.flatten(metrics)
         return structure.unflatten(
             [
@@ -105,13 +96,6 @@ class Microbatches:
     ) -> Tree:
         """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading
         dim, and of the last.
-
-        Args:
-            values: losses of all microbatches but the last, [parts - 1].
-            metrics: of these, along a leading dim.
-            value: loss of the last.
-            last: metrics of the last.
-            after: model state after the last.
         """
 
         def joined(earlier: jax.Array, latest: jax.Array) -> jax.Array:
@@ -121,12 +105,7 @@ class Microbatches:
         return mean, (self.whole(jax.tree.map(joined, metrics, last)), after)
 
     def entering(self, first: Tree, state: Tree) -> Tree:
-        """The model state that a microbatch begins with.
-
-        Args:
-            first: before the step.
-            state: after the microbatch before.
-        """
+        """The model state that a microbatch begins with."""
         leaves, structure = jax.tree.flatten(state)
         return structure.unflatten(
             [
@@ -138,12 +117,7 @@ class Microbatches:
         )
 
     def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
-        """Stacks the parts along a new leading dim.
-
-        Returns:
-            The stacked arrays that have a batch dim, or a key for every part (`random_keys.Fold`),
-            and a function from one slice of each to a batch of one part.
-        """
+        """Stacks the parts along a new leading dim."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
         cuts = [self.dims[batch_path(path)] for path, _ in leaves]
         stacked = [
@@ -196,10 +170,6 @@ def accumulated(
     """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
 
     Args:
-        loss: the loss of one part, whose operations reduce their gradients.
-        batch: the whole batch.
-        microbatches: how it is divided.
-        cut: lays gradients out as the optimizer reads them; the accumulators are kept that way.
         reductions: how gradients are reduced; says the dtypes of the accumulators.
     """
     differentiate = jax.value_and_grad(loss, has_aux=True)

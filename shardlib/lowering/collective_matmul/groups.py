@@ -43,14 +43,7 @@ def loops(
     placements: Mapping[Source, Layout],
     machine: Machine,
 ) -> dict[str, Together]:
-    """What runs in place of matmuls, by path of each.
-
-    Args:
-        candidates: matmuls of weights.
-        parameters: the layouts of the weight of each.
-        placements: layouts of activations and results.
-        machine: where it runs.
-    """
+    """What runs in place of matmuls, by path of each."""
     size = machine.ways((TENSOR,))
     if size == 1:
         return {}

@@ -111,12 +111,6 @@ def found_in(
 ) -> Found | None:
     """How a loop can take the place of a matmul under a plan; None where its operands and result
     are sharded otherwise.
-
-    Args:
-        matmul: the matmul.
-        parameter: layouts of its weight.
-        placements: layouts of its activation and of its result.
-        size: devices of the tensor axis.
     """
     activation, result = placements.get(matmul.key), placements.get((matmul.path, 0))
     if activation is None or result is None:
@@ -184,11 +178,6 @@ def groups(
 ) -> list[tuple[Found, ...]]:
     """Matmuls that go in one loop: those that gather the same activation, unless another one needs
     it gathered all the same; those that scatter, each on its own.
-
-    Args:
-        matches: matmuls that a loop can take the place of.
-        candidates: all matmuls of weights.
-        placements: layouts of their results.
     """
     paths = {match.matmul.path for match in matches}
     barred = {

@@ -40,17 +40,7 @@ class Product:
 def gathering(
     products: Sequence[Product], ring: Ring, activation: jax.Array, weights: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Products of an activation of which every device has a piece.
-
-    Args:
-        products: matmuls of the same activation.
-        ring: the devices.
-        activation: the own piece.
-        weights: of each product.
-
-    Returns:
-        The result of each product for the whole sequence.
-    """
+    """Products of an activation of which every device has a piece."""
 
     def work(results: Any, device: Any, piece: Any) -> list[Any]:
         return [
@@ -76,16 +66,6 @@ def gathering_back(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Gradients of `gathering`: of the own piece of the activation, and of the weights from this
     device's examples.
-
-    Args:
-        products: the matmuls that share the activation.
-        ring: the devices of the tensor axis.
-        activation: this device's shard of it.
-        weights: one per product.
-        cotangents: one per product, of its result.
-
-    Returns:
-        (gradient of the shard of the activation, gradients of the weights).
     """
 
     def given(device: Index) -> list[jax.Array]:
@@ -121,17 +101,7 @@ def gathering_back(
 
 
 def scattering(product: Product, ring: Ring, activation: jax.Array, weight: jax.Array) -> jax.Array:
-    """A product that is a sum over devices, each of which is to have a piece.
-
-    Args:
-        product: the matmul.
-        ring: the devices.
-        activation: the own part of what is summed over, for the whole sequence.
-        weight: the same of the weight.
-
-    Returns:
-        The own piece of the result.
-    """
+    """A product that is a sum over devices, each of which is to have a piece."""
     return ring.summed(
         lambda device: piece_of(activation, product.activation, device, ring.ways),
         lambda piece: product.parts.op(piece, weight),
@@ -143,16 +113,6 @@ def scattering_back(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of `scattering`: of the activation, and of the weight from this device's
     examples.
-
-    Args:
-        product: the matmul.
-        ring: the devices of the tensor axis.
-        activation: its activation.
-        weight: its weight.
-        cotangent: of this device's shard of the result.
-
-    Returns:
-        (gradient of the activation, gradient of the weight).
     """
     piece_shape = jax.eval_shape(
         lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways)
@@ -183,7 +143,6 @@ def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
 
     Args:
         total: the sum so far; None for nothing.
-        part: what is added.
     """
     part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
     return part if total is None else total + part
@@ -194,10 +153,6 @@ def put(array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size
 
     Args:
         array: the array; None for none yet.
-        piece: the shard.
-        dim: that is sharded.
-        device: number of the device along the axis, int32 scalar.
-        size: size of the axis.
     """
     begun: jax.Array = (
         jax.lax.empty(
@@ -210,13 +165,6 @@ def put(array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size
 
 
 def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
-    """The shard of a device.
-
-    Args:
-        array: the array.
-        dim: that is sharded.
-        device: number of the device along the axis, int32 scalar.
-        ways: size of the axis.
-    """
+    """The shard of a device."""
     size = array.shape[dim] // ways
     return jax.lax.dynamic_slice_in_dim(array, device * size, size, axis=dim)

@@ -42,11 +42,6 @@ class Ring:
     def along(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> Ring:
         """A ring on which neighbours are neighbours along one part of the axis; of the ends only
         where the major part is a ring itself, or of two.
-
-        Args:
-            axis: names of the parts, the major one first.
-            sizes: devices along each.
-            in_turn: whether a matmul waits for the one before it.
         """
         return Ring(axis=axis, order=snake(sizes), in_turn=in_turn)
 
@@ -66,7 +61,6 @@ class Ring:
         """What is made of the pieces of all devices, one after the other, the own one first.
 
         Args:
-            array: the own piece.
             work: (what is made so far, None at first; number of a device; its piece) -> what is
                 made then.
         """
@@ -116,13 +110,6 @@ class Ring:
         (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last
         message. That for TPUs joins none, and adds sums inside of matmuls where nothing stands
         between the two.
-
-        Args:
-            arrays: what waits, a tree.
-            ready: what it waits for, a tree.
-
-        Returns:
-            (arrays, made).
         """
         return jax.lax.optimization_barrier((arrays, ready)) if self.in_turn else (arrays, ready)
 

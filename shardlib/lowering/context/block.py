@@ -60,12 +60,7 @@ class Scores:
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
     def back(self, scores: Value, cotangent: Value) -> Value:
-        """The cotangent of products of queries and keys, for that of scores.
-
-        Args:
-            scores: as `of` gives them.
-            cotangent: of the scores.
-        """
+        """The cotangent of products of queries and keys, for that of scores."""
         return cotangent * (1 - (scores / self.softcap) ** 2 if self.softcap else 1.0) * self.scale
 
 
@@ -115,7 +110,6 @@ class Incoming:
         Args:
             result: of attention to all keys, [B, Q, H, V].
             total: logarithm of the sum of exponentials, [B, Q, H].
-            cotangent: of the result.
         """
         return cls(
             total=total,
@@ -137,7 +131,6 @@ def nothing(query: Value, width: int) -> Part:
 
     Args:
         query: [B, Q, H, D].
-        width: of a head of values.
     """
     return Part(
         result=jnp.zeros((*query.shape[:3], width), jnp.float32),
@@ -150,7 +143,6 @@ def grouped(query: Value, groups: int) -> Value:
 
     Args:
         query: [B, Q, H, D].
-        groups: heads of keys, G.
     """
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
@@ -164,14 +156,7 @@ def attend_block(
     sight: Sight,
     scores: Scores,
 ) -> Part:
-    """Attention of queries to keys.
-
-    Args:
-        query, key, value: see above; all their scores are held at once.
-        rows, columns: where queries and keys stand.
-        sight: which keys a query sees, and what their distance adds.
-        scores: how scores are made.
-    """
+    """Attention of queries to keys."""
     added = sight.added(rows, columns)
     values = _hidden(_more(scores.of(query, key), added), sight.seen(rows, columns))
     largest = jnp.maximum(
@@ -205,10 +190,6 @@ def attend_back_block(
     """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
     array of what distances add, if they do, in float32; operands of products are of the dtype of
     queries, keys and values.
-
-    Args:
-        query, key, value, rows, columns, sight, scores: as for `attend_block`.
-        incoming: what comes back to the queries.
     """
     groups = key.shape[2]
 

@@ -66,12 +66,7 @@ class Blocks:
         return self.count * self.size - self.length
 
     def full(self, array: Value, dim: int = 1) -> Value:
-        """An array whose last block is filled up, with its last value.
-
-        Args:
-            array: with a dim of `length` positions.
-            dim: number of that dim.
-        """
+        """An array whose last block is filled up, with its last value."""
         return (
             jnp.pad(
                 array,
@@ -92,22 +87,11 @@ class Blocks:
         )
 
     def at(self, number: Index, array: Value, dim: int = 1) -> Value:
-        """The block of a number, of an array that is full.
-
-        Args:
-            number: of the block, int32 scalar.
-            array: whose last block is filled up.
-            dim: of the positions.
-        """
+        """The block of a number, of an array that is full."""
         return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
 
     def tokens_at(self, number: Index, tokens: Tokens) -> Tokens:
-        """The same for tokens.
-
-        Args:
-            number: of the block, int32 scalar.
-            tokens: whose last block is filled up.
-        """
+        """The same for tokens."""
         position = self.at(number, tokens.position, 0)
         real = None if tokens.real is None else self.at(number, tokens.real, 0)
         return Tokens(
@@ -120,7 +104,6 @@ class Blocks:
         """A full array with a block added to.
 
         Args:
-            number: of the block, int32 scalar.
             array: [B, positions, ...], whose last block is filled up.
             more: [B, size, ...].
         """
@@ -147,9 +130,6 @@ def attend(
 
     Args:
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V].
-        rows, columns: where queries and keys stand.
-        sight: which keys a query sees.
-        scores: how scores are made, in blocks of which size.
     """
     query, rows, columns = _beside(query, rows, columns)
     query_blocks, all_ = (
@@ -212,10 +192,6 @@ def attend_back(
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
     array of what distances add to scores, if they do, in float32.
-
-    Args:
-        query, key, value, rows, columns, sight, scores: as for `attend`.
-        incoming: what comes back to the queries.
     """
     query, rows, columns = _beside(query, rows, columns)
     query_blocks, all_ = (

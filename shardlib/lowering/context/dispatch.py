@@ -35,12 +35,6 @@ def around_devices(
     """What takes the place of a call of attention; None where that is left to automatic
     partitioning, which gathers keys and values.
 
-    Args:
-        site: the call in the traced loss.
-        plan: the decisions.
-        placements: layouts of values, by op and result.
-        machine: the mesh and its collectives.
-
     Returns:
         Arrays of the call -> its results.
     """

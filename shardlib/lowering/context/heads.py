@@ -43,14 +43,7 @@ class Heads:
 
     @staticmethod
     def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> Heads:
-        """Heads sharded over axes where that is possible, and whole otherwise.
-
-        Args:
-            axes: names of mesh axes.
-            size: devices along them.
-            heads: of queries.
-            groups: heads of keys.
-        """
+        """Heads sharded over axes where that is possible, and whole otherwise."""
         which = shared(heads=heads, groups=groups, devices=size)
         if which == "none":
             return Heads(axes=(), ways=1, together=True)
@@ -62,7 +55,6 @@ class Heads:
 
         Args:
             array: keys or values, [B, T, K, H].
-            heads: of all queries.
         """
         if self.together:
             return array
@@ -108,12 +100,6 @@ def with_heads(
     """Placements with what becomes of queries, keys and values that projections make sharded by the
     width of heads: what attention reads whole is gathered as soon as it is made; of what it reads
     by heads, the gradient comes back by heads.
-
-    Args:
-        placements: layouts by path, those of operands of calls among them.
-        graph: the loss.
-        sites: the custom calls.
-        plan: the decisions.
     """
     layouts = dict(placements)
     makers = {(op.path, index): op for op in graph.ops for index in range(len(op.results))}

@@ -52,9 +52,6 @@ class Kernels:
         Args:
             query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a
                 shape and a dtype; as many queries as keys, or all keys are seen.
-            scores: how scores are made.
-            sight: which keys a query sees.
-            documents: whether there are several.
         """
         window = sight.window
         return Wanted(
@@ -85,11 +82,6 @@ class Kernels:
 
         Returns:
             [B, S, H, V], of the dtype of the values.
-
-        Raises:
-            LayoutError: the kernel cannot be used.
-            MissingPackageError: the process that traces has no cuDNN; JAX asks it for its version,
-                with a GPU or without.
         """
         why = self.why_not(
             query,

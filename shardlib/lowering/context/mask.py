@@ -69,19 +69,13 @@ class Offsets:
     array: Value
 
     def of(self, query: Tokens, key: Tokens) -> Value:
-        """What is added to scores, [N, Q, K] float32.
-
-        Args:
-            query: positions of the queries.
-            key: those of the keys.
-        """
+        """What is added to scores, [N, Q, K] float32."""
         return self.form.of(self.array, key.position[None, :] - query.position[:, None])
 
     def back(self, query: Tokens, key: Tokens, cotangent: Value) -> Value:
         """The gradient of the array, float32.
 
         Args:
-            query, key: as for `of`.
             cotangent: of what is added, [N, Q, K].
         """
         distance = key.position[None, :] - query.position[:, None]
@@ -109,19 +103,13 @@ class Sight:
     offsets: Offsets | None = None
 
     def added(self, query: Tokens, key: Tokens) -> Value | None:
-        """What is added to scores, [N, Q, K]; None for nothing.
-
-        Args:
-            query: positions of the queries.
-            key: those of the keys.
-        """
+        """What is added to scores, [N, Q, K]; None for nothing."""
         return None if self.offsets is None else self.offsets.of(query, key)
 
     def offsets_back(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
         """The gradient of what distances add, if they add anything.
 
         Args:
-            query, key: as for `added`.
             cotangent: of what is added, [N, Q, K].
         """
         return () if self.offsets is None else (self.offsets.back(query, key, cotangent),)
@@ -136,10 +124,6 @@ class Sight:
     def seen(self, query: Tokens, key: Tokens) -> Value | None:
         """Which keys are seen, [Q, K], or [B, Q, K] where there are documents; None where all
         are.
-
-        Args:
-            query: positions and documents of the queries.
-            key: those of the keys.
         """
         far = query.position[:, None] - key.position[None, :]
         conditions = [far >= 0] if self.causal else []
@@ -154,10 +138,6 @@ class Sight:
     def some(self, query: Tokens, key: Tokens) -> Value | None:
         """A scalar that is false only where none of the queries sees any of the keys; None where
         nothing can be told. It looks at the ends alone, so that a block of scores can be left out.
-
-        Args:
-            query: positions and documents of the queries.
-            key: those of the keys.
         """
         first, last = (
             query.position.min() - key.position.max(),
@@ -196,12 +176,7 @@ class Given:
     offsets: Offsets | None = None
 
     def sight(self, window: int, *, causal: bool) -> Sight:
-        """The sight.
-
-        Args:
-            window: that the program knows.
-            causal: see `Sight`.
-        """
+        """The sight."""
         return Sight(
             causal=causal,
             window=window if self.window is None else self.window,
@@ -209,11 +184,7 @@ class Given:
         )
 
     def cotangent(self, *gradient: Value) -> Given | None:
-        """Its cotangent.
-
-        Args:
-            gradient: of the array of the offsets, if there are any.
-        """
+        """Its cotangent."""
         if self.offsets is None:
             return None
         array = gradient[0].astype(self.offsets.array.dtype)

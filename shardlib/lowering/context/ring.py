@@ -73,8 +73,6 @@ class Ring:
             key, value: [B, S / N, G, D] and [B, S / N, G, V], with H a multiple of G.
             segments: number of the document of every position, [B, S / N]: a query sees its own
                 alone. None where there is one.
-            window: in place of that of the ring; it may be a traced scalar.
-            offsets: what distances add to scores.
 
         Returns:
             [B, S / N, H, V], of the dtype of the values.

@@ -56,9 +56,6 @@ class Cut:
     def order(self, length: int) -> np.ndarray:
         """Position of the sequence at every place of the array whose i-th part is what device i
         has: [length].
-
-        Raises:
-            LayoutError: the runs do not divide the sequence.
         """
         self.check(length)
         runs = np.arange(length).reshape(self.runs * self.ways, -1)
@@ -67,11 +64,7 @@ class Cut:
         )
 
     def check(self, length: int) -> None:
-        """Checks that a sequence can be sharded.
-
-        Raises:
-            LayoutError: the runs do not divide it.
-        """
+        """Checks that a sequence can be sharded."""
         if length % (self.runs * self.ways):
             raise LayoutError(
                 f"a sequence of {length} positions cannot be sharded over {self.axis}={self.ways}"
@@ -80,21 +73,11 @@ class Cut:
             )
 
     def dealt(self, array: Value, dim: int = 1) -> Value:
-        """A whole array with its sequence in the order of the devices.
-
-        Args:
-            array: in the order of the sequence.
-            dim: of the positions.
-        """
+        """A whole array with its sequence in the order of the devices."""
         return jnp.take(array, self.order(array.shape[dim]), axis=dim) if self.zigzag else array
 
     def collected(self, array: Value, dim: int = 1) -> Value:
-        """The reverse of `dealt`.
-
-        Args:
-            array: in the order of the devices.
-            dim: of the positions.
-        """
+        """The reverse of `dealt`."""
         return (
             jnp.take(array, np.argsort(self.order(array.shape[dim])), axis=dim)
             if self.zigzag
@@ -107,10 +90,6 @@ class Cut:
 
         Contiguous, a device has the runs 2 i and 2 i + 1. All first ones are one message, and all
         second ones another, for no two of either go to the same device; nothing is gathered.
-
-        Args:
-            array: this device's shard, in the order of the sequence.
-            dim: of the positions.
         """
         if not self.zigzag:
             return array
@@ -123,12 +102,7 @@ class Cut:
         return self._by_parity(even, odd, dim)
 
     def collected_inside(self, array: Value, dim: int = 1) -> Value:
-        """The reverse of `dealt_inside`.
-
-        Args:
-            array: this device's shard, in the order of the devices.
-            dim: of the positions.
-        """
+        """The reverse of `dealt_inside`."""
         if not self.zigzag:
             return array
         first, second = jnp.split(array, 2, axis=dim)
@@ -170,12 +144,7 @@ class Cut:
         )
 
     def positions(self, device: Index, local: int) -> Value:
-        """Positions of the sequence that a device has, [local], by its number.
-
-        Args:
-            device: its number along the axis, int32 scalar.
-            local: positions that each device has.
-        """
+        """Positions of the sequence that a device has, [local], by its number."""
         run = jnp.arange(local // self.runs)
         return jnp.concatenate(
             [number * (local // self.runs) + run for number in self.numbers(device)]
@@ -197,12 +166,7 @@ class Cut:
         return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])
 
     def passed(self, array: Value, far: int = 1) -> Value:
-        """What the device `far` numbers before this one has.
-
-        Args:
-            array: this device's shard.
-            far: how many devices further it goes.
-        """
+        """What the device `far` numbers before this one has."""
         return self._sent(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
 
     def numbers(self, device: Number) -> tuple[Number, ...]:

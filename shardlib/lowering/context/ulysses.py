@@ -56,9 +56,6 @@ class Collected:
         """Attention of this device's queries to gathered keys; arguments and result as those of
         `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
         position of a device.
-
-        Raises:
-            LayoutError: the kernel does not apply.
         """
 
         sight = Sight(causal=self.causal, window=window, offsets=offsets)
@@ -91,9 +88,6 @@ class Collected:
         """Attention to the whole sequence for this device's share of the heads; arguments and
         result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
         order.
-
-        Raises:
-            LayoutError: the devices do not divide the heads, or the kernel does not apply.
         """
         exchange = Exchange(cut=self.cut, group=self.cut.ways)
         sight = Sight(
@@ -142,9 +136,6 @@ class Exchange:
             query: [B, S / N, H, D].
             key: [B, S / N, G, D].
             value: [B, S / N, G, V].
-
-        Raises:
-            LayoutError: the neighbours do not divide the heads.
         """
         heads, groups, size = query.shape[2], key.shape[2], self.group
         if heads % size:

@@ -58,9 +58,6 @@ class Matrices:
         Args:
             parameter: layouts of it; None for an operand that is none.
             dims: dim of the parameter that each dim of the operand is; None where it is none.
-            shape: elements per dim of the operand.
-            compute: how it is to be sharded in use.
-            machine: the mesh and its collectives.
         """
         stored: Cuts = (
             {}
@@ -88,10 +85,6 @@ class Matrices:
     def whole(self, array: jax.Array, machine: Machine) -> jax.Array:
         """The operand as it is used; inside of the region. Its gradient is scattered as other
         gradients are (`shardlib.lowering.weights.gradients`).
-
-        Args:
-            array: this device's shard of the operand.
-            machine: the mesh and its collectives.
         """
         back = Reduction(
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()
@@ -138,18 +131,7 @@ class Placed:
         chosen: jax.Array,
         *parameters: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """What one device does, inside of the manual region.
-
-        Args:
-            machine: the mesh and its collectives.
-            x: this device's tokens.
-            weights: of the experts that they chose.
-            chosen: numbers of these.
-            parameters: shards of the matrices of the experts.
-
-        Returns:
-            (results of these tokens, assignments that were dropped on all devices).
-        """
+        """What one device does, inside of the manual region."""
 
         def run(
             x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
@@ -190,11 +172,7 @@ def on_their_devices(
     which gathers all tokens.
 
     Args:
-        site: the call.
-        plan: the decisions.
         parameters: layouts of the parameters that the operands are; None for others.
-        placements: layouts, those of operands among them.
-        machine: where it runs.
     """
     layout, grouped = placements.get(site.key(0)), _grouped(plan, machine)
     if (

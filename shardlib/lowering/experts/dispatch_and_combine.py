@@ -42,13 +42,7 @@ class Round:
 
 
 def round_of(axes: Where, queue: Queue, number: Index) -> Round:
-    """The round of a number, from 0.
-
-    Args:
-        axes: experts over devices, and how rows are exchanged.
-        queue: assignments in the order in which they are sent.
-        number: of the round, int32 scalar.
-    """
+    """The round of a number, from 0."""
     if axes.ways == 1:
         return _without_exchange(queue)
     return (_dense if axes.exchange == "dense" else _ragged)(axes, queue, number)

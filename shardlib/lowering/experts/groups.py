@@ -60,11 +60,7 @@ class Where:
         return tuple(dict.fromkeys((*self.every, *self.expert, *self.tensor)))
 
     def local(self, count: int) -> int:
-        """Experts of one device, of `count` in all.
-
-        Raises:
-            LayoutError: the devices do not divide them.
-        """
+        """Experts of one device, of `count` in all."""
         if count % self.ways:
             raise LayoutError(
                 f"{count} experts cannot be shared by {'x'.join(self.expert)}={self.ways}"

@@ -52,10 +52,8 @@ class Work:
         width is sharded.
 
         Args:
-            queue: the assignments.
             x: tokens [N, D].
             weights: of the chosen experts, [N, K].
-            parameters: up, down, and gate where there is one, of the experts of the device.
         """
         if self.where.ways == 1 or (
             self.where.exchange == "dense" and self.where.room(weights.size) >= weights.size
@@ -75,11 +73,8 @@ class Work:
         """The same of the assignments of one round.
 
         Args:
-            queue: assignments in the order in which they are sent.
-            number: of the round.
             x: this device's tokens [N, D].
             weights: of the chosen experts, [N, K].
-            parameters: matrices of the experts of this device.
         """
         per_token = weights.shape[1]
         now = round_of(self.where, queue, number)

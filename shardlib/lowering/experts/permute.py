@@ -18,7 +18,6 @@ def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> ja
     """Copies of rows in their places.
 
     Args:
-        copies: of every row; copy i of row n has the number n copies + i.
         rows: [N, D].
         there: number of the copy that is in each of M places, int [M]; -1 for none.
         back: place of every copy, int [N copies]; -1 where it has none. The reverse of `there`.
@@ -40,7 +39,6 @@ def taken(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array:
     Args:
         rows: [N, D].
         numbers: of copies, int [M]; -1 for none.
-        copies: of each row that are numbered on.
 
     Returns:
         [M, D].

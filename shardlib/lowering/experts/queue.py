@@ -48,10 +48,7 @@ def queue_of(
     """The queue of a device, and the number of assignments that all devices drop.
 
     Args:
-        form: what experts compute.
-        axes: on which axes.
         chosen: experts of the tokens of the device, int [N, K].
-        count: experts in all.
     """
     expert, dropped = chosen.reshape(-1).astype(jnp.int32), jnp.zeros((), jnp.int32)
     if form.capacity is not None:

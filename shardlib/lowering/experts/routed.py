@@ -28,16 +28,8 @@ def routed(
     hold copies of are summed there.
 
     Args:
-        form: what experts compute.
-        axes: on which axes.
-        x, weights, chosen: as those of `visit`, for the tokens of the device; `chosen` are numbers
-            among all experts. For a capacity, the order of all tokens is that of the devices along
-            `where.every`, the major axis first, as where a batch is sharded over them.
         up, down, gate: the same for the experts of this device, [E / X, ...] with hidden dims of
             F / T: device i of the X that share them has the i-th part.
-
-    Returns:
-        As of `visit`: results are whole on every device, and all devices' drops are counted.
     """
     per_token = chosen.shape[-1]
     queue, dropped = queue_of(form, axes, chosen.reshape(-1, per_token), up.shape[0] * axes.ways)

@@ -40,19 +40,7 @@ def reachable(mesh: Mesh | AbstractMesh) -> bool:
 def offloading(
     plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh
 ) -> tuple[Tree, tuple[Finding, ...]]:
-    """The shardings of optimizer state with the memories that a plan decides for.
-
-    Args:
-        plan: the decisions.
-        opt_state: abstract state.
-        params: abstract parameters.
-        cut: shardings of the state.
-        mesh: the mesh of the program.
-
-    Returns:
-        Shardings, and a finding where the plan wants host memory that the devices do not have: then
-        everything stays on the device.
-    """
+    """The shardings of optimizer state with the memories that a plan decides for."""
     if "optimizer" not in plan.offload and not (
         "disk" in plan.offload and isinstance(mesh, AbstractMesh)
     ):
@@ -79,12 +67,7 @@ def offloading(
 
 
 def fetched(tree: Tree, shardings: Tree) -> Tree:
-    """Arrays on the device; those that are stored there are passed on.
-
-    Args:
-        tree: arrays.
-        shardings: how they are stored, a tree like it.
-    """
+    """Arrays on the device; those that are stored there are passed on."""
     return _moved(
         tree,
         shardings,
@@ -93,12 +76,7 @@ def fetched(tree: Tree, shardings: Tree) -> Tree:
 
 
 def to_host(tree: Tree, shardings: Tree) -> Tree:
-    """Arrays where they are stored; those that are stored on the device are passed on.
-
-    Args:
-        tree: arrays.
-        shardings: how they are stored, a tree like it.
-    """
+    """Arrays where they are stored; those that are stored on the device are passed on."""
     return _moved(tree, shardings, jax.device_put)
 
 

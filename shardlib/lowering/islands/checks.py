@@ -7,15 +7,7 @@ from shardlib.lowering.islands.state import IslandsState
 
 
 def require_islands(state: object, islands: int) -> None:
-    """Refuses what is no state of so many islands.
-
-    Args:
-        state: what a user gave.
-        islands: of the program.
-
-    Raises:
-        StateError: it is none.
-    """
+    """Refuses what is no state of so many islands."""
     if not isinstance(state, IslandsState):
         raise StateError(
             f"the state is of type {type(state).__name__}, and not of islands\nTry: program.init()"

@@ -47,14 +47,7 @@ class GradientProgram:
 
     @staticmethod
     def of(program: Program) -> GradientProgram:
-        """Compiles the gradients of a program.
-
-        Args:
-            program: of one process.
-
-        Raises:
-            PinError: its step cannot be divided there; all reasons are listed.
-        """
+        """Compiles the gradients of a program."""
         require_divided(program)
         parts, state = program.parts, program.state
 
@@ -87,14 +80,7 @@ class UpdateProgram:
 
     @staticmethod
     def of(program: Program) -> UpdateProgram:
-        """Compiles the update of a program.
-
-        Args:
-            program: of one process.
-
-        Raises:
-            PinError: its step cannot be divided there; all reasons are listed.
-        """
+        """Compiles the update of a program."""
         require_divided(program)
         parts, state = program.parts, program.state
 
@@ -144,36 +130,19 @@ def trained(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def with_trained(program: Program, params: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
-    """Parameters whose trained part is that of the host's arrays, placed as the plan says.
-
-    Args:
-        program: whose plan.
-        params: of a state of the program.
-        arrays: whole arrays by path.
-    """
+    """Parameters whose trained part is that of the host's arrays, placed as the plan says."""
     leaves = trained(program)
     placed = {path: placed_as(leaf, arrays[path]) for path, leaf in leaves.items()}
     return with_placed(program, params, placed)
 
 
 def placed_as(leaf: jax.ShapeDtypeStruct, array: np.ndarray) -> jax.Array:
-    """An array of the host, placed as a parameter is.
-
-    Args:
-        leaf: the parameter, abstract.
-        array: all of its elements.
-    """
+    """An array of the host, placed as a parameter is."""
     return jax.device_put(array.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
 
 
 def with_placed(program: Program, params: Tree, placed: Mapping[str, jax.Array]) -> Tree:
-    """Parameters whose trained part is that of arrays that are in place.
-
-    Args:
-        program: whose plan.
-        params: of a state of the program.
-        placed: arrays by path.
-    """
+    """Parameters whose trained part is that of arrays that are in place."""
     partition = program.model.partition
     abstract, structure = jax.tree_util.tree_flatten_with_path(
         partition.trained(program.state.params)
@@ -183,33 +152,17 @@ def with_placed(program: Program, params: Tree, placed: Mapping[str, jax.Array])
 
 
 def by_path(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves of a tree of trained parameters, or of something like them, by path.
-
-    Args:
-        tree: of arrays or abstract arrays.
-    """
+    """The leaves of a tree of trained parameters, or of something like them, by path."""
     return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def name_of(path: tuple[object, ...]) -> str:
-    """The path of a parameter as text; "params" for one that is the whole tree.
-
-    Args:
-        path: of `jax.tree_util`.
-    """
+    """The path of a parameter as text; "params" for one that is the whole tree."""
     return path_text(path) or "params"
 
 
 def require_divided(program: Program, *, staged: bool = False) -> None:
-    """Refuses a program whose update is no part of its own.
-
-    Args:
-        program: of one process; an abstract one will do.
-        staged: whether its stages may be programs of their own.
-
-    Raises:
-        PinError: all reasons are listed.
-    """
+    """Refuses a program whose update is no part of its own."""
     failures: list[str] = []
     if program.programs is not None and not staged:
         failures.append("its stages are programs of their own (pipeline='programs')")

@@ -10,15 +10,7 @@ from shardlib.lowering.runtime.state import TrainState
 
 
 def learned(program: Program | IslandsProgram, state: TrainState | IslandsState) -> TrainState:
-    """A state with the parameters that a run is about: of islands the outer ones.
-
-    Args:
-        program: whose state it is.
-        state: after any step; it stays usable.
-
-    Raises:
-        StateError: the state is of another number of islands.
-    """
+    """A state with the parameters that a run is about: of islands the outer ones."""
     if isinstance(program, IslandsProgram):
         require_islands(state, len(program.programs))
         assert isinstance(state, IslandsState)

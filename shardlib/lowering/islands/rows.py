@@ -33,9 +33,7 @@ def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
     another one on each.
 
     Args:
-        batch: of all islands; rows divide by their number.
         dims: the batch dim of each array, by path; None for one without, a `Fold` for a key.
-        islands: their number.
     """
 
     def part(number: int) -> Tree:
@@ -55,13 +53,7 @@ def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
 
 
 def of_all(batch: Tree, dims: BatchDims, mesh: Mesh) -> Tree:
-    """The abstract batch of all islands, sharded over the islands, and then as on one.
-
-    Args:
-        batch: abstract, of one island, with shardings.
-        dims: as `parts` takes them.
-        mesh: of all islands.
-    """
+    """The abstract batch of all islands, sharded over the islands, and then as on one."""
 
     def of_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dim, shape, spec = dims[batch_path(path)], list(leaf.shape), [*leaf.sharding.spec]
@@ -79,11 +71,6 @@ def of_all(batch: Tree, dims: BatchDims, mesh: Mesh) -> Tree:
 def placed_parts(batch: Tree, whole: Tree, batches: IslandBatches) -> tuple[Tree, ...]:
     """The parts of a batch that lies on the devices of all islands, without a copy; nothing where
     it does not.
-
-    Args:
-        batch: of all islands.
-        whole: the same abstract, with shardings.
-        batches: abstract batches of the islands, with shardings.
     """
     leaves, structure = jax.tree.flatten(batch)
     if not all(

@@ -18,58 +18,34 @@ from shardlib.axes import ISLAND
 
 
 def mesh_of_all(meshes: Sequence[Mesh]) -> Mesh:
-    """The mesh of all islands: those of the islands, one after the other.
-
-    Args:
-        meshes: of the islands, alike but for their devices.
-    """
+    """The mesh of all islands: those of the islands, one after the other."""
     devices, first = np.stack([mesh.devices for mesh in meshes]), meshes[0]
     names = (ISLAND.name, *first.axis_names)
     return Mesh(devices, names, axis_types=(AxisType.Auto, *first.axis_types))
 
 
 def abstract_mesh_of_all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMesh:
-    """The same without devices.
-
-    Args:
-        mesh: of one island.
-        islands: their number.
-    """
+    """The same without devices."""
     sizes = (islands, *mesh.shape.values())
     names = (ISLAND.name, *mesh.axis_names)
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto, *mesh.axis_types))
 
 
 def stacked_sharding(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """How the stacked array of all islands is sharded.
-
-    Args:
-        sharding: of an island's array.
-        mesh: of all islands.
-    """
+    """How the stacked array of all islands is sharded."""
     first, *others = sharding.spec or (None,)
     inner = () if first is None else (first,) if isinstance(first, str) else tuple(first)
     return NamedSharding(mesh, PartitionSpec((ISLAND.name, *inner), *others))
 
 
 def stacked_shape(shape: Sequence[int], islands: int) -> tuple[int, ...]:
-    """The shape of the stacked array.
-
-    Args:
-        shape: of an island's array.
-        islands: their number.
-    """
+    """The shape of the stacked array."""
     first, *others = shape or (1,)
     return islands * first, *others
 
 
 def stacked(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """The arrays of all islands as one.
-
-    Args:
-        arrays: one for each island, sharded alike over its devices.
-        mesh: of all islands.
-    """
+    """The arrays of all islands as one."""
     one = [array if array.ndim else array.reshape(1) for array in arrays]
     first = one[0].sharding
     assert isinstance(first, NamedSharding)
@@ -82,22 +58,12 @@ def stacked(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 
 
 def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """The array of each island of a stacked one.
-
-    Args:
-        array: of all islands.
-        like: abstract arrays of the islands, with their shardings.
-    """
+    """The array of each island of a stacked one."""
     return [_of_island(array, one) for one in like]
 
 
 def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """Arrays of all islands, which are alike, as one over the devices of all.
-
-    Args:
-        arrays: one for each island, sharded alike over its devices.
-        mesh: of all islands.
-    """
+    """Arrays of all islands, which are alike, as one over the devices of all."""
     first = arrays[0].sharding
     assert isinstance(first, NamedSharding)
     shards = [shard.data for array in arrays for shard in array.addressable_shards]
@@ -106,24 +72,14 @@ def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
 
 
 def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The array of one island out of one that is the same on all.
-
-    Args:
-        array: over the devices of all islands.
-        sharding: of the island's array.
-    """
+    """The array of one island out of one that is the same on all."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
     return jax.make_array_from_single_device_arrays(array.shape, sharding, held(array, mesh))
 
 
 def held(array: jax.Array, mesh: Mesh) -> list[jax.Array]:
-    """What the devices of one island hold of an array.
-
-    Args:
-        array: over the devices of all islands.
-        mesh: of the island.
-    """
+    """What the devices of one island hold of an array."""
     found = {shard.device: shard.data for shard in array.addressable_shards}
     return [found[device] for device in mesh.devices.flat if device in found]
 

@@ -119,14 +119,7 @@ class StagedGradients:
 
     @staticmethod
     def of(program: Program) -> StagedGradients:
-        """Compiles them.
-
-        Args:
-            program: whose stages are programs of their own.
-
-        Raises:
-            PinError: its step cannot be divided there; all reasons are listed.
-        """
+        """Compiles them."""
         require_divided(program, staged=True)
         assert program.programs is not None
         dispatch = program.programs.compiled(
@@ -138,13 +131,7 @@ class StagedGradients:
         return StagedGradients(program=program, dispatch=dispatch)
 
     def call(self, params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
-        """(metrics, gradients, model state) of a step whose parameters are all there.
-
-        Args:
-            params: stored parameters.
-            model_state: before the step.
-            batch: placed on the devices.
-        """
+        """(metrics, gradients, model state) of a step whose parameters are all there."""
         state = replace(self.program.state, params=params, model_state=model_state)
         (found, after), metrics = self.dispatch.step(state, batch)
         return metrics, found, after
@@ -170,17 +157,7 @@ class StagedGradients:
         return found if found.keys() >= trained(self.program).keys() else {}
 
     def begun(self, params: Tree, model_state: Tree, batch: Tree, landed: Landed) -> Sums:
-        """Queues a step whose parameters are on their way; returns once all stages have them.
-
-        Args:
-            params: arrays that stand for trained parameters, and frozen ones.
-            model_state: before the step.
-            batch: placed on the devices.
-            landed: the trained parameters.
-
-        Raises:
-            LaunchError: they do not come.
-        """
+        """Queues a step whose parameters are on their way; returns once all stages have them."""
         arriving = _Arriving(staged=self, params=params, landed=landed)
         step = self.dispatch.begun(params, model_state, batch, arriving)
         last, outside = len(self.dispatch.chunks) - 1, self.dispatch.outside
@@ -197,11 +174,7 @@ class StagedGradients:
         return Sums(loss=loss, parts=parts, count=self._opening.microbatches, model_state=after)
 
     def needs(self, stage: int) -> tuple[Run, ...]:
-        """The runs that a stage needs.
-
-        Args:
-            stage: its number.
-        """
+        """The runs that a stage needs."""
         known = trained(self.program)
         numbers = [(number, stage) for number in self._opening.dealt]
         numbers += [(number, 0) for number in self.dispatch.kept[stage]]

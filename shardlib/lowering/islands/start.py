@@ -22,12 +22,7 @@ from shardlib.lowering.runtime.state import TrainState
 
 
 def outer_shardings(mesh: Mesh, states: Sequence[NamedSharding]) -> list[NamedSharding]:
-    """How what is outer is sharded: alike on all islands.
-
-    Args:
-        mesh: of all islands.
-        states: of optimizer state on one island.
-    """
+    """How what is outer is sharded: alike on all islands."""
     return [NamedSharding(mesh, one.spec) for one in states]
 
 
@@ -36,11 +31,6 @@ def _parameters(
 ) -> list[jax.Array]:
     """The outer parameters before the first step, those that all islands start from: float32, on
     the devices of each.
-
-    Args:
-        mesh: of all islands.
-        states: of optimizer state on one island.
-        trained: the trained parameters of each island.
     """
     found: list[jax.Array] = []
     for arrays, sharding in zip(
@@ -59,13 +49,7 @@ def _parameters(
 def abstract_outer(
     mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[jax.ShapeDtypeStruct]
 ) -> OuterState:
-    """What is outer, abstract, with shardings.
-
-    Args:
-        mesh: of all islands.
-        states: shardings of optimizer state on one island.
-        trained: abstract trained parameters of one island; none where none are outer.
-    """
+    """What is outer, abstract, with shardings."""
     shardings = outer_shardings(mesh, states) if trained else []
     outer = [
         jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
@@ -79,33 +63,19 @@ def abstract_outer(
 def first_outer(
     mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[Sequence[jax.Array]]
 ) -> OuterState:
-    """What is outer before the first step.
-
-    Args:
-        mesh: of all islands.
-        states: shardings of optimizer state on one island.
-        trained: trained parameters of each island; none where none are outer.
-    """
+    """What is outer before the first step."""
     params = _parameters(mesh, states, trained) if trained else []
     zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in params]
     return OuterState(step=np.int32(0), params=params, momentum=zeros)
 
 
 def zeros(leaf: Tree) -> jax.Array:
-    """An array of zeros.
-
-    Args:
-        leaf: abstract, with its sharding.
-    """
+    """An array of zeros."""
     return jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 
 def bytes_of(outer: OuterState | ResidualState) -> int:
-    """Bytes of what is outer on a device.
-
-    Args:
-        outer: abstract, with shardings.
-    """
+    """Bytes of what is outer on a device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(outer)
@@ -118,12 +88,7 @@ def _float32(array: jax.Array) -> jax.Array:
 
 
 def streams_of(number: int, state: TrainState) -> TrainState:
-    """A state whose model draws other random numbers than that of the first island.
-
-    Args:
-        number: of the island.
-        state: with the streams of the first.
-    """
+    """A state whose model draws other random numbers than that of the first island."""
     if number == 0:
         return state
 

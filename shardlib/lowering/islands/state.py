@@ -92,14 +92,7 @@ class IslandsState:
 
 
 def outer_of(state: IslandsState) -> OuterState:
-    """What is outer of a state.
-
-    Args:
-        state: of islands that train apart.
-
-    Raises:
-        StateError: it is of islands that exchange compressed gradients.
-    """
+    """What is outer of a state."""
     if not isinstance(state.exchange, OuterState):
         raise StateError(
             "the state has residuals of compressed gradients, and the program meets\nTry:"
@@ -109,14 +102,7 @@ def outer_of(state: IslandsState) -> OuterState:
 
 
 def require_arrived(outer: OuterState) -> None:
-    """Refuses what is outer of islands that meet with a delay: what is on the way would be lost.
-
-    Args:
-        outer: of a state.
-
-    Raises:
-        StateError: it is of such islands.
-    """
+    """Refuses what is outer of islands that meet with a delay: what is on the way would be lost."""
     if isinstance(outer, FlyingState):
         raise StateError(
             "the state has what is on the way between islands, and the program meets without a"

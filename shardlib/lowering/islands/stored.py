@@ -48,11 +48,7 @@ class StoredIslands:
 
 
 def together(state: IslandsState) -> StoredIslands:
-    """The state of islands as arrays over the devices of all.
-
-    Args:
-        state: concrete, or abstract with shardings; it stays usable.
-    """
+    """The state of islands as arrays over the devices of all."""
     mesh = mesh_of_islands(state)
     split = [_split(one.params, state.trained) for one in state.islands]
     states = [
@@ -69,12 +65,7 @@ def together(state: IslandsState) -> StoredIslands:
 
 
 def apart(stored: StoredIslands, like: IslandsState) -> IslandsState:
-    """The state of islands out of arrays over the devices of all.
-
-    Args:
-        stored: as `together` gives it; it is not to be used any more.
-        like: abstract state of the islands, with shardings.
-    """
+    """The state of islands out of arrays over the devices of all."""
     count = len(like.islands)
     trained, frozen = zip(*(_split(one.params, like.trained) for one in like.islands), strict=True)
     wanted = [
@@ -97,12 +88,7 @@ def apart(stored: StoredIslands, like: IslandsState) -> IslandsState:
 
 
 def on_all(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """An abstract array of one island as one that is the same on all.
-
-    Args:
-        leaf: with its sharding.
-        mesh: of all islands.
-    """
+    """An abstract array of one island as one that is the same on all."""
     sharding: Any = leaf.sharding
     moved = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=moved)

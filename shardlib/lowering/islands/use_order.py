@@ -15,11 +15,7 @@ from shardlib.tracing.jaxpr_to_graph import graph_from_program
 
 
 def parts_in_order(program: Program) -> tuple[Part, ...]:
-    """All elements of trained parameters, those that are used first in front.
-
-    Args:
-        program: of one process.
-    """
+    """All elements of trained parameters, those that are used first in front."""
     shapes = {path: tuple(leaf.shape) for path, leaf in trained(program).items()}
     return in_order(_uses(program, shapes), shapes)
 

@@ -20,12 +20,6 @@ def laid_out(
 ) -> jax.Array:
     """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it
     is needed whole.
-
-    Args:
-        value: the parameter as it is stored.
-        gathered: whether it is needed gathered at once.
-        use: its sharding while it is used.
-        back: the sharding of its gradient.
     """
     same = returning(back)(value)
     return held(same, use) if gathered else same
@@ -40,19 +34,7 @@ def constrained(
     *,
     loose: bool = False,
 ) -> jax.Array:
-    """A value pinned to a layout; loosely, only along the dims that it shards.
-
-    Args:
-        value: array or tracer.
-        layout: mesh axes per dim.
-        plan: with the sizes of these axes.
-        mesh: of the program.
-        path: of the op that makes the value, for messages.
-        loose: whether dims that the layout does not shard are left to the compiler.
-
-    Raises:
-        LayoutError: a dim does not divide.
-    """
+    """A value pinned to a layout; loosely, only along the dims that it shards."""
     try:
         layout.local_shape(value.shape, plan.mesh)
     except LayoutError as error:
@@ -80,12 +62,7 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
 
 
 def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
-    """A value that the automatic axes of a region do not shard.
-
-    Args:
-        value: array or scalar.
-        mesh: of the region.
-    """
+    """A value that the automatic axes of a region do not shard."""
     return (
         jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
         if jnp.ndim(value)
@@ -94,12 +71,7 @@ def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
 
 
 def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
-    """A sharding in a region where some axes of the mesh are manual: there, they shard nothing.
-
-    Args:
-        mesh: of the region.
-        sharding: over the whole mesh.
-    """
+    """A sharding in a region where some axes of the mesh are manual: there, they shard nothing."""
     manual = manual_axes(mesh)
     if not manual:
         return sharding

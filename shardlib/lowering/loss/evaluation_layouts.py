@@ -70,17 +70,8 @@ def laid_out_for(
     """Traces a loss and lays it out.
 
     Args:
-        plan: the decisions.
-        model: the model that was planned.
-        loss: what is evaluated.
-        batch: abstract, without shardings.
         batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
             else by convention.
-        axes_by_path: logical axes of the batch of a step, by path.
-
-    Raises:
-        BatchError: names do not fit the batch, or it has no rows.
-        TracingError: the loss does not trace for these shapes.
     """
     described = _described(batch, batch_axes, axes_by_path)
     if not described or any(
@@ -242,8 +233,6 @@ def abstract_batch(
     """A batch with the shardings that `shard` makes of its layouts.
 
     Args:
-        batch: tree of abstract arrays.
-        laid_out: their layouts.
         shard: layout -> sharding.
     """
     layouts = [layout for _, layout in laid_out.batch]

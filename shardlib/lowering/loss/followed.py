@@ -21,13 +21,6 @@ def followed(
 ) -> Placements:
     """Layouts that are followed from the parameters and the batch on, where those of the plan have
     no equations any more.
-
-    Args:
-        plan: the decisions.
-        traced: the loss.
-        order: position of each parameter's layout in the plan.
-        states: number of arrays of the model state.
-        handed: layouts of what the loss takes beside the batch, made of the whole batch before.
     """
     program = traced.program
     ranks = [len(program.avals[number].shape) for number in program.inputs]

@@ -43,8 +43,6 @@ def placed_loss(
     parameters; `change` has the last word on the walk.
 
     Args:
-        traced: the loss as it was traced.
-        placing: the layouts of the plan.
         change: walk -> walk, has the last word.
 
     Returns:
@@ -87,13 +85,6 @@ def unused_loops(
 ) -> tuple[Finding, ...]:
     """What the user should know when a plan has loops over the tensor axis, and the program
     none.
-
-    Args:
-        traced: the loss as it was traced.
-        plan: with the loops that it was priced with.
-        mesh: of the program.
-        params: shardings of the parameters.
-        placements: layouts of values, by op and result.
     """
     if plan.collective_matmul != "loop" or (
         plan.mesh["stage"] == 1

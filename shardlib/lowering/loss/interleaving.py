@@ -37,16 +37,7 @@ def interleaving(
     program: Program,
     parameters: int,
 ) -> Interleaving:
-    """What a loss does otherwise under a plan.
-
-    Args:
-        graph: of the loss.
-        pieces: its fused dims.
-        names: colour per dim of every value.
-        plan: the decisions.
-        program: the loss; its first inputs are the parameters.
-        parameters: how many.
-    """
+    """What a loss does otherwise under a plan."""
     shards = plan.mesh["tensor"]
     cut = {
         (value, dim): (name, sizes)

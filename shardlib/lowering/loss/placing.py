@@ -103,12 +103,7 @@ class Placing:
         return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
 
     def enter(self, parameter: int, leaf: jax.Array) -> jax.Array:
-        """One parameter as the loss takes it.
-
-        Args:
-            parameter: its number in tree order.
-            leaf: as it is stored.
-        """
+        """One parameter as the loss takes it."""
         if parameter in self.loss.slices.values():
             return leaf
         kernels, tables = self._whole(self._at_rest)
@@ -187,20 +182,11 @@ class Placing:
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh
         are manual: there, they shard nothing.
-
-        Args:
-            use: the operation.
-            mesh: of the region.
         """
         return self._parameter(use.view.parameter, mesh)
 
     def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
-        """The use of a parameter in the layouts that the plan has for the operation.
-
-        Args:
-            use: the operation.
-            mesh: of the region.
-        """
+        """The use of a parameter in the layouts that the plan has for the operation."""
         return replace(
             use, pins=Pins.of(use.equation, self.placements, mesh), again=self._finds_gathered
         )
@@ -304,17 +290,7 @@ class Placing:
         """Lays a traced loss out.
 
         Args:
-            traced: it.
-            plan: the decisions.
-            mesh: the mesh of the program.
-            params: shardings of the parameters.
-            placements: layouts of activations.
-            interleaving: what it does otherwise where fused dims are interleaved.
             exchange: how partial sums of gradients are exchanged; by default as the plan says.
-
-        Raises:
-            PlanError: the exchange keeps something from step to step that the plan has no place
-                for.
         """
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
         loss, order = traced.read(len(gradient)), parameter_order(plan, params.compute)
@@ -346,13 +322,7 @@ class Placing:
         )
 
     def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
-        """A walk that lays out every value that the plan places.
-
-        Args:
-            mesh: the mesh around the walk; inside of a manual region, that of the region, whose
-                manual axes shard nothing there.
-            loose: leave dims that the plan does not shard to the compiler, and every gradient.
-        """
+        """A walk that lays out every value that the plan places."""
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)
         functions = {} if loose else self._functions(mesh)

@@ -24,13 +24,7 @@ INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 def on_this_mesh(
     equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
 ) -> list[jax.Array] | None:
-    """The results of an operation that must run otherwise; None for all others.
-
-    Args:
-        equation: the operation.
-        operands: its operands.
-        mesh: the mesh around it; inside of a manual region, that of the region.
-    """
+    """The results of an operation that must run otherwise; None for all others."""
     if is_element_lookup(equation):
         return by_elements(equation, operands)
     if equation.name in INDEXED and manual_axes(mesh):

@@ -38,15 +38,6 @@ def apart(
 ) -> Mapping[str, tuple[str, int]]:
     """Policy, and the number of layers that follow it, of all layers by their path; empty where all
     follow `plan.remat`. With stages, the numbers are of the fullest stage.
-
-    Args:
-        plan: the decisions.
-        program: the loss, with its frozen parameters known.
-        loss: it as it was read.
-        paths: of the parameters.
-
-    Raises:
-        PlanError: the loss has no layers that a class of the plan could be.
     """
     if not plan.remat_layers and not plan.remat_classes:
         return {}
@@ -71,23 +62,13 @@ def apart(
 
 
 def fullest_stage(plan: Plan, count: int) -> int:
-    """How many of a number of layers the stage has that has the most; all where there are none.
-
-    Args:
-        plan: the decisions.
-        count: of layers.
-    """
+    """How many of a number of layers the stage has that has the most; all where there are none."""
     virtual = plan.virtual_stages if plan.mesh["stage"] > 1 else 1
     return virtual * math.ceil(count / (plan.mesh["stage"] * virtual))
 
 
 def layers(program: Program, loss: LossReading) -> list[Layers]:
-    """The layers of a loss, by loop and by stretch of repeated equations, in their order.
-
-    Args:
-        program: the loss, with its frozen parameters known.
-        loss: it as it was read.
-    """
+    """The layers of a loss, by loop and by stretch of repeated equations, in their order."""
     groups: list[Layers] = []
     reads: dict[str, set[int]] = {}
     for step in loss.steps:

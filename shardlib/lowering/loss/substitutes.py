@@ -26,15 +26,10 @@ def substitute(
     """A program for many devices with the results of a call.
 
     Args:
-        site: the call.
-        plan: the decisions.
         parameters: for each operand the layouts of the parameter that it is; None for others.
-        placements: layouts, those of operands among them (`Site.key`).
-        machine: where it runs.
 
     Returns:
         (operands) -> results; None where the equations of the call are left to automatic
-        partitioning.
     """
     if isinstance(site.call.form, Attention):
         return around_devices(site, plan, placements, machine)

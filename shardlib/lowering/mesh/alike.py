@@ -26,12 +26,6 @@ def alike(
 ) -> Function:
     """`Machine.manual` of a function of which devices along the axes that its result is not sharded
     over compute the same of the same arrays.
-
-    Args:
-        machine: the mesh and its collectives.
-        function: of shards.
-        arguments: one spec per argument.
-        result: spec of the result.
     """
     named = {name for spec in (*arguments, result) for name in _names(spec)}
     axes = tuple(

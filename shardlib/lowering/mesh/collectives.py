@@ -48,12 +48,7 @@ class Machine:
         return size
 
     def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
-        """How each dim is sharded, as JAX says it.
-
-        Args:
-            cuts: mesh axes by dim.
-            rank: number of dims.
-        """
+        """How each dim is sharded, as JAX says it."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
     def manual(
@@ -64,11 +59,6 @@ class Machine:
     ) -> Function:
         """A function of what one device holds as a function of whole arrays; axes that are manual
         around it stay so.
-
-        Args:
-            function: of shards.
-            arguments: one spec per argument.
-            result: one spec per result.
         """
         automatic = {
             name
@@ -108,11 +98,6 @@ class Machine:
     def gathered(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
         """A device's shard of an array as the whole, along a dim that is sharded over axes; inside
         of a manual region. See `gather`.
-
-        Args:
-            array: the shard.
-            dim: that is sharded.
-            axes: mesh axes, the major one first.
         """
         parts = self.parts(axes)
         if parts and dim and not self.torus:
@@ -136,10 +121,8 @@ class Machine:
         makes an all-reduce of that, one part after another, the minor one first.
 
         Args:
-            shape: elements per dim.
             pieces: how the array comes; None, or cuts that do not refine `cuts`, leave the way to
                 the compiler.
-            cuts: how it is wanted.
         """
         rank = len(shape)
         if pieces is None or any(
@@ -172,13 +155,7 @@ def row_major(array: jax.Array) -> jax.Array:
 def machine_of(
     plan: Plan, mesh: Mesh | AbstractMesh, exchange: GradientExchange | None = None
 ) -> Machine:
-    """The machine that a plan's program runs on; by default gradients are sent in their dtype.
-
-    Args:
-        plan: with the links of its axes.
-        mesh: of the program.
-        exchange: how partial sums of gradients are exchanged.
-    """
+    """The machine that a plan's program runs on; by default gradients are sent in their dtype."""
     return Machine(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),

@@ -18,11 +18,6 @@ PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
 def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> tuple[Finding, ...]:
     """A finding where JAX sees more devices than a mesh uses, or where whole processes own none of
     them.
-
-    Args:
-        shape: sizes of the mesh axes.
-        seen: number of devices that were to be had.
-        processes: numbers of those that own none of the mesh.
     """
     idle = seen - shape.devices
     if not idle and not processes:
@@ -60,7 +55,6 @@ def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
 
     Args:
         topology: spelling of the one that the plan was made for; None where that is not known.
-        platform: what JAX calls the devices.
     """
     try:
         chip = None if topology is None else parse_topology(topology).chip

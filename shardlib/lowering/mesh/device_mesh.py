@@ -72,10 +72,6 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
 def parts_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """The names that mesh axes have in a program's mesh: themselves, or those of their parts, the
     major one first.
-
-    Args:
-        mesh: of the program.
-        axes: names of mesh axes.
     """
     return tuple(
         name
@@ -102,17 +98,7 @@ def device_mesh(
     """Builds the JAX mesh of a plan.
 
     Args:
-        shape: sizes of the mesh axes.
-        topology: spelling of the topology that the plan was made for.
-        order: mesh axes from the outermost links to the innermost; empty for the usual order.
-        parts: axes to keep as their physical parts.
         devices: exactly the devices to use; by default the first ones that JAX sees.
-
-    Returns:
-        The mesh; and findings, where devices that JAX sees stay idle or are none of the topology's.
-
-    Raises:
-        TopologyError: too few devices, or a number given explicitly that is not the mesh's.
     """
     let_collectives_wait()
     available = list(jax.devices() if devices is None else devices)
@@ -186,14 +172,6 @@ def tpu_places(
 ) -> list[tuple[int, ...]]:
     """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or
     is no TPU's.
-
-    Args:
-        shape: sizes of the mesh axes.
-        topology: its spelling.
-        order: mesh axes from the outermost links to the innermost; empty for the usual order.
-
-    Returns:
-        (slice, coordinates of the chip, core on the chip), one per device.
     """
     try:
         parsed = parse_topology(topology)

@@ -30,11 +30,7 @@ def is_eight_bit(dtype: jax.typing.DTypeLike | None) -> TypeGuard[np.dtype]:
 
 
 def require_qwix() -> None:
-    """Checks that the library of products is installed, without loading it.
-
-    Raises:
-        MissingPackageError: it is not.
-    """
+    """Checks that the library of products is installed, without loading it."""
     if importlib.util.find_spec("qwix") is None:
         raise MissingPackageError(
             "products in 8 bits are those of qwix, which is not installed\nTry: pip install"
@@ -51,8 +47,6 @@ def product(
     """A product of two arrays in 8 bits, with gradients.
 
     Args:
-        numbers: which dims are contracted, and which go along.
-        ranks: number of dims of both.
         dtype: of the operands.
         result: dtype of the result.
     """
@@ -87,11 +81,6 @@ def gradient(
     the result.
 
     Args:
-        numbers: contracted and batch dims, as `dot_general` has them.
-        ranks: of the two operands.
-        side_of_result: 0 or 1, the operand whose gradient it is.
-        operand: the other operand.
-        cotangent: of the result.
         dtype: of 8 bits, that the product is made in.
     """
     contracted, batch = numbers

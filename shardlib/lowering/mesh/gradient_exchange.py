@@ -45,10 +45,6 @@ class GradientExchange(Protocol):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Reduces partial sums.
 
-        Args:
-            partial: those of one device, with what it kept of the step before.
-            collectives: what reduces them.
-
         Returns:
             The gradient, in the dtype of the partial sums, and what the device keeps, of their
             shape and dtype; None where it keeps nothing.

@@ -13,11 +13,6 @@ from shardlib.jax_types import KeyPath
 def owned(path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """The parameter that an array of optimizer state belongs to: its path ends the array's, and it
     has the array's shape. None where there is none.
-
-    Args:
-        path: key path of the array.
-        leaf: the array.
-        shapes: of all parameters, by path.
     """
     keys = path_text(path).split(".")
     names = (".".join(keys[start:]) for start in range(len(keys)))  # the longest suffix first

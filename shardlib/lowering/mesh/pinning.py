@@ -24,13 +24,7 @@ def constrain(tree: Tree, shardings: Tree) -> Tree:
 
 
 def moved(tree: Tree, before: Tree, after: Tree) -> Tree:
-    """Pins the leaves that change their layout; the others are laid out already.
-
-    Args:
-        tree: arrays.
-        before: their shardings.
-        after: the shardings that are wanted.
-    """
+    """Pins the leaves that change their layout; the others are laid out already."""
     return jax.tree.map(
         lambda leaf, old, new: leaf if old == new else held(leaf, new), tree, before, after
     )

@@ -95,10 +95,6 @@ class Precision:
 def require_products(plan: Plan) -> None:
     """Checks that the products of a plan can be made: those in 8 bits on chips that have them, or
     on simulated devices.
-
-    Raises:
-        PinError: the chips have none.
-        MissingPackageError: the library of such products is not installed.
     """
     dtype = Precision.of(plan).products
     if not is_eight_bit(dtype):
@@ -118,12 +114,7 @@ def is_real(leaf: Tree) -> bool:
 
 
 def like(tree: Tree, target: Tree) -> Tree:
-    """A tree with the dtypes of another; leaves that have them already are passed on.
-
-    Args:
-        tree: arrays.
-        target: arrays or abstract arrays, a tree like it.
-    """
+    """A tree with the dtypes of another; leaves that have them already are passed on."""
     return jax.tree.map(
         lambda leaf, model: leaf if leaf.dtype == model.dtype else leaf.astype(model.dtype),
         tree,
@@ -148,8 +139,6 @@ def stored(
     around every update.
 
     Args:
-        optimizer: the user's.
-        params: abstract parameters of the traced model.
         precision: the dtypes; where they change nothing, the optimizer is returned as it is.
     """
     at_rest = jax.eval_shape(optimizer.init, params)

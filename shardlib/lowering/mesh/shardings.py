@@ -28,12 +28,7 @@ from shardlib.report import Finding
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
-    """The JAX sharding of a layout.
-
-    Args:
-        mesh: of the program, whose axes may be physical parts of those of a plan.
-        layout: mesh axes per dim.
-    """
+    """The JAX sharding of a layout."""
     cuts = (parts_of(mesh, dim) for dim in layout)
     return NamedSharding(
         mesh,
@@ -65,12 +60,7 @@ class ParameterShardings:
 
 
 def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> ParameterShardings:
-    """The shardings of a model's parameters under a plan.
-
-    Raises:
-        LayoutError: the plan is for another model, or a layout does not fit; all parameters
-            concerned are listed.
-    """
+    """The shardings of a model's parameters under a plan."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
     planned = {
         parameter.path: parameter for parameter in plan.parameters if parameter.role != "updated"
@@ -126,11 +116,6 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
 def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """The sharding of every array of model state: what the loss updates as the plan says,
     everything else replicated. Stages replicate all of it.
-
-    Args:
-        plan: with the layouts of what is updated.
-        state: tree of abstract model state.
-        mesh: of the program.
     """
     planned = (
         {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"}
@@ -168,15 +153,6 @@ def optimizer_shardings(
     A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is
     sharded like that parameter's state. Every other leaf (counts, factored moments) is whole on
     every device.
-
-    Args:
-        opt_state: abstract state, as `optimizer.init` makes it.
-        params: abstract params.
-        shardings: tree like `params`: how each parameter's optimizer state is sharded.
-        mesh: the mesh.
-
-    Returns:
-        A tree like `opt_state`, and a finding if leaves larger than a scalar stay whole.
     """
     shapes = shapes_of(params)
     cuts = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
@@ -210,12 +186,7 @@ def batch_path(path: KeyPath) -> str:
 
 
 def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
-    """The sharding of every array of the batch, as a tree like it.
-
-    Raises:
-        BatchError: the plan is for another batch, or a layout does not fit; all arrays concerned
-            are listed.
-    """
+    """The sharding of every array of the batch, as a tree like it."""
     layouts = dict(plan.batch_layouts)
     failures: list[str] = []
 
@@ -242,10 +213,6 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 def without_axes(parameter: ParameterLayout, axes: Collection[str]) -> ParameterLayout:
     """The layouts of a parameter where some mesh axes shard nothing: in a region that is manual
     over them, or on the devices of one stage.
-
-    Args:
-        parameter: its layouts.
-        axes: names of mesh axes.
     """
 
     def left(layout: Layout) -> Layout:

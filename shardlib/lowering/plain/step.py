@@ -155,10 +155,6 @@ def make_step(
 
     Args:
         loss: (params, batch) -> scalar, or (scalar, dict of metrics).
-        optimizer: an optax transformation.
-        params: tree of parameters, arrays or abstract, with the paths of `LOSSES`.
-        batch: arrays or abstract arrays of the whole batch.
-        mesh: from `make_mesh`.
     """
     layouts = LOSSES["loss"]
     state = parameter_shardings(params, mesh), optimizer_shardings(_state(optimizer, params), mesh)
@@ -206,9 +202,6 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
     Args:
         step: (state, batch) -> (new state, metrics), or the new state alone. It marks its losses by
             `value_and_grad` of this file.
-        state: arrays or abstract arrays with the shapes of `STEP`.
-        batch: arrays or abstract arrays of the whole batch.
-        mesh: from `make_mesh`.
     """
     stored = state_shardings(state, mesh)
     program, out = _traced_step(step, state, batch)
@@ -935,11 +928,7 @@ def _by_path(tree: Any, function: Callable[[str, Any], Any]) -> Any:
 
 
 def _stored(tree: Any, planned: Mapping[str, Sequence[Any]], what: str, mesh: Mesh) -> Any:
-    """The shardings of a tree of arrays that are stored.
-
-    Raises:
-        ValueError: its arrays are others than those of the plan.
-    """
+    """The shardings of a tree of arrays that are stored."""
     shapes = {path: tuple(np.shape(leaf)) for path, leaf in paths(tree)}
     wrong = [
         f"{path} is {shapes.get(path, 'missing')} here,"

@@ -51,25 +51,7 @@ def build_program(
     """Lowers a plan.
 
     Args:
-        plan: the decisions.
-        model: the model that was planned.
-        loss: its loss, as `model.bind` gives it.
-        optimizer: an optax transformation.
-        batch: arrays or abstract arrays of the global batch.
-        batch_axes: logical axes of every array of the batch, by path; needed for microbatches.
         planned: what planning knows of the loss; by default nothing.
-        options: where the program runs, and what belongs to it.
-
-    Returns:
-        The program; nothing is compiled or allocated yet.
-
-    Raises:
-        TopologyError: not enough devices.
-        LayoutError: the plan does not fit the model.
-        BatchError: the plan does not fit the batch.
-        PinError: the plan decides something that lowering cannot carry out.
-        PlanError: the loss has no stages, or gradients cannot be exchanged so.
-        DiskError: the folder for state on disk cannot be written.
     """
     require_lowered(plan)
     planned, options = planned or PlannedLoss(), options or BuildOptions()

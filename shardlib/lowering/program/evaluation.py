@@ -96,22 +96,7 @@ class Evaluation:
         )
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
-        """The metrics of a batch: "loss", and the user's own. The state stays usable and unchanged.
-
-        Args:
-            state: of the program that trains.
-            batch: host arrays or device arrays, of any number of rows.
-
-        Returns:
-            Metrics by name, arrays on the devices: "loss", and the user's own.
-
-        Raises:
-            StateError: arrays of the state were donated to a step before, or deleted, or it is the
-                state of another program.
-            BatchError: the batch has no rows, or names do not fit it.
-            TracingError: the loss does not trace for these shapes.
-            PlanError: the program was lowered for devices that are not here.
-        """
+        """The metrics of a batch: "loss", and the user's own. The state stays usable and unchanged."""
         require_state("evaluate", state)
         require_present("evaluate", state.inference)
         program = self.compiled(batch)
@@ -127,9 +112,6 @@ class Evaluation:
 
         Args:
             batch: arrays, or `jax.ShapeDtypeStruct`; only shapes and dtypes matter.
-
-        Raises:
-            BatchError, TracingError: see `evaluate`.
         """
         shapes = shapes_of_batch(batch)
         leaves, structure = jax.tree.flatten(shapes)

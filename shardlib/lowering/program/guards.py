@@ -110,12 +110,7 @@ class Checked:
     wanted: Any
 
     def chosen(self, new: Tree, old: Tree) -> Tree:
-        """New arrays where the update is wanted, otherwise those before it.
-
-        Args:
-            new: arrays after the update.
-            old: arrays before it, a tree like it.
-        """
+        """New arrays where the update is wanted, otherwise those before it."""
         return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
 
     def metrics(self, state: GuardState) -> Metrics:
@@ -127,15 +122,7 @@ class Checked:
 def checked(
     guards: Guards, state: GuardState, loss: Value, gradients: Tree, shardings: Tree
 ) -> Checked:
-    """Checks a step.
-
-    Args:
-        guards: the guards.
-        state: what they carry.
-        loss: float scalar, multiplied by the scale where there is one.
-        gradients: tree of gradients, of the same scaled loss.
-        shardings: how each gradient is sharded, a tree like them.
-    """
+    """Checks a step."""
     if state.scale is not None:
         loss, gradients = (
             loss / state.scale,
@@ -155,13 +142,6 @@ def checked(
 def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
     """Euclidean norm of all elements of all arrays, float32 at least: every device sums its
     shards, and one all-reduce the sums of all devices.
-
-    Args:
-        leaves: arrays, at least one.
-        shardings: how each of them is sharded, all on one mesh.
-
-    Returns:
-        Scalar, float32 or wider, the same on all devices.
     """
     mesh = shardings[0].mesh
 
@@ -197,15 +177,7 @@ def _ways(sharding: NamedSharding) -> int:
 
 
 def limited(state: TrainState, limit: float) -> TrainState:
-    """The state with a limit for the loss of the steps to come: those above it are skipped.
-
-    Args:
-        state: of a program with `Guards(spike=True)`.
-        limit: the largest loss that is not skipped.
-
-    Raises:
-        PlanError: the program has no such guard.
-    """
+    """The state with a limit for the loss of the steps to come: those above it are skipped."""
     if state.guard is None or state.guard.limit is None:
         raise PlanError(
             "the program has no limit for the loss\nTry: shardlib.compile(...,"

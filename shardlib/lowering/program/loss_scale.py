@@ -24,13 +24,6 @@ from shardlib.tracing.program import flatten
 def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
     """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
     batch), multiplied by the scale in float32 at least.
-
-    Args:
-        traced: the loss.
-        parameters, states: number of leaves of params and of state.
-
-    Raises:
-        TracingError: the equations of the loss do not stay what they are.
     """
     before = parameters + states
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed_jaxpr.in_avals]

@@ -68,18 +68,7 @@ def part_as_planned(
     part: Tree,
     planned: PlannedLoss,
 ) -> Part:
-    """The loss of one microbatch, with the layouts of the plan where it computes what was planned.
-
-    Args:
-        plan: the decisions.
-        model: the model.
-        loss: its loss.
-        part: the abstract batch of one microbatch.
-        planned: what planning knows of the loss.
-
-    Raises:
-        TracingError: the loss does not trace for a microbatch.
-    """
+    """The loss of one microbatch, with the layouts of the plan where it computes what was planned."""
     traced, placements = planned.traced, planned.placements or {}
     if traced is not None and plan.microbatches == 1:
         return Part(traced=traced, placements=placements)
@@ -100,13 +89,7 @@ def part_as_planned(
 
 @diagnostic
 def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
-    """Attention that is not computed as it was planned.
-
-    Args:
-        chosen: the plan.
-        lowered: the plan as far as it was lowered.
-        lost: whether the loss computes other operations on a microbatch than on the whole batch.
-    """
+    """Attention that is not computed as it was planned."""
     if chosen.attention != lowered.attention:
         return (
             Finding(

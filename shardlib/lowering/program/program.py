@@ -76,10 +76,6 @@ def verified_by(
 
     Args:
         verifier: of the program; None where it was lowered to be a part of another.
-        program, limits, options: see `Program.verify`.
-
-    Raises:
-        PlanError: there is no verifier.
     """
     if verifier is None:
         raise PlanError(
@@ -90,11 +86,7 @@ def verified_by(
 
 
 def shardings_of(tree: Tree) -> Tree:
-    """The shardings of abstract arrays, as a tree like them.
-
-    Args:
-        tree: tree of `jax.ShapeDtypeStruct` with shardings, or of arrays.
-    """
+    """The shardings of abstract arrays, as a tree like them."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
@@ -299,11 +291,7 @@ class Program:
         )
 
     def _update(self, made: Made) -> Update:
-        """What stages that are programs of their own leave to be done, compiled.
-
-        Args:
-            made: what it is given beside the state, abstract.
-        """
+        """What stages that are programs of their own leave to be done, compiled."""
         if self.disk is not None:
             step = self._with_disk(made)
             step.prepare()

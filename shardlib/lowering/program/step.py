@@ -36,15 +36,7 @@ def unpiped(
     gradient: Tree,
     partition: Partition,
 ) -> Run:
-    """The batch at once, or one microbatch after another.
-
-    Args:
-        traced: the loss of one microbatch.
-        placing: how its values are laid out.
-        microbatches: how the batch is divided.
-        gradient: shardings of gradients as the optimizer reads them.
-        partition: which parameters are trained; the others are closed over.
-    """
+    """The batch at once, or one microbatch after another."""
     loss, late = placed_loss(traced, placing), once(traced, placing)
 
     def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
@@ -73,13 +65,7 @@ def unpiped(
 
 
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
-    """The microbatches through the stages of a pipeline.
-
-    Args:
-        pipeline: the loss, cut into stages.
-        shardings: of each array of the batch.
-        dims: batch dim of each array of the batch, by path.
-    """
+    """The microbatches through the stages of a pipeline."""
     parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
     return Run.of(
         lambda params, state, batch: pipeline.gradients(params, state, *parts.split(batch)),
@@ -88,12 +74,7 @@ def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
 
 
 def of_trained(run: Run, partition: Partition) -> Run:
-    """A run that gives the gradients of trained parameters, for one that has some for all.
-
-    Args:
-        run: gives gradients of all parameters.
-        partition: which of them are trained.
-    """
+    """A run that gives the gradients of trained parameters, for one that has some for all."""
 
     def gradients(*arguments: Any) -> Any:
         results, found, kept = run.gradients(*arguments)
@@ -112,14 +93,8 @@ def init_function(
     """seed -> the state before the first step; `kept` is abstract, see `Run`.
 
     Args:
-        model: the model.
-        optimizer: an optax transformation.
         precision: dtypes of stored arrays.
         guards: None for none.
-        kept: abstract, see `Run`.
-
-    Returns:
-        Function of an int32 scalar.
     """
 
     def init(seed: Index) -> TrainState:
@@ -209,11 +184,6 @@ def apply_function(
 def named(function: Function, kind: str, digest: str) -> Function:
     """Gives a function the plan's digest as part of its name, which becomes the name of the
     compiled module.
-
-    Args:
-        function: any; changed.
-        kind: "step", "init" and the like.
-        digest: of the plan.
     """
     function.__name__ = function.__qualname__ = f"shardlib_{kind}_{digest}"
     return function

@@ -57,18 +57,7 @@ def store_of(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
 ) -> Store:
-    """How a plan stores the parameters of a model and the state of an optimizer.
-
-    Args:
-        plan: the decisions.
-        model: with its abstract parameters.
-        optimizer: an optax transformation.
-        mesh: of the program.
-
-    Raises:
-        LayoutError: the plan does not fit the model.
-        PinError: the plan puts state where this machine has no memory for it.
-    """
+    """How a plan stores the parameters of a model and the state of an optimizer."""
     params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
     trained, cuts = model.partition.trained(model.params), params.of(model.partition)
     in_dtypes = stored(optimizer, trained, precision)

@@ -51,11 +51,6 @@ class Pins:
     ) -> Pins | None:
         """The pins of an equation; None where it is no contraction, or the plan has no layouts for
         it.
-
-        Args:
-            equation: the equation.
-            placements: the layouts of a plan.
-            mesh: the mesh around it.
         """
         if equation.name not in CONTRACTIONS:
             return None
@@ -80,12 +75,7 @@ class Pins:
         )
 
     def read(self, position: int, value: jax.Array) -> jax.Array:
-        """An operand as the contraction reads it; also the gradient of that operand.
-
-        Args:
-            position: 0 or 1, which operand it is.
-            value: the operand, or its gradient.
-        """
+        """An operand as the contraction reads it; also the gradient of that operand."""
         return held(value, self.operands[position])
 
     def scattered(self, position: int, gradient: jax.Array) -> jax.Array:
@@ -155,9 +145,6 @@ class Contraction(Protocol):
         looked at.
 
         Args:
-            position: the operand whose gradient it is.
-            operands: both operands.
-            cotangent: of the result.
             like: shape and dtype of the gradient.
         """
         ...
@@ -196,9 +183,6 @@ class AsWritten:
         """The gradient of one operand.
 
         Args:
-            position: the operand whose gradient it is.
-            operands: both operands.
-            cotangent: of the result.
             like: shape and dtype of the gradient.
         """
         left = operands[0]
@@ -240,13 +224,7 @@ def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -
 
 
 def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) -> jax.Array:
-    """The result of a contraction that runs in its own layouts, and whose gradients do.
-
-    Args:
-        contraction: the operation.
-        pins: its layouts.
-        operands: both operands.
-    """
+    """The result of a contraction that runs in its own layouts, and whose gradients do."""
     like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
     def made(*operands: jax.Array) -> jax.Array:

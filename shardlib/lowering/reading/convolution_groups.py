@@ -129,12 +129,6 @@ def by_groups(
 ) -> Contraction:
     """A contraction with its sums over rows apart, where it is a convolution in groups; others as
     they are.
-
-    Args:
-        contraction: the operation.
-        equation: as the model has it.
-        pins: its layouts.
-        changed: parameters of the primitive that are others than in the model.
     """
     if equation.name != "conv_general_dilated" or pins.result.mesh.size == 1:
         return contraction

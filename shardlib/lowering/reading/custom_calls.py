@@ -61,9 +61,6 @@ class Site:
 def sites(walked: Iterable[Step]) -> dict[str, Site]:
     """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in
     other loops and branches.
-
-    Args:
-        walked: its equations, see `steps`.
     """
     return {step.site.call.path: step.site for step in walked if step.site is not None}
 
@@ -136,10 +133,6 @@ class Step:
 def steps(program: Program, parameters: int) -> Iterator[Step]:
     """The equations of a loss in order, those of bodies of scans and under rematerialisation
     too.
-
-    Args:
-        program: the loss; its first inputs are the parameters.
-        parameters: how many inputs are parameters.
     """
     return _steps(
         program,

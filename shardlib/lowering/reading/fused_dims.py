@@ -251,15 +251,7 @@ def taken(
     forth: tuple[NamedSharding, NamedSharding],
     back: tuple[NamedSharding, NamedSharding],
 ) -> jax.Array:
-    """A parameter as the program takes it, with interleaved dims.
-
-    Args:
-        value: as the model has it.
-        orders: dims to interleave.
-        shards: parts of every piece.
-        forth: sharding of the parameter, and that in which its order changes.
-        back: the same of its gradient.
-    """
+    """A parameter as the program takes it, with interleaved dims."""
 
     def moved(value: Any, change: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
         stored, during = shardings

@@ -35,13 +35,6 @@ def looked_up(program: Program, parameters: int) -> frozenset[int]:
 
     A slice of rows of which devices have shards makes XLA's partitioner permute rows between
     devices, with pairs of devices that GPUs refuse (JAX 0.10.2).
-
-    Args:
-        program: of the loss.
-        parameters: how many of its first inputs are parameters.
-
-    Returns:
-        Their numbers in tree order.
     """
     tables: set[int] = set()
     others: set[int] = set(program.outputs)
@@ -85,13 +78,6 @@ def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
 def narrowed(program: Program, parameters: int) -> dict[int, np.dtype]:
     """The dtype to which a parameter, or every layer of it, is cast by the one operation that reads
     it, where that is a narrower floating one. Its gradient has no more digits either.
-
-    Args:
-        program: of the loss.
-        parameters: how many of its first inputs are parameters.
-
-    Returns:
-        By number of the parameter in tree order.
     """
     dtypes: dict[int, np.dtype] = {}
     _find_casts(
@@ -132,13 +118,8 @@ def _entered(equation: Equation) -> Program | None:
 def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
     """Which slices of which scans are layers of a stacked parameter?
 
-    Args:
-        program: the loss; its first inputs are the parameters.
-        parameters: how many inputs are parameters.
-
     Returns:
         Path under which a slice reaches `place` -> index of the parameter; only for parameters that
-        nothing else reads.
     """
     slices: dict[str, int] = {}
     reads: Counter[int] = Counter()

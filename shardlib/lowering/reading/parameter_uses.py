@@ -29,13 +29,8 @@ def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
     """Finds the matmuls, convolutions, lookups and slices of parameters, and additions of matrices
     to activations that have more dims.
 
-    Args:
-        program: the loss; its first inputs are the parameters.
-        parameters: how many inputs are parameters.
-
     Returns:
         Path of the equation -> how it uses a parameter; an equation with several parameters among
-        its operands is left out.
     """
     uses: dict[str, Use] = {}
     views = {
@@ -115,9 +110,7 @@ def seen_through(equation: Equation, operands: list[View | None], program: Progr
     none.
 
     Args:
-        equation: the operation.
         operands: views of its operands; None where one is none.
-        program: that it stands in.
     """
     if len(operands) != 1 or operands[0] is None:
         return None

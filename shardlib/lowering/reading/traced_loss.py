@@ -56,18 +56,7 @@ def trace_loss(
     *,
     what: str = "one microbatch,",
 ) -> LossJaxpr:
-    """Traces a loss, without the layouts that it brings along.
-
-    Args:
-        loss: as the model binds it.
-        params: abstract parameters.
-        state: abstract model state.
-        batch: abstract batch.
-        what: what is traced, for messages.
-
-    Raises:
-        TracingError: the loss does not trace for these shapes.
-    """
+    """Traces a loss, without the layouts that it brings along."""
 
     def traced(loss: PureLoss) -> tuple[jex.ClosedJaxpr, Tree]:
         with no_mesh():
@@ -99,12 +88,7 @@ def trace_loss(
 
 
 def same_program(first: LossJaxpr, second: LossJaxpr) -> bool:
-    """Whether two traces have the same equations in the same places, whatever their shapes.
-
-    Args:
-        first: a traced loss.
-        second: the same for another number of rows.
-    """
+    """Whether two traces have the same equations in the same places, whatever their shapes."""
     return [(e.path, e.name) for e in first.program.equations] == [
         (e.path, e.name) for e in second.program.equations
     ]

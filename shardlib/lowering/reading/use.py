@@ -122,9 +122,6 @@ class Use:
         result; in the dtype of `like`.
 
         Args:
-            position: 0 or 1, the operand whose gradient it is.
-            other: the other operand.
-            cotangent: of the result.
             like: shape and dtype of the gradient.
         """
         if is_eight_bit(self.product):
@@ -146,9 +143,6 @@ class Use:
         at.
 
         Args:
-            position: 0 or 1, the operand whose gradient it is.
-            operands: both operands.
-            cotangent: of the result.
             like: shape and dtype of the gradient.
         """
         operand = operands[1 - position]
@@ -171,13 +165,7 @@ class Use:
     def to_activation(
         self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
     ) -> jax.Array:
-        """The gradient of the other operand, in the operation's own layouts.
-
-        Args:
-            activation: the other operand.
-            weight: as it is used.
-            cotangent: of the result.
-        """
+        """The gradient of the other operand, in the operation's own layouts."""
         pins, position = self.pins, 1 - self.operand
         if pins is None:
             return self.gradient(position, weight, cotangent, activation)
@@ -212,12 +200,6 @@ class Use:
     ) -> jax.Array:
         """The gradient of one operand in the dtype of the cotangent, see `sums_in`; among
         `operands`, that one is not looked at.
-
-        Args:
-            position: 0 or 1, the operand whose gradient it is.
-            operands: both operands.
-            cotangent: of the result.
-            shape: of the gradient.
         """
         operand = operands[1 - position]
         assert operand is not None, "a gradient is made of the other operand"
@@ -275,7 +257,6 @@ def as_dtype(value: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A value in a dtype; itself where it is in that one.
 
     Args:
-        value: array or tracer.
         dtype: wanted.
     """
     return value if value.dtype == dtype else value.astype(dtype)

@@ -21,7 +21,6 @@ def placed(batch: Tree, target: Tree) -> Tree:
 
     Args:
         batch: arrays of the asked shapes and dtypes.
-        target: abstract, with shardings.
     """
     return jax.tree.map(_placed, batch, target)
 
@@ -32,7 +31,6 @@ def given(batch: Tree, target: Tree) -> Tree:
 
     Args:
         batch: arrays of the asked shapes and dtypes.
-        target: abstract, with shardings.
     """
     if jax.process_count() > 1:  # a call takes arrays that are alike in all processes, and compares
         return placed(batch, target)

@@ -25,13 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 def sums(
     arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding] | None = None
 ) -> jax.Array:
-    """Two sums of every array, uint32 [arrays, 2], by sorted path; pure and jittable.
-
-    Args:
-        arrays: by path.
-        shardings: how arrays are sharded, where that is known: every device then sums its
-            shard in one pass, and only the sums are communicated.
-    """
+    """Two sums of every array, uint32 [arrays, 2], by sorted path; pure and jittable."""
     rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)
 
@@ -127,7 +121,6 @@ def by_path(arrays: Mapping[str, jax.Array], rows: np.ndarray) -> dict[str, tupl
     """The result of `sums` on the host by path.
 
     Args:
-        arrays: those that were summed, by path.
         rows: uint32 [arrays, 2], in the order of the sorted paths.
     """
     return {

@@ -21,13 +21,6 @@ NAMED = 3
 def require_present(caller: str, state: Tree) -> None:
     """Refuses a state whose arrays were donated or deleted; a compiled program would read what is
     no longer there, which kills the process on simulated devices.
-
-    Args:
-        caller: what the state is given to.
-        state: arrays, on devices or on disk; others are not looked at.
-
-    Raises:
-        StateError: an array is deleted; the first ones are named.
     """
     try:
         gone = any(

@@ -47,24 +47,13 @@ class Draft:
     def of(
         function: Callable[..., Arrays], inputs: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
     ) -> Draft:
-        """Traces a function.
-
-        Args:
-            function: of arrays, in the order of `inputs`, to a list of arrays.
-            inputs: abstract arrays, with shardings.
-            mesh: the mesh around it.
-        """
+        """Traces a function."""
         with in_mesh(mesh):
             return Draft.of_program(flatten(jax.make_jaxpr(function)(*inputs)), inputs)
 
     @staticmethod
     def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> Draft:
-        """Of what has been traced: those of its equations that its outputs need.
-
-        Args:
-            program: its inputs and outputs are those of the function.
-            inputs: abstract arrays, with shardings.
-        """
+        """Of what has been traced: those of its equations that its outputs need."""
         positions = {number: k for k, number in enumerate(program.inputs)}
         fresh = list(dict.fromkeys(number for number in program.outputs if number not in positions))
         places = {number: place for place, number in enumerate(fresh)}
@@ -116,10 +105,7 @@ class Draft:
         """Compiles it.
 
         Args:
-            name: of the program.
-            mesh: the mesh around it.
             shardings: of the results that have to have one; None leaves one to the compiler.
-            donated: positions of inputs whose buffers it takes over.
         """
         requested = [*shardings, *[None] * (len(self.sources) - len(shardings))]
 

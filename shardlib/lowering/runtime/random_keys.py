@@ -70,12 +70,7 @@ def dtype_of(leaf: Tree) -> np.dtype:
 
 
 def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Typed keys as they are to be sharded; several processes each take what their devices hold.
-
-    Args:
-        keys: the same on every process.
-        sharding: of the keys, without the dims of their words.
-    """
+    """Typed keys as they are to be sharded; several processes each take what their devices hold."""
     if jax.process_count() == 1:
         return jax.device_put(keys, sharding)
     words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
@@ -108,10 +103,6 @@ class Fold:
     def stacked(self, leaf: jax.Array, parts: int) -> jax.Array:
         """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key
         itself.
-
-        Args:
-            leaf: the key of the whole batch.
-            parts: number of microbatches.
         """
         if parts == 1 or not self.apart:
             return jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
@@ -135,17 +126,6 @@ BatchDims = Mapping[str, int | Fold | None]
 def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
     """The batch dim of every array of a batch, by path, with `Fold` in the place of None for the
     keys of the whole batch.
-
-    Args:
-        dims: batch dim of each array, by path.
-        batch: the batch, abstract.
-        program: a loss; its last inputs are the arrays of the batch.
-
-    Returns:
-        In the order of the batch.
-
-    Raises:
-        BatchError: the integers of a key are taken for rows.
     """
     paths = [batch_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     paths_by_number = {
@@ -202,10 +182,6 @@ def of_the_whole(dims: BatchDims) -> BatchDims:
 def key_inputs(dims: BatchDims, jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
     """Positions of the arrays of the batch without rows, keys and seeds for example, among the
     inputs of a loss.
-
-    Args:
-        dims: dim of the rows of each array of the batch, by path.
-        jaxpr: of the loss; the batch is its last inputs.
     """
     first = len(jaxpr.in_avals) - len(dims)
     return frozenset(

@@ -24,9 +24,6 @@ _LINES = 100
 def sharding_tree(parts: Mapping[str, Tree]) -> str:
     """HTML that fetches nothing; empty without treescope, where arrays have been donated, and where
     there are too many arrays or devices to look at.
-
-    Args:
-        parts: pytrees of arrays by their names.
     """
     arrays = [leaf for leaf in jax.tree.leaves(dict(parts)) if isinstance(leaf, jax.Array)]
     if not 0 < len(arrays) <= _ARRAYS or any(leaf.is_deleted() for leaf in arrays):

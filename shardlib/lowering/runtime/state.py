@@ -111,13 +111,5 @@ class Gradients:
 
 
 def scaled_state(model_state: Tree, scale: Leaf) -> dict[str, Tree]:
-    """Model state with the scale of the loss beside it.
-
-    Args:
-        model_state: what the model itself updates.
-        scale: what the loss is multiplied by, float32 scalar.
-
-    Returns:
-        {"model": the model state, "scale": the scale}.
-    """
+    """Model state with the scale of the loss beside it."""
     return {"model": model_state, "scale": scale}

@@ -20,12 +20,7 @@ _HEAD = ("array", "shape", "dtype", "sharded over", "a device")
 
 
 def state_card(title: str, parts: Mapping[str, Tree]) -> str:
-    """The arrays of a state as HTML; nothing is fetched from devices.
-
-    Args:
-        title: of the card.
-        parts: pytrees of arrays by their names.
-    """
+    """The arrays of a state as HTML; nothing is fetched from devices."""
     rows: list[tuple[int, tuple[str, ...]]] = []
     lines: list[str] = []
     for name, tree in parts.items():

@@ -29,11 +29,7 @@ class Adapted:
 
 
 def base_of(weights: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-    """(params, state) of the model itself.
-
-    Args:
-        weights: (params, state), the params `Adapted` or not.
-    """
+    """(params, state) of the model itself."""
     params, state = weights
     return (params.params if isinstance(params, Adapted) else params), state
 
@@ -42,8 +38,6 @@ def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) ->
     """Leaves of params and state, as one token has them.
 
     Args:
-        params: of the model, or `Adapted`.
-        state: of the model.
         adapter: int32, that of the token, from 1 on; 0, or None, for the base.
     """
     if not isinstance(params, Adapted):

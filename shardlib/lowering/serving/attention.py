@@ -66,12 +66,7 @@ def over_pages(
     """What tokens make of the pages that a device has.
 
     Args:
-        form: of the call.
-        sets_of_tokens: tokens.
         read: pages [A, B] -> keys of each part [A, B, held, K, H] or [A, B, held, H], and values.
-        size: tokens of a page.
-        tokens_per_page: those of them that the device has.
-        first: the first one that it has.
     """
     (sets, pages_per_request), (_, chunk) = (
         sets_of_tokens.table.shape,
@@ -140,14 +135,7 @@ def _at_once(limit: int, size: int) -> list[int]:
 
 
 def joined(parts: Partial) -> Value:
-    """Attention of tokens whose keys are in several places.
-
-    Args:
-        parts: what each place has made of its own, with a leading dim of places.
-
-    Returns:
-        Without that dim, float32.
-    """
+    """Attention of tokens whose keys are in several places."""
     mixed, total, highest = parts
     factor = jnp.exp(highest - jnp.max(highest, axis=0))
     total_weight = jnp.sum(total * factor, axis=0)

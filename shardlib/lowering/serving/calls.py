@@ -54,13 +54,7 @@ class CachedCall:
     def pages(
         self, groups: Sequence[CacheGroup], size: int, devices: int = 1
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What its pages are: [layers, pages, tokens, ...] for each array that is kept.
-
-        Args:
-            groups: cache groups, see `Layers`.
-            size: tokens of a page.
-            devices: groups of devices, each with so many pages.
-        """
+        """What its pages are: [layers, pages, tokens, ...] for each array that is kept."""
         layers, count = Layers.of(self.windows, groups).leading
         return tuple(
             jax.ShapeDtypeStruct((layers, devices * count, size, *array.shape), array.dtype)
@@ -69,16 +63,7 @@ class CachedCall:
 
 
 def cached_calls(program: Program, there: int = 0) -> tuple[CachedCall, ...]:
-    """The calls of attention of a forward pass, in order.
-
-    Args:
-        program: the forward pass of one token.
-        there: calls anywhere in it, in branches, too.
-
-    Raises:
-        ModelError: there is none, or one that a cache cannot serve: that is not causal, or whose
-            rows have several documents.
-    """
+    """The calls of attention of a forward pass, in order."""
     beside = beside_calls(program)
     calls = [
         call for call in _calls(program, [Constants(program=program)]) if call.path not in beside
@@ -107,9 +92,6 @@ def cached_calls(program: Program, there: int = 0) -> tuple[CachedCall, ...]:
 def beside_calls(program: Program) -> frozenset[str]:
     """Paths of calls of attention that need no cache: not causal, and what they look at depends on
     no token, such as what an encoder made of a source.
-
-    Args:
-        program: the forward pass of one token, its last input.
     """
     return frozenset(_moved(program, {program.inputs[-1]})[0])
 
@@ -153,11 +135,7 @@ def _moved(program: Program, moving: set[int]) -> tuple[set[str], set[int]]:
 
 
 def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
-    """The programs inside of an equation that is walked into, and how often each runs.
-
-    Args:
-        equation: a scan, or remat.
-    """
+    """The programs inside of an equation that is walked into, and how often each runs."""
     if equation.name == "scan":
         yield (
             flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope),

@@ -27,13 +27,7 @@ class Ends:
 
 
 def ends(program: Program, calls: Collection[str], varies: Callable[[Equation], bool]) -> Ends:
-    """Cuts a forward pass of one token after its last call of attention.
-
-    Args:
-        program: whose last input is the token.
-        calls: paths of calls of attention.
-        varies: whether an equation depends on where the token stands.
-    """
+    """Cuts a forward pass of one token after its last call of attention."""
     before = _before(program, calls)
     moving = {program.inputs[-1]}
     for equation in program.equations:

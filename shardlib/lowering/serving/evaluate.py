@@ -55,12 +55,6 @@ def evaluate(
 ) -> tuple[list[Value], Mapping[str, Pages]]:
     """Runs a forward pass of one token; returns its results, and the pages with the token's keys
     and values.
-
-    Args:
-        program: the forward pass.
-        arguments: its inputs.
-        cached: pages, and where the token stands.
-        path: of the equation that the program is inside of.
     """
     env: dict[int, Any] = {
         number: _constant(cached, path, number, value)
@@ -119,13 +113,7 @@ def _constant(cached: Cached, path: str, number: int, value: Value) -> Value:
 
 
 def looks(equation: Equation, places: Positions, calls: Iterable[str]) -> bool:
-    """Whether an equation has attention in it, or looks at the position.
-
-    Args:
-        equation: of the forward pass.
-        places: where it looks at the position.
-        calls: paths of calls of attention.
-    """
+    """Whether an equation has attention in it, or looks at the position."""
     below = f"{equation.path}/"
     paths = [
         *calls,

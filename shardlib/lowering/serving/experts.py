@@ -24,10 +24,6 @@ def visiting(form: ExpertForm, grid: Grid) -> Callable[..., tuple[Value, Value]]
     """The function that takes the place of a call of `visit` for one token; mapped over tokens it
     sorts all of them by expert, once. No token is dropped: how many an expert may take depends on
     the other rows of a batch, of which a request knows nothing.
-
-    Args:
-        form: of the call.
-        grid: the devices.
     """
     dropless = replace(form, capacity=None)
 

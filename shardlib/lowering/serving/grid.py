@@ -54,15 +54,7 @@ class Grid:
         return tuple(axis for axis in SHARED if axis not in self.heads(count))
 
     def page_spec(self, page: Tree, heads: int) -> Tree:
-        """How pages [layers, pages, tokens, ...] are cut: a spec for each array that they are.
-
-        Args:
-            page: the pages.
-            heads: of the values of its call.
-
-        Raises:
-            ArgumentError: a page has a number of tokens that is not divided by the devices.
-        """
+        """How pages [layers, pages, tokens, ...] are cut: a spec for each array that they are."""
         tokens = self.tokens(heads)
         if page.shape[2] % self.ways(tokens):
             raise ArgumentError(
@@ -79,11 +71,7 @@ class Grid:
         return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def by_group(self, tree: Tree) -> Tree:
-        """Shardings of arrays of which each group of devices has its rows, and of scalars.
-
-        Args:
-            tree: of arrays.
-        """
+        """Shardings of arrays of which each group of devices has its rows, and of scalars."""
 
         def of(leaf: Leaf) -> NamedSharding | None:
             return self.sharding(PartitionSpec("data") if leaf.ndim else PartitionSpec())
@@ -97,7 +85,6 @@ class Grid:
         Args:
             function: (logits, beside) -> arrays with as many rows.
             logits: [D R, vocab].
-            beside: arrays with as many rows, and scalars.
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(logits, beside)
@@ -110,13 +97,7 @@ class Grid:
         return self.local(function, (row, specs), row)(logits, beside)
 
     def local(self, function: Function, arguments: Tree, results: Tree) -> Function:
-        """A function of what one device holds as a function of whole arrays.
-
-        Args:
-            function: of shards.
-            arguments: specs, as a tree like its arguments.
-            results: specs, as a tree like its results.
-        """
+        """A function of what one device holds as a function of whole arrays."""
         if self.mesh is None or self.mesh.size == 1:
             return function
         return jax.shard_map(

@@ -40,12 +40,7 @@ class Latent:
 
 
 def latent(program: Program, call: Call) -> Latent | None:
-    """What the keys and values of a call are made of; None where it is not worth it.
-
-    Args:
-        program: that the call stands in, of one token.
-        call: of attention.
-    """
+    """What the keys and values of a call are made of; None where it is not worth it."""
     producers = {number: equation for equation in program.equations for number in equation.outputs}
     shapes = [tuple(aval.shape) for aval in program.avals]
     assert isinstance(call.form, Attention)

@@ -36,8 +36,6 @@ def attending(
     of attention of one token; mapped over tokens it writes all of them, and then attends.
 
     Args:
-        form: of the call.
-        grid: the devices.
         shared: the part of keys that values are, so that they are kept once; None for none.
     """
 

@@ -45,16 +45,7 @@ class Positions:
 
 
 def positions(shortest: Program, longest: Program, tokens: int) -> Positions:
-    """Compares a forward pass of one token with that of as many as a request may have.
-
-    Args:
-        shortest: of one token.
-        longest: of the most tokens.
-        tokens: their number, at least 2.
-
-    Raises:
-        ModelError: the passes count in different places.
-    """
+    """Compares a forward pass of one token with that of as many as a request may have."""
     few, many = list(_places(shortest)), list(_places(longest))
     if [kind for kind, *_ in few] != [kind for kind, *_ in many]:
         raise ModelError(

@@ -109,14 +109,7 @@ class TracedForward:
     def new_pages(
         self, groups: Sequence[CacheGroup], size: int, cache: str = "model", devices: int = 1
     ) -> Mapping[str, Tree]:
-        """Pages, for each call.
-
-        Args:
-            groups: cache groups of the layers.
-            size: tokens of a page.
-            cache: how they are stored: "model", as it makes keys and values, "int8" or "fp8".
-            devices: groups of devices, each with so many pages.
-        """
+        """Pages, for each call."""
         return {
             call.path: tuple(stored_page(page, cache) for page in call.pages(groups, size, devices))
             for call in self.calls
@@ -136,14 +129,9 @@ class TracedForward:
         """Logits [D R, vocab] of some of the tokens, and the pages with all of them.
 
         Args:
-            params: of the model.
-            state: of the model.
-            pages: keys and values, see `new_pages`.
             tokens: int32 [T].
-            location: they stand.
             rows: which of the tokens of each group of devices give logits, int32 [D R], groups one
                 after another.
-            groups: cache groups of the layers, as the pages are.
             grid: the devices; None for one.
         """
         grid = grid or Grid()
@@ -205,7 +193,6 @@ def taken(arrays: Tree, rows: jax.Array, grid: Grid) -> Tree:
     Args:
         arrays: [T, ...] each.
         rows: of those of a group, int32 [D R].
-        grid: the devices.
     """
 
     def take(arrays: Tree, rows: jax.Array) -> Tree:
@@ -218,16 +205,7 @@ def taken(arrays: Tree, rows: jax.Array, grid: Grid) -> Tree:
 
 
 def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedForward:
-    """Traces a forward pass, for one token and for several.
-
-    Args:
-        model: from a front end in `annotation/`.
-        forward: the user's own.
-        longest: tokens that a request may have, prompt and output together; at least 2.
-
-    Raises:
-        ModelError: it gives no logits, or cannot be served with a cache.
-    """
+    """Traces a forward pass, for one token and for several."""
 
     def trace(seq: int) -> Any:
         def run(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:

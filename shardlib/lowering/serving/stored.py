@@ -43,13 +43,7 @@ class Stored:
 
 
 def store(array: Value, dim: int, kind: str) -> Stored:
-    """An array in eight bits.
-
-    Args:
-        array: of floats.
-        dim: whose elements share a scale.
-        kind: a word of `DTYPES`.
-    """
+    """An array in eight bits."""
     dtype, largest = DTYPES[kind]
     wide = array.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=dim, keepdims=True) / largest, 1e-30)
@@ -127,11 +121,7 @@ def all_plain(tree: Tree) -> Tree:
 
 
 def by_layer(value: Value | Stored) -> Layered:
-    """An array with rows of their own, each where the array is.
-
-    Args:
-        value: the array; no device has a part of its first dim.
-    """
+    """An array with rows of their own, each where the array is."""
 
     def rows(value: Value | Stored) -> Layered:
         first = jax.tree.leaves(value)[0]
@@ -150,12 +140,7 @@ def by_layer(value: Value | Stored) -> Layered:
 
 
 def layer(value: Value | Stored | Layered, index: int) -> Value | Stored | Columns:
-    """A row of an array.
-
-    Args:
-        value: the array.
-        index: number of the row.
-    """
+    """A row of an array."""
     if isinstance(value, Layered):
         return value.rows[index]
     return jax.tree.map(lambda leaf: leaf[index], value)
@@ -168,10 +153,6 @@ def written_out(
 
     Args:
         body: (carry, rows) -> (carry, results).
-        carry: before the first iteration.
-        scanned: arrays, or what stands for them.
-        length: of the loop.
-        reverse: whether it begins with the last row.
     """
     results: dict[int, tuple[Value, ...]] = {}
     for index in reversed(range(length)) if reverse else range(length):
@@ -206,12 +187,7 @@ Page = jax.Array | StoredPages
 
 
 def stored_page(page: jax.ShapeDtypeStruct, cache: str) -> jax.ShapeDtypeStruct | StoredPages:
-    """What pages are in a cache, without contents.
-
-    Args:
-        page: as the model makes keys or values.
-        cache: "model", or a word of `DTYPES`; fp8 has no scale.
-    """
+    """What pages are in a cache, without contents."""
     if cache == "model":
         return page
     values = page.update(dtype=DTYPES[cache][0])
@@ -222,13 +198,7 @@ def stored_page(page: jax.ShapeDtypeStruct, cache: str) -> jax.ShapeDtypeStruct 
 
 
 def read_pages(page: Page, layer: Index, numbers: Value) -> Value:
-    """Some pages of a layer.
-
-    Args:
-        page: all of them.
-        layer: which layer.
-        numbers: of pages.
-    """
+    """Some pages of a layer."""
     if not isinstance(page, StoredPages):
         return page[layer, numbers]
     values = page.values[layer, numbers].astype(jnp.float32)
@@ -239,8 +209,6 @@ def write_rows(page: Page, index: tuple[Index, Value, Value], rows: Value) -> Pa
     """Pages with keys or values of some tokens.
 
     Args:
-        page: all of them.
-        index: layer, pages and places in these; past the last page for what is not written.
         rows: keys or values, [T, ..., width]. What fp8 cannot hold is the largest that it can.
     """
     if not isinstance(page, StoredPages):

@@ -39,13 +39,7 @@ class StepLayouts:
 
 
 def layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> StepLayouts:
-    """The layouts of a step under a plan.
-
-    Args:
-        traced: the step.
-        plan: for its problem.
-        colouring: of its problem.
-    """
+    """The layouts of a step under a plan."""
     graph, names = traced.problem.forward, colouring.forward
     planned = {one.path: one for one in plan.parameters}
     state: list[Layout] = []

@@ -26,12 +26,6 @@ def reduced_sum(
 ) -> Callable[..., Value] | None:
     """An addition of a matrix that is gathered, and whose gradient is reduced to the stored layout
     at once; None where the compiler does so, or it is not the first dim alone that is summed over.
-
-    Args:
-        use: the addition.
-        batch: mesh axes that shard the first dim of the activation, and no other dim is sharded.
-        parameter: layouts of the matrix.
-        machine: the mesh and its collectives.
     """
     rank, rows = len(use.shape), use.other.shape[0]
     if (

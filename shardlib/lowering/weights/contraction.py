@@ -28,20 +28,13 @@ class Contraction(Apart):
     """A contraction of a weight, taken apart."""
 
     def op(self, activation: Value, weight: Value) -> Value:
-        """The operation.
-
-        Args:
-            activation: one operand.
-            weight: the other, as it is used.
-        """
+        """The operation."""
         return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
 
     def partial_sums(self, activation: Value, cotangent: Value, dtype: DType) -> Value:
         """The gradient of the weight from one device's examples, inside a manual region.
 
         Args:
-            activation: this device's shard.
-            cotangent: this device's shard of that of the result.
             dtype: of the sums.
         """
         return self.use.gradient(
@@ -49,13 +42,7 @@ class Contraction(Apart):
         )
 
     def to_activation(self, activation: Value, weight: Value, cotangent: Value) -> Value:
-        """The gradient of the activation.
-
-        Args:
-            activation: one operand.
-            weight: the other, as it is used.
-            cotangent: of the result.
-        """
+        """The gradient of the activation."""
         return self.use.to_activation(activation, weight, cotangent)
 
     def adds_in(self, sums: DType) -> DType:
@@ -68,12 +55,6 @@ def contraction_of(
 ) -> Contraction | None:
     """A contraction taken apart; None where the batch is not sharded, or the gradient cannot be
     taken one device at a time.
-
-    Args:
-        use: the operation.
-        result: layout of its result.
-        parameter: layouts of its weight.
-        machine: the mesh and its collectives.
     """
     weight_cuts = held_in_use(use, parameter)
     cuts = None if weight_cuts is None else operand_cuts(use, result, weight_cuts)
@@ -107,12 +88,6 @@ def reduced_contraction(
 ) -> Callable[..., Value] | None:
     """A contraction whose gradient by the weight is reduced to the stored layout at once; None
     where it cannot be taken apart.
-
-    Args:
-        use: the operation.
-        result: layout of its result.
-        parameter: layouts of its weight.
-        machine: the mesh and its collectives.
     """
     contraction = contraction_of(use, result, parameter, machine)
     if contraction is None:

@@ -61,13 +61,6 @@ def deferred(
 ) -> Deferred | None:
     """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are
     asked for.
-
-    Args:
-        use: the operation.
-        result: layout of its result.
-        parameter: layouts of its weight.
-        machine: the mesh and its collectives.
-        lookups: whether lookups are asked for.
     """
     looks = use.equation.name == "gather"
     if (looks and not lookups) or not parameter.trained:

@@ -16,12 +16,7 @@ from shardlib.lowering.reading.use import Use
 
 
 def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Value]:
-    """An operation whose weight is frozen: gathered forward, and again backward.
-
-    Args:
-        use: the operation.
-        gathered: gathers the operand that is the weight.
-    """
+    """An operation whose weight is frozen: gathered forward, and again backward."""
     if use.equation.name == "gather":
         return lambda table, *others: use.run((gathered(use.moved(table)), *others))
 

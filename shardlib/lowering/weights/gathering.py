@@ -27,11 +27,6 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
     Where the stored shards are no pieces of the operand, the compiler is left to find a way. An
     operand that is the parameter transposed is gathered as the parameter lies: compilers gather a
     table that is used both ways once.
-
-    Args:
-        use: the operation.
-        parameter: layouts of its weight.
-        machine: the mesh and its collectives.
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand
@@ -69,13 +64,7 @@ def gather_updated(
     same group, devices wait for each other for good (seen with JAX 0.10.2; its executor orders the
     beginnings of collectives, and a loop has begun before its collectives have).
 
-    Args:
-        plan: the decisions.
-        trained: tree of trained parameters.
-        mesh: of the program.
-
     Returns:
-        (updated parameters, sharded as the optimizer's state; the old ones, as they are stored)
         -> the updated ones as they are stored.
     """
     machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
@@ -125,7 +114,6 @@ def _over(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
     the barrier keeps the first matrix from being overwritten before all have been read.
 
     Args:
-        gather: gathers one matrix.
         stack: the updated matrices, [layers, ...], sharded.
         old: what they were made from, as it is stored, in the same dtype.
     """

@@ -20,15 +20,8 @@ def reduced(
 ) -> Callable[..., Value] | None:
     """An operation whose weight is gathered, and its gradient reduced, as the plan says.
 
-    Args:
-        use: the operation.
-        result: layout of its result.
-        parameter: layouts of the parameter.
-        machine: where it runs.
-
     Returns:
         A function of the operands; None where the batch is not sharded, or the gradient cannot be
-        taken one device at a time.
     """
     if not parameter.trained:
         return (

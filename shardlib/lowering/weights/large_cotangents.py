@@ -35,9 +35,6 @@ LARGE = 10
 def outgrows(use: Use) -> bool:
     """Whether the result of a contraction of a weight takes far more memory than its activation,
     and is made once in a step or microbatch: the logits.
-
-    Args:
-        use: the operation.
     """
     result = use.equation.eqn.outvars[0].aval
     once = "body" not in use.equation.path.split("/")
@@ -49,11 +46,7 @@ def _bytes(aval: Aval) -> int:
 
 
 def mark(sums: Value) -> Value:
-    """An element of one device's partial sums, [1]; inside a manual region.
-
-    Args:
-        sums: of any shape.
-    """
+    """An element of one device's partial sums, [1]; inside a manual region."""
     return jax.lax.slice(sums, (0,) * sums.ndim, (1,) * sums.ndim).reshape(1)
 
 
@@ -62,6 +55,5 @@ def after(value: Gradient, marks: Sequence[Value]) -> Gradient:
 
     Args:
         value: the gradient of an activation; None where it has none.
-        marks: of partial sums.
     """
     return jax.lax.optimization_barrier((value, *marks))[0] if marks else value

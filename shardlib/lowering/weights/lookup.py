@@ -53,10 +53,6 @@ class Lookup(Apart):
     def op(self, indices: Value, table: Value) -> Value:
         """The operation, on a table that may be in a narrower dtype than its own; where rows are on
         several devices, each looks into its own, and what they find is summed.
-
-        Args:
-            indices: int array.
-            table: as it is used.
         """
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
         if not self.held[0]:
@@ -132,8 +128,6 @@ class Lookup(Apart):
         """The gradient of the table from one device's examples, inside a manual region.
 
         Args:
-            indices: this device's shard.
-            cotangent: this device's shard of that of the result.
             dtype: of the sums.
         """
         rank, inside = len(self.result), self._inside(indices)
@@ -164,14 +158,7 @@ class Lookup(Apart):
 def lookup_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Lookup | None:
-    """A lookup taken apart; None where the batch is not sharded, or it is no lookup of whole rows.
-
-    Args:
-        use: the operation.
-        result: layout of its result.
-        parameter: layouts of the table.
-        machine: the mesh and its collectives.
-    """
+    """A lookup taken apart; None where the batch is not sharded, or it is no lookup of whole rows."""
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
     weight_cuts: Cuts = {
@@ -212,12 +199,6 @@ def reduced_lookup(
 ) -> Callable[..., Value] | None:
     """A lookup whose gradient by the table is reduced to the stored layout at once; None where it
     cannot be taken apart.
-
-    Args:
-        use: the operation.
-        result: layout of its result.
-        parameter: layouts of the table.
-        machine: the mesh and its collectives.
     """
     lookup = lookup_of(use, result, parameter, machine)
     if lookup is None:

@@ -52,9 +52,6 @@ class Apart:
         activation is handed on (`large_cotangents.py`); none where they may wait: compilers for
         TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
         devices exchange the gradient of the activation.
-
-        Args:
-            machine: the mesh.
         """
         wait = machine.torus or any(self.held.values()) or not outgrows(self.use)
         return () if wait else (PartitionSpec(machine.parts(self.partial)),)
@@ -78,10 +75,6 @@ class OperandCuts:
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
     """How a weight in use is sharded; None where the batch is sharded along one of its dims, or a
     dim of the parameter is none of the operand's.
-
-    Args:
-        use: the operation.
-        parameter: layouts of its weight.
     """
     weight_cuts: Cuts = {
         dim: parameter.compute[source]
@@ -95,11 +88,6 @@ def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
 def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | None:
     """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the
     result has them; None where the batch is not sharded.
-
-    Args:
-        use: the operation.
-        result: layout of its result.
-        weight_cuts: mesh axes by dim of the weight in use.
     """
     dims = dims_of(use.equation, use.operand)
     taken = {axis for cut in weight_cuts.values() for axis in cut}
@@ -142,12 +130,7 @@ class Dims:
 
 
 def dims_of(equation: Equation, weight: int) -> Dims:
-    """The dims that a matmul or convolution matches, for the operand that is the weight.
-
-    Args:
-        equation: a matmul or convolution.
-        weight: 0 or 1, the operand that is the weight.
-    """
+    """The dims that a matmul or convolution matches, for the operand that is the weight."""
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
         ungrouped = (

@@ -49,36 +49,17 @@ class Reduction:
     order: tuple[int, ...] = ()
 
     def apply(self, partial: jax.Array, machine: Machine, *, stacked: bool = False) -> jax.Array:
-        """Reduces one device's partial sums, inside a manual region.
-
-        Args:
-            partial: the sums.
-            machine: where it runs.
-            stacked: whether they are several matrices, of which no dim can be expected to be
-                innermost.
-        """
+        """Reduces one device's partial sums, inside a manual region."""
         return self.exchanged(partial, machine, stacked=stacked)[0]
 
     def exchanged(
         self, partial: jax.Array, machine: Machine, *, stacked: bool = False
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The same, and what the device keeps for the next step; None where it keeps nothing.
-
-        Args:
-            partial: this device's sums.
-            machine: the mesh and its collectives.
-            stacked: see `apply`.
-        """
+        """The same, and what the device keeps for the next step; None where it keeps nothing."""
         return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
 
     def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
-        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`.
-
-        Args:
-            partial: this device's sums.
-            machine: the mesh and its collectives.
-            stacked: see `apply`.
-        """
+        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`."""
         for dim, axes in self.scattered.items():
             partial = (
                 _scattered_rows(partial, dim, machine.parts(axes), stacked)
@@ -132,14 +113,7 @@ def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
 
 
 def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> jax.Array:
-    """Scatters the rows of a matrix whose shards are no whole tiles, each as a matrix of lanes.
-
-    Args:
-        flat: the matrix.
-        parts: mesh axes, the major one first.
-        moved: whether rows are laid out one after the other first; else the matmul that makes them
-            puts the longer dim innermost by itself.
-    """
+    """Scatters the rows of a matrix whose shards are no whole tiles, each as a matrix of lanes."""
     length, size = flat.shape
     rows = flat.reshape(length, size // LANES, LANES) if size % LANES == 0 else flat
     for part in parts:
@@ -156,15 +130,7 @@ def reduction(
     machine: Machine,
     weight_cuts: Cuts | None = None,
 ) -> Reduction:
-    """Plans the reduction of the gradient of one operand.
-
-    Args:
-        use: how the operand relates to the parameter.
-        gradient: how the optimizer wants the parameter's gradient sharded.
-        partial: mesh axes that hold partial sums.
-        machine: where it runs.
-        weight_cuts: what shards the operand already, inside the region.
-    """
+    """Plans the reduction of the gradient of one operand."""
     scattered: Cuts = {}
     for dim, source in enumerate(use.view.dims):
         axes = () if source is None else gradient[source]

@@ -86,16 +86,7 @@ def exchange_of(plan: Plan) -> GradientExchange:
 
 
 def moment(plan: Plan, exchange: GradientExchange) -> str:
-    """When a plan reduces the gradients that can wait; see `EACH`.
-
-    Args:
-        plan: the decisions.
-        exchange: how partial sums of gradients are exchanged.
-
-    Raises:
-        PlanError: the exchange keeps something from step to step, and the plan reduces gradients at
-            moments that have no place for it.
-    """
+    """When a plan reduces the gradients that can wait; see `EACH`."""
     if exchange.keeps and (plan.mesh["stage"] > 1 or plan.zero >= 2):
         raise PlanError(
             "a gradient exchange that keeps what it does not send needs gradients that are reduced"
@@ -116,19 +107,7 @@ def gradient_reductions(
     machine: Machine,
     together: Collection[str],
 ) -> GradientReductions:
-    """How a plan reduces the gradients of a loss.
-
-    Args:
-        plan: the decisions.
-        order: position of each parameter's layout in the plan, in the order of the loss.
-        uses: operations that use parameters, by path.
-        placements: layouts of activations.
-        machine: where the step runs, and how partial sums are exchanged there.
-        together: paths of matmuls that run in loops over the tensor axis, which reduce in each.
-
-    Raises:
-        PlanError: see `moment`.
-    """
+    """How a plan reduces the gradients of a loss."""
     when, exchange = moment(plan, machine.exchange), machine.exchange
     layouts = [without_axes(plan.parameters[i], ("stage",)) for i in order]
     partial: dict[int, set[str]] = {}

@@ -25,11 +25,6 @@ def gathered_slice(
 ) -> Callable[..., Value] | None:
     """A slice of a parameter that gathers what it takes, and whose gradient comes back as the
     optimizer reads it; None where the parameter is sharded along a dim that the slice shortens.
-
-    Args:
-        use: the slice.
-        parameter: layouts of its parameter.
-        machine: the mesh and its collectives.
     """
     out = use.equation.eqn.outvars[0].aval
     if use.operand != 0 or None in use.view.dims or not parameter.trained:

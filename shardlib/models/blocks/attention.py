@@ -205,12 +205,7 @@ def _heads(x: jax.Array, w: nnx.Param[jax.Array]) -> jax.Array:
 def make_attention(
     config: TransformerConfig, rngs: nnx.Rngs
 ) -> Attention | MultiHeadLatentAttention:
-    """Makes the attention that the configuration asks for.
-
-    Args:
-        config: of the model; with `latent`, multi-head latent attention.
-        rngs: streams that initialise parameters.
-    """
+    """Makes the attention that the configuration asks for."""
     return (
         MultiHeadLatentAttention(config, config.latent, rngs)
         if config.latent

@@ -88,14 +88,7 @@ class MixtureOfExperts(nnx.Module):
             self.shared_gate = weight(rngs, (embed,), ("embed",), embed**-0.5, dtype)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Terms]:
-        """Transforms `x` [batch, seq, embed].
-
-        Returns:
-            What the experts make of it, and what training wants to know of the routing: "balance"
-            (`shardlib.functions.routing.balance_loss`), and where the configuration asks for them
-            "router_z" (`z_loss`), "dropped" (assignments beyond the capacity, int32 []) and "loads"
-            (assignments by expert, float32 [experts]).
-        """
+        """Transforms `x` [batch, seq, embed]."""
         experts = self.experts
         limit = experts.load_limit(x.shape[-2])
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
@@ -150,16 +143,7 @@ def mixture_of_experts(
     """Makes a mixture of experts for a model of one's own.
 
     Args:
-        experts: how many there are, and how tokens are routed.
-        embed: width of the tokens.
-        rngs: random streams; parameters are drawn from `params`.
-        activation: "silu", "gelu", "gelu_tanh" or "relu".
-        gated: whether experts are gated.
-        layers: of the model, by which the results are drawn smaller.
         param_dtype: dtype of the parameters.
-
-    Raises:
-        ModelError: fields that contradict each other.
     """
     config = TransformerConfig(
         name="mixture of experts",

@@ -20,9 +20,6 @@ def cross_entropy(
         logits: [batch, seq, vocab].
         targets: numbers of tokens, int [batch, seq].
         weights: float [batch, seq]; None where all positions count alike.
-
-    Returns:
-        Float32 scalar.
     """
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, 2)

@@ -47,13 +47,6 @@ class LowRank(nnx.Module):
 
 
 def adapted(module: nnx.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product with a matrix, and what an adapter adds to it.
-
-    Args:
-        module: that has the matrix.
-        name: of the matrix.
-        x: that was multiplied.
-        y: the product.
-    """
+    """A product with a matrix, and what an adapter adds to it."""
     low = getattr(module, f"{name}_lora", None)
     return y if low is None else y + low(x)

@@ -21,10 +21,6 @@ def weight(
     """Draws a normal weight with standard deviation `std`.
 
     Args:
-        rngs: its stream "params" is drawn from.
-        shape: elements per dim.
-        axes: logical axis per dim.
-        std: standard deviation.
         dtype: name of it.
     """
     return nnx.Param(
@@ -40,9 +36,6 @@ def constant(
     """Makes a parameter that starts as `value` everywhere: a bias, or the scale of a norm.
 
     Args:
-        value: of all elements.
-        shape: elements per dim.
-        axes: logical axis per dim.
         dtype: name of it.
     """
     return nnx.Param(

@@ -18,10 +18,6 @@ def position_bias(
 
     Args:
         table: float [buckets, heads].
-        queries: positions of queries, from 0.
-        keys: positions of keys, from 0.
-        max_distance: from which on all distances share a bucket.
-        both: whether keys after the query have buckets of their own.
     """
     shape = queries, keys
     ahead = jax.lax.broadcasted_iota(jnp.int32, shape, 1) - jax.lax.broadcasted_iota(

@@ -38,9 +38,6 @@ def rotary(seq: int, dim: int, theta: float, scaling: RopeScaling | None) -> Rot
     """Tables for positions 0 to seq - 1 and heads whose turned part has `dim` dims.
 
     Args:
-        seq: number of positions.
-        dim: of a head, as far as it is turned; even.
-        theta: base of the wavelengths.
         scaling: how wavelengths are stretched; None for not at all.
 
     Returns:
@@ -55,8 +52,6 @@ def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> n
     """Radians a position for each pair, [dim / 2], stretched as `scaling` says.
 
     Args:
-        dim: of a head, as far as it is turned; even.
-        theta: base of the wavelengths.
         scaling: how wavelengths are stretched; None for not at all.
     """
     plain = theta ** (-np.arange(0, dim, 2) / dim)

@@ -43,13 +43,7 @@ def decoder(keys: Keys, **special: Json) -> JsonObject:
 
 
 def activation_of(keys: Keys, key: str, default: str) -> str:
-    """Name of the activation in our words; unknown ones are refused at the end.
-
-    Args:
-        keys: of the configuration.
-        key: with the activation.
-        default: where the key is absent.
-    """
+    """Name of the activation in our words; unknown ones are refused at the end."""
     word = keys.get(key, default)
     keys.refuse(
         word not in ACTIVATIONS_BY_NAME,

@@ -23,10 +23,6 @@ class Keys:
     def need(self, key: str, minimum: int = 1) -> int:
         """The size that a key has, at least `minimum`; what is missing or no size is remembered,
         and 1 stands in for it.
-
-        Args:
-            key: of the configuration.
-            minimum: smallest size.
         """
         value = self.data.get(key)
         if value is None:
@@ -42,10 +38,6 @@ class Keys:
     def get(self, key: str, default: Json) -> Json:
         """The value of a key, or the default where it is absent or null; one of another type than
         the default is remembered.
-
-        Args:
-            key: of the configuration.
-            default: where it is absent; its type is asked for.
         """
         value = self.data.get(key)
         if value is None:
@@ -64,12 +56,7 @@ class Keys:
         return nested
 
     def refuse(self, wrong: object, message: str) -> None:
-        """Remembers a setting that the reference model does not have.
-
-        Args:
-            wrong: whether it is one.
-            message: what to say.
-        """
+        """Remembers a setting that the reference model does not have."""
         if wrong:
             self.refused.append(message)
 

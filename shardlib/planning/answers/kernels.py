@@ -79,11 +79,7 @@ class Kernels:
         return sum(one.seconds for one in self.kernels)
 
     def bound(self, one: KernelTime) -> float:
-        """Seconds of a kernel on the roofline: at the peak, or at the rate of memory.
-
-        Args:
-            one: of these kernels.
-        """
+        """Seconds of a kernel on the roofline: at the peak, or at the rate of memory."""
         peak = dict(self.peak_flops_per_s)[one.dtype]
         return max(one.flops / peak, one.bytes / self.bytes_per_s)
 
@@ -108,12 +104,7 @@ class Kernels:
 
 
 def kernel_rows(found: Kernels, most: int) -> Sequence[tuple[str, ...]]:
-    """A row for each of the slowest kernels.
-
-    Args:
-        found: the kernels.
-        most: how many.
-    """
+    """A row for each of the slowest kernels."""
     return [
         (
             clip(one.name, 36),

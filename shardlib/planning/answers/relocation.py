@@ -56,10 +56,6 @@ class Part:
     def ranges(self, device: int, survivors: Sequence[int]) -> tuple[Ranges | None, Ranges | None]:
         """The part of the array that a device of the new machine holds before and after, first and
         end per dim; None where it holds none.
-
-        Args:
-            device: number of the device in the new machine.
-            survivors: number in the old machine of every device that stays.
         """
         return (
             self.before.ranges(survivors[device]) if device < len(survivors) else None

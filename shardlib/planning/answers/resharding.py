@@ -62,15 +62,7 @@ class Shards:
         )
 
     def starts(self, devices: int) -> tuple[Ints, Ints]:
-        """First element per dim and device, and the size of a part per dim.
-
-        Args:
-            devices: how many device numbers there are.
-
-        Returns:
-            Integers of shape (dims, devices), -1 where a device is not on the mesh; integers of
-            shape (dims,).
-        """
+        """First element per dim and device, and the size of a part per dim."""
         sizes = np.array(self._sizes(), np.int64)
         first = np.full((len(self.shape), devices), -1, np.int64)
         first[:, self.order] = self._parts() * sizes[:, None]
@@ -99,18 +91,7 @@ class Shards:
 
 
 def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
-    """Elements that each device must receive to go from one layout to another.
-
-    Args:
-        old: where the array is, by old device number.
-        new: where it shall be, by new device number.
-        survivors: old number of the devices 0, 1, ... of the new set; new devices beyond them hold
-            nothing yet.
-
-    Returns:
-        Integers by new device number, of as many devices as the new mesh reaches; 0 for devices
-        that are not on it.
-    """
+    """Elements that each device must receive to go from one layout to another."""
     reach = int(new.order.max()) + 1
     want, want_sizes = new.starts(reach)
     held, held_sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
@@ -128,12 +109,7 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
 
 
 def lost_elements(old: Shards, survivors: Ints) -> int:
-    """Elements that no surviving device holds.
-
-    Args:
-        old: shards of the array on the old machine.
-        survivors: numbers of the old devices that stay.
-    """
+    """Elements that no surviving device holds."""
     first, sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
     kept = first[:, survivors[np.isin(survivors, old.order)]]
     cells = np.zeros(kept.shape[1], np.int64)

@@ -144,15 +144,8 @@ def run_cost(
     """What a run of so many tokens takes.
 
     Args:
-        plan: how a step is done.
-        topology: the machine.
-        tokens: of the whole run.
-        price: of a device and hour.
         mtbf: seconds between two failures of the whole machine; None where nothing fails.
         restart: seconds from a failure to the next step.
-
-    Raises:
-        ArgumentError: numbers that are not positive; or failures so close that no run ends.
     """
     given: dict[str, object] = {
         "tokens": tokens,
@@ -202,10 +195,6 @@ def run_cost(
 def save_seconds(plan: Plan, topology: Topology) -> float:
     """Seconds that a save holds training up: a device's share of parameters and optimizer state
     goes to the host; writing goes on beside training (`docs/checkpoints.md`).
-
-    Args:
-        plan: how a step is done.
-        topology: the machine.
     """
     held = plan.estimate.device_bytes
     rate = topology.chip.host_bytes_per_s or topology.chip.hbm_bytes_per_s
@@ -218,9 +207,6 @@ def expected_seconds(work: float, every: float, save: float, mtbf: float, restar
     Args:
         work: seconds of all steps.
         every: seconds of work between two saves.
-        save: that a save takes.
-        mtbf: between two failures.
-        restart: from a failure to the next step.
     """
     if max(restart, every + save) / mtbf > 500:
         return math.inf

@@ -148,11 +148,7 @@ SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
 
 
 def link_name(name: str, kind: str) -> str:
-    """A link tier for people; one that is the memory of a host is no memory of a device.
-
-    Args:
-        name, kind: of the tier.
-    """
+    """A link tier for people; one that is the memory of a host is no memory of a device."""
     return f"{name} links" if kind == "memory" else name
 
 

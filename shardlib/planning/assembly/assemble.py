@@ -37,18 +37,7 @@ def assemble(
     most: int = 0,
     pinned: bool = False,
 ) -> Plan:
-    """Builds the plan of a candidate.
-
-    Args:
-        load: the model.
-        topology: where it runs.
-        candidate: its decisions, on a mesh.
-        certificate: of the search that found it.
-        rules: pinned ones.
-        left_out: colours that the search did not try to shard.
-        most: devices of the largest mesh that it looked at.
-        pinned: whether the mesh was fixed by hand.
-    """
+    """Builds the plan of a candidate."""
     one = OnMachine.of(load, topology, candidate)
     given, load, how, saved = load, one.load, candidate.decisions, one.saving()
     problem, colouring = load.problem, load.colouring

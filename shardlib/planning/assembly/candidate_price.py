@@ -53,13 +53,7 @@ class OnMachine:
 
     @classmethod
     def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
-        """A candidate of a model on a topology.
-
-        Args:
-            load: the prepared problem.
-            topology: the machine; the mesh of the candidate must fit it.
-            candidate: all of its decisions.
-        """
+        """A candidate of a model on a topology."""
         one = candidate.decisions
         load = load.under(one.dtypes, one.fused)
         pricer = Pricer(topology.in_use(one.mesh.devices), load.profile)
@@ -186,11 +180,6 @@ class OnMachine:
 
 def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
     """Prices one candidate on its own.
-
-    Args:
-        load: the prepared problem.
-        topology: the machine.
-        candidate: all of its decisions.
 
     Returns:
         Seconds and bytes, arrays of one candidate.

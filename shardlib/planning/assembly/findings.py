@@ -34,16 +34,7 @@ def notes(
     most: int,
     pinned: bool,
 ) -> tuple[Finding, ...]:
-    """Findings about a finished plan.
-
-    Args:
-        load: the prepared problem.
-        topology: the machine.
-        plan: the plan.
-        left_out: colours that the search tried one after the other, and not in all sets.
-        most: devices of the largest mesh that it looked at.
-        pinned: whether the mesh was fixed by hand.
-    """
+    """Findings about a finished plan."""
     found = [
         *load.problem.forward.findings,
         *load.colouring.findings,
@@ -120,14 +111,7 @@ def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Fin
 
 
 def _share_computed_whole(load: Workload, plan: Plan, cut: set[str], names: Sequence[str]) -> float:
-    """Part of a device's FLOPs that would go where some colours were sharded over tensor, too.
-
-    Args:
-        load: the prepared problem.
-        plan: the plan.
-        cut: colours that it shards over tensor.
-        names: colours that it does not.
-    """
+    """Part of a device's FLOPs that would go where some colours were sharded over tensor, too."""
     policy = plan.remat if plan.remat in load.problem.steps else "none"
     graph, colours = load.problem.steps[policy].graph, load.colouring.steps[policy]
     ways, whole, everything = plan.mesh["tensor"], 0.0, 0.0
@@ -220,12 +204,7 @@ def _kept(load: Workload, plan: Plan) -> list[Finding]:
 
 @diagnostic
 def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
-    """A finding where loops over tensor are pinned and take the place of no collective of the plan.
-
-    Args:
-        plan: the plan.
-        replaced: collectives in whose place loops run.
-    """
+    """A finding where loops over tensor are pinned and take the place of no collective of the plan."""
     if plan.collective_matmul != "loop" or replaced:
         return ()
     why = (
@@ -280,12 +259,7 @@ def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
 
 @diagnostic
 def without_effect(pins: Pins, plan: Plan) -> tuple[Finding, ...]:
-    """Pins that decide nothing in a plan: what they are about is not there.
-
-    Args:
-        pins: the user's decisions.
-        plan: the plan under them.
-    """
+    """Pins that decide nothing in a plan: what they are about is not there."""
     if not pins.axis_order or set(pins.axis_order) & set(plan.mesh):
         return ()
     names = ", ".join(pins.axis_order)
@@ -305,12 +279,7 @@ def without_effect(pins: Pins, plan: Plan) -> tuple[Finding, ...]:
 
 @diagnostic
 def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
-    """A finding where a plan puts state on disks whose rate is not known.
-
-    Args:
-        plan: the plan.
-        topology: the machine.
-    """
+    """A finding where a plan puts state on disks whose rate is not known."""
     if "disk" not in plan.offload or topology.chip.disk_bytes_per_s:
         return ()
     return (

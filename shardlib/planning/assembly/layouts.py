@@ -38,16 +38,6 @@ def at_rest(
 
     Vectors (scales of norms, biases) are stored replicated: sharding them saves next to nothing,
     and each would cost two collectives a layer.
-
-    Args:
-        layout: how the parameter is sharded in compute.
-        shape: elements per dim.
-        mesh: sizes of the mesh axes.
-        frozen: dims that must stay as they are (a stack of layers that a scan walks).
-        avoided: dims that are sharded where no other can be: whole ones are moved less.
-
-    Returns:
-        The layout with `STORED_AXES` added, or the same layout where no dim divides.
     """
     added = tuple(axis for axis in STORED_AXES if axis in mesh and axis not in layout.axes)
     if not added:
@@ -85,10 +75,6 @@ def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
 
     A rule that shards a colour other than the batch over data or fsdp concerns stored parameters
     only; where there is no such rule, there is nothing to say about rest.
-
-    Args:
-        rules: as the user pinned them.
-        batch: colour of the batch.
     """
     storing = set(BATCH_AXES) - set(COMPUTE_AXES)
     compute = Rules(
@@ -114,17 +100,7 @@ def parameter_layouts(
     zero: int,
     rest_rules: Rules | None = None,
 ) -> tuple[ParameterLayout, ...]:
-    """Layouts of every parameter.
-
-    Args:
-        problem: the model.
-        colours: colour per dim by parameter path.
-        frozen: (path, dim) that count layers.
-        mesh: sizes of the mesh axes.
-        rules: compute rules.
-        zero: ZeRO stage.
-        rest_rules: pinned rules for stored parameters; without them `at_rest` chooses the dim.
-    """
+    """Layouts of every parameter."""
     found: list[ParameterLayout] = []
     slices, fused = sliced_dims(problem), fused_parameters(problem)
     for parameter in problem.parameters:
@@ -171,9 +147,6 @@ def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
     """The dims of which every use of a parameter takes a slice, by path: the rows of a table of
     positions that is longer than the sequence. Sharded, such a dim is gathered whole, where slices
     of the others' shards could be.
-
-    Args:
-        problem: the model.
     """
     graph = problem.forward
     uses: dict[int, list[Op]] = defaultdict(list)
@@ -221,13 +194,7 @@ def batch_layouts(
     cuts the sequence inside the program.
 
     Args:
-        problem: with the arrays of the batch.
-        colours: colour of every dim, by path.
-        mesh: sizes of the mesh axes.
         rules: colour -> mesh axes.
-
-    Returns:
-        (path, layout) of each.
     """
     outer = Rules(
         tuple(
@@ -249,9 +216,6 @@ def layout_findings(
     """What is worth saying about the layouts: large parameters that nothing shards.
 
     Args:
-        layouts: of all parameters.
-        mesh: sizes of the mesh axes.
-        zero: ZeRO stage.
         itemsize: bytes of an element, by dtype.
     """
     found: list[Finding] = []

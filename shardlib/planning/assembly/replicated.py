@@ -25,7 +25,6 @@ def of_replicated(
 
     Args:
         found: seconds by axes and op, see `shardlib.cost.pricing.variants.replicated.replicated`.
-        mesh: the mesh.
         step_seconds: of the step.
     """
     worth = {

@@ -40,13 +40,7 @@ class Situation:
 
 
 def situation_of(load: Workload, topology: Topology, plan: Plan) -> Situation:
-    """The situation of a plan for a model.
-
-    Args:
-        load: the prepared problem.
-        topology: the machine.
-        plan: the plan.
-    """
+    """The situation of a plan for a model."""
     vocabulary = load.colouring.canonical("vocab")
     weights = sum(
         math.prod(p.shape)

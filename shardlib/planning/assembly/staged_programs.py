@@ -31,12 +31,6 @@ def faster_as_programs(
 ) -> tuple[Finding, ...]:
     """A finding where stages of one program on simulated devices would be faster as programs of
     their own.
-
-    Args:
-        load: the model, prepared for one program.
-        topology: the machine.
-        candidate: the decisions.
-        plan: the plan that is made of them.
     """
     if (
         load.profile.name != XLA.name

@@ -148,14 +148,7 @@ class Entries:
         *,
         waits: bool = False,
     ) -> Array:
-        """See `seconds`.
-
-        Args:
-            shape: numbers of shapes.
-            sizes: of every mesh axis and "micro".
-            moved: what moves behind compute, by policy.
-            waits: whether what compute waits for is that of `moved`.
-        """
+        """See `seconds`."""
         with np.errstate(invalid="ignore"):  # what no choice fits is infinite
             ticks = {policy: self.bounds.least(policy, shape) for policy in self._policies}
             if waits:
@@ -169,7 +162,6 @@ class Entries:
         first.
 
         Args:
-            entries: indices of entries.
             limit: seconds, or bytes.
             minimum_memory: the bound is that of bytes, and not of seconds.
         """
@@ -216,11 +208,6 @@ class Entries:
     def on_places(self, c: Candidates, positions: Array, choices: Array) -> dict[Kind, Array]:
         """Seconds of a step that no plan of a kind beats that fits, on places whose links are
         known.
-
-        Args:
-            c: entries on places.
-            positions: number of the candidate, by row.
-            choices: number of the choice, by row.
         """
         sizes, row_choices = {**c.sizes, "micro": c.micro}, Under(self.scope.chosen, choices)
         shape, sizes = c.shape[positions], {axis: size[positions] for axis, size in sizes.items()}

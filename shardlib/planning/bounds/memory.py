@@ -61,12 +61,7 @@ class Footprint:
     breadth_first: Footprint | None = None
 
     def under(self, zero: int, gather: str = "use") -> Footprint:
-        """The footprint under a ZeRO stage.
-
-        Args:
-            zero: 0 to 3.
-            gather: when stages gather weights that are stored sharded, "use" or "once".
-        """
+        """The footprint under a ZeRO stage."""
         if zero == 3:
             return replace(self, resting=self.resting + self.once) if gather == "once" else self
         parameters, gradients, state = self.whole
@@ -143,15 +138,7 @@ class Footprints:
         }
 
     def total(self, row_choices: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """What choices take on some of the shapes, by number; see `of`.
-
-        Args:
-            row_choices: the choice of each shape.
-            shapes: numbers of shapes.
-
-        Returns:
-            Bytes of all moments of the step, and by remat policy.
-        """
+        """What choices take on some of the shapes, by number; see `of`."""
         return self._rest.total(row_choices, shapes), {
             policy: parts.total(row_choices, shapes) for policy, parts in self._points.items()
         }
@@ -163,7 +150,6 @@ class Footprints:
             resting: bytes of `RESTING` and `TRAINED` on all stages together, in layers and in the
                 ends, by candidate: array [2 x 7, candidates].
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
-            sizes: of every mesh axis and "micro", by candidate.
         """
         stages, together = sizes["stage"], sizes["micro"] // schedules.groups(self._space)
 

@@ -96,13 +96,7 @@ class Bounds:
         return self.ticks(policy, alone(choice, len(shapes)), shapes)
 
     def ticks(self, policy: str, row_choices: Under, shapes: Array) -> Tick:
-        """What a microbatch takes under choices, on some shapes by number.
-
-        Args:
-            policy: remat policy.
-            row_choices: the choice of each shape.
-            shapes: numbers of shapes.
-        """
+        """What a microbatch takes under choices, on some shapes by number."""
         if policy != EACH:
             return Tick(self._parts[policy].total(row_choices, self._values.which[shapes]))
         return Tick(
@@ -120,11 +114,6 @@ class Bounds:
     def least(self, policy: str, shapes: Array, first: int | None = None) -> Tick:
         """The least of all choices on some shapes, by number; infinite where no choice fits. With
         `first`, as `Parts.least` takes it, a bound of it.
-
-        Args:
-            policy: remat policy.
-            shapes: numbers of shapes.
-            first: see `Parts.least`.
         """
         if policy != EACH:
             return Tick(self._parts[policy].least(self._values.which[shapes], first))
@@ -215,11 +204,6 @@ def hidden(scope: Scope) -> list[int]:
 def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
     """Seconds of the messages of a microbatch and chunk of layers that no place undercuts, by
     candidate; see `step_seconds`.
-
-    Args:
-        tick: what a microbatch takes.
-        stages: number of stages, [candidates].
-        pricer: machine and framework profile.
     """
     latency, per_byte = least_hops(stages, pricer.topology)
     return np.where(
@@ -242,13 +226,9 @@ def step_seconds(
     """A bound of the step time.
 
     Args:
-        tick: bounds for a microbatch.
-        stages, micro: stages and microbatches by candidate.
         rounds: times that a stage waits as long as it is busy with a microbatch, at least
             (`Schedule.rounds`), by candidate, for one group; None in a schedule whose gradients of
             weights fill the time.
-        layers: of the model; a stage has whole ones.
-        groups: of microbatches that go through the pipeline one after the other.
         passes: seconds of the messages of a microbatch.
         hiding: seconds of a step of what moves behind compute.
     """
@@ -286,10 +266,8 @@ def breadth_first_seconds(
 
     Args:
         tick, stages, micro, layers, groups: as `step_seconds` takes them.
-        chunks: the most chunks of layers on a stage; infinity is the bound where they are 0.
         passes: seconds of the messages of a microbatch and chunk.
         hiding: seconds of a step of what moves behind compute.
-        pinned: whether it is exactly so many chunks.
     """
     fits = chunks > 0
     if not pinned:

@@ -56,14 +56,7 @@ class Fitting:
         moved: Mapping[str, Moved],
         sizes: Mapping[str, Array],
     ) -> Array:
-        """Seconds of a step that no plan beats that fits; infinite where none fits.
-
-        Args:
-            ticks: by policy, bounds for a microbatch.
-            footprints: by policy, footprints.
-            moved: by policy, what moves behind compute.
-            sizes: of every mesh axis and "micro", by candidate.
-        """
+        """Seconds of a step that no plan beats that fits; infinite where none fits."""
         kinds = self.by_kind(ticks, footprints, moved, sizes)
         return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *kinds.values()])
 
@@ -112,15 +105,7 @@ class Fitting:
         return {kind: minimum + fixed for kind, minimum in kinds.items()}
 
     def fastest(self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]) -> Array:
-        """Seconds of a step that no plan beats, whether it fits or not.
-
-        Args:
-            ticks: what a microbatch takes, by remat policy.
-            sizes: sizes of mesh axes and "micro", arrays [candidates].
-
-        Returns:
-            Array [candidates].
-        """
+        """Seconds of a step that no plan beats, whether it fits or not."""
         return np.minimum.reduce(
             [
                 time

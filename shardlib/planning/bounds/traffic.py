@@ -56,14 +56,7 @@ class Moved:
     updated: Array
 
     def seconds(self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather: str) -> Array:
-        """Seconds of a step under a ZeRO stage.
-
-        Args:
-            zero: 0 to 3.
-            pricer: the software.
-            sizes: of every mesh axis and "micro", by candidate.
-            gather: when stages gather weights, "use" or "once".
-        """
+        """Seconds of a step under a ZeRO stage."""
         micro, staged, decisions = sizes["micro"], sizes["stage"] > 1, Decisions(zero=zero)
         if zero == 3:
             times = np.where(staged, 0.5, micro) if gather == "once" else micro
@@ -174,23 +167,14 @@ class Traffic:
         )
 
     def least(self, positions: Array) -> dict[str, Moved]:
-        """The least of all choices by remat policy; infinite where none fits.
-
-        Args:
-            positions: numbers of candidates.
-        """
+        """The least of all choices by remat policy; infinite where none fits."""
         updates = self._rest.least(positions)
         return {
             policy: _moved(parts.least(positions), updates) for policy, parts in self._work.items()
         }
 
     def total(self, row_choices: Under, positions: Array) -> dict[str, Moved]:
-        """What moves under choices by remat policy.
-
-        Args:
-            row_choices: the choice of each candidate.
-            positions: numbers of candidates.
-        """
+        """What moves under choices by remat policy."""
         updates = self._rest.total(row_choices, positions)
         return {
             policy: _moved(parts.total(row_choices, positions), updates)

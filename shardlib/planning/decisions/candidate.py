@@ -47,13 +47,7 @@ class Candidate:
         return self.decisions.mesh
 
     def on(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
-        """The candidate on a mesh, without what the mesh has no axis for.
-
-        Args:
-            mesh: sizes of the mesh axes.
-            microbatches: of a step.
-            order: the mesh axes from the slowest links to the fastest; empty for the usual order.
-        """
+        """The candidate on a mesh, without what the mesh has no axis for."""
         staged = "stage" in mesh
         one = self.decisions
         return replace(
@@ -142,14 +136,7 @@ class Candidate:
 def completed(
     candidate: Candidate, experts: str, names: Sequence[str], **others: object
 ) -> Decisions:
-    """The decisions of a candidate's plan, all in the words of plans.
-
-    Args:
-        candidate: on its mesh.
-        experts: what the model's experts do with tokens that are routed.
-        names: of the layer groups.
-        others: decisions that are made beside the candidate, such as `rules`.
-    """
+    """The decisions of a candidate's plan, all in the words of plans."""
     one = candidate.decisions
     return replace(
         one,
@@ -169,12 +156,7 @@ def by_group(each: Each) -> tuple[str, int]:
 
 
 def microbatches_text(micro: int, groups: int) -> str:
-    """Microbatches of a step in words.
-
-    Args:
-        micro: microbatches of a step.
-        groups: groups whose gradients are accumulated one after the other.
-    """
+    """Microbatches of a step in words."""
     return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
 
 

@@ -119,11 +119,7 @@ class Refined:
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> Refined:
-        """Reads what `to_json` wrote; totals are recomputed.
-
-        Raises:
-            PlanError: fields are missing or have values of another type; all of them are listed.
-        """
+        """Reads what `to_json` wrote; totals are recomputed."""
         return construct(
             cls,
             data,

@@ -59,9 +59,6 @@ def effective(
 
     Args:
         dtypes: (word, dtype) pairs.
-        problem: as it was traced.
-        profile: framework profile.
-        pinned: those of the user.
     """
     own = {parameter.dtype for parameter in problem.parameters if parameter.trained}
     has = {
@@ -98,12 +95,6 @@ def under(
 
     Args:
         dtypes: (word, dtype) pairs.
-        problem: as it was traced.
-        profile: framework profile.
-
-    Raises:
-        PinError: the profile says how many bytes of optimizer state there are, whatever their
-            dtype.
     """
     words = dict(dtypes)
     if "moment_dtype" in words:

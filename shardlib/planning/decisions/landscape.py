@@ -39,10 +39,8 @@ class Priced:
         """A candidate with its price.
 
         Args:
-            candidate: the decisions.
             seconds: predicted time of a step.
             peak_bytes: predicted bytes per device.
-            fits: whether that is within the memory that plans may fill.
         """
         return cls(
             mesh=candidate.mesh,

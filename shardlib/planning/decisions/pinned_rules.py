@@ -16,11 +16,6 @@ def check_rules(rules: Rules, colouring: Colouring) -> Rules:
 
     Args:
         rules: logical axis or colour -> mesh axes.
-        colouring: what the names are called.
-
-    Raises:
-        PinError: a logical name that no dim has, or a cut that plans cannot express; all of them
-            are listed.
     """
     failures: list[str] = []
     entries: list[tuple[str, tuple[str, ...]]] = []
@@ -50,11 +45,6 @@ def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
 
     Args:
         rules: colour -> mesh axes.
-        colouring: the colours of batch and sequence among them.
-        pins: with the mesh axes that are pinned.
-
-    Raises:
-        PinError: the rules do not shard the batch over an axis that is pinned.
     """
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
     ways = pins.mesh["tensor"] if pins.mesh is not None else dict(pins.axes).get("tensor", 1)

@@ -50,7 +50,6 @@ def best_runs(compute: Array, messages: Array, counts: Sequence[int]) -> tuple[R
             1]; infinite where that is not allowed.
         messages: seconds of what crosses the cut before piece i from type u to type v, array
             [types, types, pieces + 1].
-        counts: devices of each type.
     """
     slowest, _ = _program(compute, messages, counts, np.maximum)
     if not np.isfinite(slowest):
@@ -71,7 +70,6 @@ def furthest(allowed: Array, counts: Sequence[int]) -> int:
     Args:
         allowed: whether a device of type v can take the pieces [i, j), array [types, pieces + 1,
             pieces + 1].
-        counts: devices of each type.
     """
     start = np.zeros(allowed.shape[1], dtype=bool)
     start[0] = True

@@ -55,15 +55,7 @@ class Costs:
 
 
 def costs_of(problem: Problem, devices: Sequence[Device]) -> Costs:
-    """The costs of a model's forward pass.
-
-    Args:
-        problem: the traced model.
-        devices: what there is.
-
-    Raises:
-        TracingError: the model has no layers that repeat.
-    """
+    """The costs of a model's forward pass."""
     chains: dict[str, Chain] = {}
     for device in devices:
         if device.chip.vendor not in chains:
@@ -82,18 +74,7 @@ def costs_of(problem: Problem, devices: Sequence[Device]) -> Costs:
 def plan_chain(
     costs: Costs, devices: Sequence[Device], *, model: str = "", examples: int = 1
 ) -> EdgePlan:
-    """The plan with the least time between two batches, and among those the least from end to end.
-
-    Args:
-        costs: of the pieces on these devices, in their order.
-        devices: what there is.
-        model: its name.
-        examples: in a batch.
-
-    Raises:
-        InfeasibleError: the devices do not hold the model; the message says how many bytes are
-            lacking, and where.
-    """
+    """The plan with the least time between two batches, and among those the least from end to end."""
     capacity = np.array([float(device.chip.usable_bytes) for device in devices])
     counts = [device.count for device in devices]
     fits = costs.bytes <= capacity[:, None, None]

@@ -25,15 +25,7 @@ Array = np.ndarray
 
 
 def chain_of(problem: Problem, vendor: str) -> Chain:
-    """The chain of a model, with kernels as a vendor's compiler makes them.
-
-    Args:
-        problem: the traced model.
-        vendor: of the chip, "nvidia", "google" or "cpu".
-
-    Raises:
-        TracingError: the model has no layers that repeat.
-    """
+    """The chain of a model, with kernels as a vendor's compiler makes them."""
     step = problem.steps["none"]
     graph = forward_pass(step.graph, saves=False)
     facts = Facts(

@@ -9,12 +9,7 @@ _HALF = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def deepspeed(job: Job, failures: list[str]) -> JsonObject:
-    """The sections of a plan.
-
-    Args:
-        job: the plan.
-        failures: takes what has no word.
-    """
+    """The sections of a plan."""
     plan, context = job.plan, job.axis("context")
     if plan.zero and job.axis("data") > 1:
         failures.append(f"zero={plan.zero} on {plan.mesh} (it shards over all ranks)")

@@ -99,14 +99,7 @@ def _configuration(plan: Plan) -> str:
 
 
 def emitter(plan: Plan) -> Framework:
-    """The framework of a plan whose configuration can be written.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: it is made for no framework, or for one whose configuration is not written.
-    """
+    """The framework of a plan whose configuration can be written."""
     job = plan.framework
     require_written(job.name if job is not None else None)
     assert job is not None
@@ -118,9 +111,6 @@ def require_written(name: str | None) -> None:
 
     Args:
         name: of the framework; None for programs of shardlib.
-
-    Raises:
-        PlanError: it cannot.
     """
     known = frameworks()
     written = ", ".join(one for one, its in known.items() if its.emits)

@@ -26,11 +26,7 @@ class Job:
     sizes: FrameworkJob
 
     def axis(self, name: str) -> int:
-        """The size of a mesh axis; 1 where the mesh has none.
-
-        Args:
-            name: of the axis.
-        """
+        """The size of a mesh axis; 1 where the mesh has none."""
         return self.plan.mesh[name]
 
     @property
@@ -59,11 +55,7 @@ class Job:
         return self.sizes.layers // (self.axis("stage") * self.plan.virtual_stages)
 
     def network(self, name: str) -> int:
-        """The part of a mesh axis that lies on the slowest links.
-
-        Args:
-            name: of the axis.
-        """
+        """The part of a mesh axis that lies on the slowest links."""
         links = dict(self.plan.placement).get(name, ())
         return math.prod(link.ways for link in links if link.kind == NETWORK)
 

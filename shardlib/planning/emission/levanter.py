@@ -13,12 +13,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def levanter(job: Job, failures: list[str]) -> JsonObject:
-    """The sections of a plan.
-
-    Args:
-        job: the plan.
-        failures: takes what has no word.
-    """
+    """The sections of a plan."""
     plan, tensor = job.plan, job.axis("tensor")
     dtype = _SHORT.get(job.sizes.compute_dtype)
     if dtype is None:

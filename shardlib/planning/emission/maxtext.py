@@ -33,12 +33,7 @@ _REMAT = {"full": "full", "dots": "minimal", "none": "custom"}
 
 
 def maxtext(job: Job, failures: list[str]) -> JsonObject:
-    """The options of a plan.
-
-    Args:
-        job: the plan.
-        failures: takes what has no option.
-    """
+    """The options of a plan."""
     plan = job.plan
     if job.sizes.compute_dtype not in ("bfloat16", "float32"):
         failures.append(f"matmuls in {job.sizes.compute_dtype} (it is planned with bfloat16)")

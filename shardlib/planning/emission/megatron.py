@@ -13,12 +13,7 @@ _HALF = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def megatron(job: Job, failures: list[str]) -> JsonObject:
-    """The options of a plan, by the names of flags.
-
-    Args:
-        job: the plan.
-        failures: takes what has no flag.
-    """
+    """The options of a plan, by the names of flags."""
     plan, tensor, stages = job.plan, job.axis("tensor"), job.axis("stage")
     context, experts = job.axis("context"), job.axis("expert")
     options: JsonObject = {

@@ -45,16 +45,7 @@ class PlanShardings:
 
 
 def plan_shardings(plan: Plan, mesh: AxisSizes) -> PlanShardings:
-    """The shardings of a plan over a mesh that has its axes.
-
-    Args:
-        plan: the decisions.
-        mesh: has the axes of the plan that are larger than 1, with their sizes; others are free.
-
-    Raises:
-        ArgumentError: it is no mesh.
-        LayoutError: the mesh lacks axes of the plan, or has them in other sizes; all are listed.
-    """
+    """The shardings of a plan over a mesh that has its axes."""
     if not isinstance(getattr(mesh, "shape", None), Mapping):
         raise ArgumentError(
             f"mesh is {type(mesh).__name__}; it is a jax.sharding.Mesh\nTry:"

@@ -12,12 +12,7 @@ _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"
 
 
 def torchtitan(job: Job, failures: list[str]) -> JsonObject:
-    """The sections of a plan.
-
-    Args:
-        job: the plan.
-        failures: takes what has no word.
-    """
+    """The sections of a plan."""
     plan, tensor = job.plan, job.axis("tensor")
     if job.sizes.compute_dtype not in ("bfloat16", "float32"):
         failures.append(f"matmuls in {job.sizes.compute_dtype} (it has bfloat16 and float32)")

@@ -41,38 +41,21 @@ def split(shape: tuple[int, ...], stacked: bool) -> int:
 
 
 def low_rank(shape: tuple[int, ...], stacked: bool, rank: int) -> bool:
-    """Whether a gradient is smaller as a matrix of some rank.
-
-    Args:
-        shape: of the whole.
-        stacked: whether the first dim is one of layers.
-        rank: of what is sent.
-    """
+    """Whether a gradient is smaller as a matrix of some rank."""
     row_dims = split(shape, stacked)
     rows, columns = math.prod(shape[int(stacked) : row_dims]), math.prod(shape[row_dims:])
     return row_dims < len(shape) and rank * (rows + columns) < rows * columns
 
 
 def stacked(parameter: ParameterLayout) -> bool:
-    """Whether the first dim of a parameter is one of layers: it has no colour, and others follow.
-
-    Args:
-        parameter: of a plan.
-    """
+    """Whether the first dim of a parameter is one of layers: it has no colour, and others follow."""
     return len(parameter.shape) > 1 and parameter.colours[0] is None
 
 
 def moved(
     parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Compressed, stage: int
 ) -> list[Moved]:
-    """What a device moves in an exchange.
-
-    Args:
-        parameters: trained ones, of the plan.
-        inner: the mesh of one island.
-        exchange: how islands train.
-        stage: of its exchanges.
-    """
+    """What a device moves in an exchange."""
     trained, by, over = list(parameters), exchange.by, ("island",)
     sizes = [
         math.prod(parameter.state.local_shape(parameter.shape, inner)) for parameter in trained
@@ -125,11 +108,6 @@ def _over(axes: Iterable[str]) -> tuple[str, ...]:
 def kept(parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Compressed) -> int:
     """Bytes that a device keeps from step to step, and holds between the halves of a step: the
     residual (two of them under `TopK`), Q of every matrix, and the mean of the gradients.
-
-    Args:
-        parameters: trained ones, of the plan.
-        inner: the mesh of one island.
-        exchange: how islands train.
     """
     by, size = exchange.by, 0
     for parameter in parameters:

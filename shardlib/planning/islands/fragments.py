@@ -30,12 +30,7 @@ class Part:
     rows: tuple[int, int] | None = None
 
     def elements(self, layout: Layout, mesh: MeshShape) -> int:
-        """Elements on one device.
-
-        Args:
-            layout: of the parameter.
-            mesh: of one island.
-        """
+        """Elements on one device."""
         shape = layout.local_shape(self.parameter.shape, mesh)
         if self.rows is None:
             return math.prod(shape)
@@ -48,16 +43,7 @@ Fragment = tuple[Part, ...]
 def fragments(
     parameters: Iterable[ParameterLayout], mesh: MeshShape, count: int
 ) -> tuple[Fragment, ...]:
-    """The parts of each fragment, in the order of the parameters.
-
-    Args:
-        parameters: of the plan.
-        mesh: of one island.
-        count: number of fragments.
-
-    Raises:
-        PinError: the model has fewer parts.
-    """
+    """The parts of each fragment, in the order of the parameters."""
     trained = [parameter for parameter in parameters if parameter.trained]
     listed: list[dict[str, Part]] = [{} for _ in range(count)]
     sizes, undivided = [0] * count, list[ParameterLayout]()

@@ -41,11 +41,6 @@ def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tup
     """A finding where more than a twentieth of a step waits for what data and fsdp move over the
     slowest links, or where a plan leaves parts of the machine out because of them: with islands
     neither has to be.
-
-    Args:
-        plan: of one island.
-        machine: that it is for.
-        rows: of the arrays of the batch.
     """
     inner = _inside(plan, machine)
     if inner is None or not isinstance(plan.exchange, Exact):

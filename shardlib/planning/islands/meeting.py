@@ -71,7 +71,6 @@ class Meetings:
         """Seconds of a step that it waits for meetings, on average.
 
         Args:
-            exchange: how islands meet.
             step: seconds of a step without them.
         """
         while_crossing = exchange.delay * step if isinstance(exchange, DiLoCo) else 0.0
@@ -82,17 +81,7 @@ class Meetings:
 def meetings(
     parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Several, machine: Topology
 ) -> Meetings:
-    """The meetings of islands that have a plan each.
-
-    Args:
-        parameters: layouts of an island's parameters.
-        inner: the mesh of an island.
-        exchange: how they meet.
-        machine: all islands together.
-
-    Raises:
-        PinError: there are more fragments than parts of the model.
-    """
+    """The meetings of islands that have a plan each."""
     trained = [parameter for parameter in parameters if parameter.trained]
     mesh = MeshShape(island=exchange.islands, **inner)
     each = _each(trained, inner, exchange)
@@ -182,16 +171,7 @@ def _elements(parameter: ParameterLayout, mesh: MeshShape) -> int:
 def fragments_of(
     parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Meets
 ) -> tuple[Fragment, ...]:
-    """What each meeting is about.
-
-    Args:
-        parameters: layouts of an island's parameters.
-        inner: the mesh of an island.
-        exchange: how they meet.
-
-    Raises:
-        PinError: there are more fragments than parts of the model.
-    """
+    """What each meeting is about."""
     if isinstance(exchange, Gossip):
         return fragments(parameters, inner, 1) * exchange.meetings
     return fragments(parameters, inner, exchange.fragments)

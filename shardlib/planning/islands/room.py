@@ -30,15 +30,6 @@ def planned_on_islands(
 
     What is kept follows from the plan: it is held back from the island's memory, and the search
     repeated, until plan and meetings fit together.
-
-    Args:
-        exchange: how islands meet.
-        machine: all islands together.
-        search: the fastest plan for the machine of one island.
-
-    Raises:
-        InfeasibleError: no plan fits.
-        PinError, TopologyError: see `search` and `island_of`.
     """
     island, held_bytes, rounds = island_of(machine, exchange.islands), 0, 0
     while True:
@@ -77,11 +68,6 @@ def _of_an_island(
 def met_in_order(inner: Iterator[Ranked], exchange: Several, machine: Topology) -> Iterator[Ranked]:
     """Plans for an island, the fastest first, as plans for all islands; meetings take each as long
     as the fastest.
-
-    Args:
-        inner: plans for an island.
-        exchange: how islands meet.
-        machine: all islands together.
     """
     met: Estimate | None = None
     for entry in inner:

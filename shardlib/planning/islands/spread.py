@@ -19,13 +19,7 @@ from shardlib.report import Finding
 
 
 def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
-    """The plan of all islands: the same for each of them, and their meetings.
-
-    Args:
-        plan: of one island.
-        exchange: how they meet.
-        machine: all islands together.
-    """
+    """The plan of all islands: the same for each of them, and their meetings."""
     mesh = MeshShape(island=exchange.islands, **plan.mesh)
     joined = used_by(machine, exchange.islands, plan.mesh.devices)
     met, island_estimate = meetings(plan.parameters, plan.mesh, exchange, joined), plan.estimate
@@ -119,14 +113,7 @@ def _meet(exchange: Meets) -> str:
 
 
 def of_one_island(plan: Plan) -> Plan:
-    """The plan that each island carries out; the plan itself where there is one.
-
-    Args:
-        plan: of all islands.
-
-    Raises:
-        PlanError: mesh and exchange of the plan say different numbers of islands.
-    """
+    """The plan that each island carries out; the plan itself where there is one."""
     islands = plan.exchange.islands
     if plan.mesh[ISLAND.name] != islands:
         raise PlanError(
@@ -161,20 +148,12 @@ def of_one_island(plan: Plan) -> Plan:
 
 
 def inner_mesh(mesh: MeshShape) -> MeshShape:
-    """The mesh of one island.
-
-    Args:
-        mesh: of all islands.
-    """
+    """The mesh of one island."""
     return MeshShape({axis: size for axis, size in mesh.items() if axis != ISLAND.name})
 
 
 def inside(pins: Pins) -> Pins:
-    """The pins of the plan of one island.
-
-    Args:
-        pins: of all islands.
-    """
+    """The pins of the plan of one island."""
     return pins.but(
         exchange=None,
         axes=tuple((axis, size) for axis, size in pins.axes if axis != ISLAND.name),

@@ -116,11 +116,6 @@ class Seen:
     def offer(self, offer: Offer, totals: Totals, candidates: Array) -> None:
         """Takes in prices of plans; `candidates` are positions in the block, of which one may have
         many rows.
-
-        Args:
-            offer: the decisions of the rows.
-            totals: their prices, arrays [rows].
-            candidates: one per row.
         """
         fine = self._block.lowered(offer, candidates)
         if not fine.all():

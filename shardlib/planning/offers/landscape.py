@@ -50,10 +50,8 @@ class Landscape(Generic[What]):
         """Takes in a plan.
 
         Args:
-            what: its decisions.
             seconds: of a step.
             peak_bytes: per device.
-            fits: whether it fits.
         """
         if not (0 < seconds < math.inf and 0 < peak_bytes < math.inf):
             return
@@ -63,11 +61,7 @@ class Landscape(Generic[What]):
             self._cells[cell] = Point(what=what, seconds=seconds, peak_bytes=peak_bytes, fits=fits)
 
     def points(self, count: int) -> tuple[Point[What], ...]:
-        """The Pareto front of what fits and points spread over the rest, the fastest first.
-
-        Args:
-            count: how many at most.
-        """
+        """The Pareto front of what fits and points spread over the rest, the fastest first."""
         ordered = sorted(self._cells.values(), key=lambda p: (p.seconds, p.peak_bytes))
         chosen = front(ordered)[:count]
         grain = GRAIN
@@ -81,11 +75,7 @@ class Landscape(Generic[What]):
 
 
 def front(points: Iterable[Point[What]]) -> list[Point[What]]:
-    """Of plans that fit, those that need less memory than all faster ones.
-
-    Args:
-        points: the fastest first.
-    """
+    """Of plans that fit, those that need less memory than all faster ones."""
     pareto: list[Point[What]] = []
     for point in points:
         if point.fits and (not pareto or point.peak_bytes < pareto[-1].peak_bytes):

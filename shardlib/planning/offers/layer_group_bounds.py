@@ -166,12 +166,7 @@ class GroupBounds:
         forward pass ends, and hides no more communication than it has more compute.
 
         Args:
-            sums: quantities by policy.
             minima: seconds as `least_seconds` has them and seconds of kernels, by corner.
-            none: the price with nothing recomputed.
-            decisions: the ZeRO stage and the schedule.
-            plain: whether that is the quickest of every class.
-            c: the candidates.
         """
         first, compute = minima[(NONE,) * len(self.load.counts)]
         # what `least_seconds` does not count: exposed communication, the optimizer, and what all

@@ -55,14 +55,7 @@ class Corners:
         c: Candidates,
         listed: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, Sums]:
-        """Quantities of every corner by row.
-
-        Args:
-            uniform: quantities of the policies.
-            choices: number of the choice by row.
-            c: the candidates of the rows.
-            listed: the choices, with whether tokens are routed.
-        """
+        """Quantities of every corner by row."""
         all_corners = corners(self.policies, len(self.load.counts))
         mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")

@@ -36,12 +36,7 @@ class Block:
     gaps: tuple[Gap, ...] = ()
 
     def lowered(self, offer: Offer, candidates: Array) -> Array:
-        """Which rows of an offer have a lowering.
-
-        Args:
-            offer: the decisions of the rows.
-            candidates: position of each row's candidate.
-        """
+        """Which rows of an offer have a lowering."""
         stages = {"stage": self.c.sizes["stage"][candidates]}
         return lowered(facts(offer.decisions), along(stages), self.gaps)
 
@@ -77,13 +72,7 @@ class Offer:
         return replace(self, decisions=replace(self.decisions, **changes))
 
     def candidate(self, row: int, choices: list[tuple[Choice, bool]]) -> Candidate:
-        """The decisions of one row, on no mesh yet.
-
-        Args:
-            row: number of the row.
-            choices: what shards colours, and whether tokens are routed over an expert axis; by
-                number.
-        """
+        """The decisions of one row, on no mesh yet."""
         choice, routes = choices[int(self.choices[row])]
         if self.groups is not None:
             policy, layers = by_group(self.groups[row])
@@ -125,15 +114,7 @@ class Least:
     def take_in(
         self, number: int, offer: Offer, candidates: Array, values: Array, rows: Array
     ) -> None:
-        """Takes in an offer.
-
-        Args:
-            number: of the offer.
-            offer: whose choices break ties.
-            candidates: position in the block of each row.
-            values: the quantity.
-            rows: position in the offer.
-        """
+        """Takes in an offer."""
         choices = offer.choices[rows]
         previous = self.values[candidates]
         better = (values < previous * (1 - TIE)) | (

@@ -103,16 +103,7 @@ class GroupPricer:
         knobs: Sequence[Decisions],
         seen: Seen,
     ) -> None:
-        """Offers the best mixtures of some rows under one schedule.
-
-        Args:
-            uniform: quantities by policy.
-            choices, candidates: number of the choice, and position of the candidate in its block,
-                by row.
-            c: the candidates of the rows.
-            knobs: ZeRO stages of the schedule.
-            seen: takes the plans.
-        """
+        """Offers the best mixtures of some rows under one schedule."""
         if self.space.pins.remat_layers is None and not self.space.each:
             rows_by_knob = self.bounds.wanted(uniform, c, knobs, seen)
         else:

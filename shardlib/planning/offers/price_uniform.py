@@ -52,12 +52,7 @@ class RowPricer:
     groups: GroupPricer | None = None
 
     def price(self, rows: Rows, seen: Seen) -> None:
-        """Offers every plan of some rows that no bound excludes.
-
-        Args:
-            rows: choices on candidates.
-            seen: takes the offers.
-        """
+        """Offers every plan of some rows that no bound excludes."""
         for piped in (False, True):
             selected = np.flatnonzero((rows.c.stage > 1) == piped)
             if not len(selected):
@@ -77,14 +72,7 @@ class RowPricer:
     def _scheduled(
         self, rows: Rows, schedule: str, virtual: int, knobs: dict[str, list[Decisions]], seen: Seen
     ) -> None:
-        """Offers the plans of one schedule.
-
-        Args:
-            rows: of meshes with or without stages.
-            schedule, virtual: the schedule.
-            knobs: ZeRO stages and when weights are gathered, by policy.
-            seen: takes the plans.
-        """
+        """Offers the plans of one schedule."""
         piped = named(schedule).staged
         legal = np.ones(len(rows), dtype=bool)
         if piped:
@@ -156,15 +144,7 @@ class RowPricer:
         knobs: dict[str, list[Decisions]],
         seen: Seen,
     ) -> None:
-        """Offers the plans of one schedule whose layer groups are alike.
-
-        Args:
-            less: the rows.
-            worth: by policy, those that may be fast enough.
-            orders: see `_ways`.
-            knobs: ZeRO stages and when weights are gathered, by policy.
-            seen: takes the plans.
-        """
+        """Offers the plans of one schedule whose layer groups are alike."""
         for policy in worth:  # the same for all ZeRO stages
             bound = least_seconds(
                 less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c
@@ -272,9 +252,6 @@ class RowPricer:
     ) -> tuple[Array, Totals] | None:
         """Offers the plans of one policy under one knob; returns their prices and the rows that
         they are of.
-
-        Args:
-            fast: the prices without recomputation.
         """
         partly = np.zeros(len(rows), dtype=bool)
         if fast is not None and policy != "none":

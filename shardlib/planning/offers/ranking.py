@@ -70,8 +70,6 @@ class Ranking(Generic[What]):
         """Takes in a block.
 
         Args:
-            what: the decisions that all candidates of the block share.
-            fits: which candidates are legal and fit into memory.
             seconds: step time by candidate.
             peak_bytes: bytes per device by candidate.
             rows: index of each candidate; by default its position in the block.

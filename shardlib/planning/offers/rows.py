@@ -63,9 +63,6 @@ class Rows:
         """Rows that may have a plan faster than a limit that fits, boolean array [rows].
 
         Args:
-            zeros: ZeRO stages, of which a plan may have any.
-            breadth_first: whether its pipelines may work breadth first, or otherwise.
-            gathers: when its stages may gather weights.
             limit: seconds.
         """
         if not self.kinds:

@@ -15,11 +15,7 @@ from shardlib.planning.units.html_elements import section, table
 
 
 def compared_page(a: Plan, b: Plan) -> str:
-    """One self-contained HTML page about what changes from plan `a` to plan `b`.
-
-    Args:
-        a, b: plans.
-    """
+    """One self-contained HTML page about what changes from plan `a` to plan `b`."""
     changed = change(a, b)
     head = ("", "before", "after", "change")
     body = [

@@ -90,10 +90,7 @@ def html_report(
     """Returns one self-contained HTML page about a plan.
 
     Args:
-        plan: the plan.
         topology: the machine it is for; None looks it up by the plan's spelling of it.
-        answers: to questions that were asked about it.
-        evidence: what compiler or run say of it, beside the prediction.
     """
     title = f"{plan.model} on {plan.topology}"
     machine = topology or _found(plan)

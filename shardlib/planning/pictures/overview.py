@@ -25,15 +25,7 @@ _MARGIN, _TOP, _LANES = 24, 146, 6
 
 
 def plan_svg(plan: Plan, topology: Topology) -> str:
-    """The picture of a plan, a complete SVG document; nothing is fetched, and there are no scripts.
-
-    Args:
-        plan: the plan.
-        topology: the machine it is for.
-
-    Raises:
-        PlanError: the mesh of the plan has no place on the machine.
-    """
+    """The picture of a plan, a complete SVG document; nothing is fetched, and there are no scripts."""
     machine, _ = machine_picture(plan.mesh, topology, plan.axis_order)
     if not machine:
         raise PlanError(f"the mesh {plan.mesh} has no place on {topology.name}")

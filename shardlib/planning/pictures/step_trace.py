@@ -72,13 +72,7 @@ class MeasuredStep:
 def step_trace(
     plan: Plan, measured: Sequence[MeasuredStep] = (), pipeline: Timeline | None = None
 ) -> str:
-    """A trace as JSON.
-
-    Args:
-        plan: what was predicted.
-        measured: recorded steps of it, in order of time.
-        pipeline: its predicted timeline, where it has stages.
-    """
+    """A trace as JSON."""
     zero = measured[0].start if measured else 0.0
     starts = _starts([step.start - zero for step in measured] or [0.0], plan.estimate.step_seconds)
     trace_events = list(_predicted(plan, starts))

@@ -190,13 +190,7 @@ def span(start: float, seconds: float) -> JsonObject:
 
 
 def events(timeline: Timeline, process: int, name: str) -> Iterator[JsonObject]:
-    """The events of a timeline, from second 0 on.
-
-    Args:
-        timeline: the timeline.
-        process: number of its process.
-        name: of its process.
-    """
+    """The events of a timeline, from second 0 on."""
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for stage in range(timeline.stages):

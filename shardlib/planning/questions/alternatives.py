@@ -28,16 +28,7 @@ MOST = 1000
 
 
 def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
-    """The best plans that differ from this one, and from each other, in more than a tie.
-
-    Args:
-        plan: a plan with its source.
-        count: how many at most, up to `MOST`.
-
-    Raises:
-        ArgumentError: `count` is no integer from 0 to `MOST`.
-        PlanError: the plan was read from a file.
-    """
+    """The best plans that differ from this one, and from each other, in more than a tie."""
     _require_count(count)
     plans: tuple[Alternative, ...] = ()
     for slack in SLACKS:
@@ -48,11 +39,7 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
 
 
 def _require_count(count: int) -> None:
-    """Raises where so many alternatives cannot be asked for.
-
-    Raises:
-        ArgumentError: `count` is no integer from 0 to `MOST`.
-    """
+    """Raises where so many alternatives cannot be asked for."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
         raise ArgumentError(
             f"alternatives: count is {shown(count)}; it is an integer of at least 0, how many plans"

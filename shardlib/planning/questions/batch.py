@@ -35,10 +35,6 @@ LARGEST = 1 << 20
 def nearby(rows: int, devices: int) -> tuple[int, ...]:
     """Batches near one that divide over more devices, the nearest first, each further one over
     still more.
-
-    Args:
-        rows: of the batch.
-        devices: of the machine.
     """
     divided, best = math.gcd(rows, devices), list[int]()
     candidates = {
@@ -59,14 +55,7 @@ def nearby(rows: int, devices: int) -> tuple[int, ...]:
 def divided_badly(
     plan: Plan, load: Workload, topology: Topology, pins: Pins
 ) -> tuple[Finding, ...]:
-    """A finding where the batch does not divide over the devices, and one near it is faster.
-
-    Args:
-        plan: of the batch.
-        load: what was searched.
-        topology: the machine.
-        pins: the user's decisions.
-    """
+    """A finding where the batch does not divide over the devices, and one near it is faster."""
     rows = batch_size(load.problem, load.colouring)
     if pins.mesh is not None or rows == 1:
         return ()

@@ -22,11 +22,7 @@ from shardlib.planning.units.quantity import TIE, bytes_text, percent_text, seco
 
 
 def constraints(plan: Plan) -> Constraints:
-    """What holds a plan back.
-
-    Raises:
-        PlanError: the plan was read from a file.
-    """
+    """What holds a plan back."""
     steps = staircase(plan)
     bindings = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
     bindings.sort(

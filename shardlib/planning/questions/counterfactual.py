@@ -28,13 +28,6 @@ UNLIMITED = 1 << 60
 def best_on(plan: Plan, topology: Topology) -> Plan | None:
     """The best plan for the same problem under the same pins on another topology; None where
     nothing fits or no mesh is legal.
-
-    Args:
-        plan: a plan with its source.
-        topology: the other machine.
-
-    Raises:
-        PlanError: the plan was read from a file.
     """
     source = source_of(plan)
     try:
@@ -54,15 +47,7 @@ def pinned(plan: Plan) -> Pins:
 
 
 def priced_on(plan: Plan, topology: Topology) -> Plan | None:
-    """The same decisions on another topology of the same problem; None where they do not fit.
-
-    Args:
-        plan: a plan with its source.
-        topology: the other machine.
-
-    Raises:
-        PlanError: the plan was read from a file.
-    """
+    """The same decisions on another topology of the same problem; None where they do not fit."""
     try:
         return source_of(plan).search(topology, pinned(plan))
     except (InfeasibleError, PinError):
@@ -85,8 +70,6 @@ def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
     """The topology with another rate on one link tier.
 
     Args:
-        topology: the machine.
-        tier: number of the tier, 0 for the outermost.
         bytes_per_s: of one device, one direction.
     """
     tiers = tuple(
@@ -128,15 +111,7 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
 
 
 def changes(plan: Plan, other: Plan) -> tuple[str, ...]:
-    """The decisions of another plan that differ from this one's, "remat dots -> full".
-
-    Args:
-        plan: the one to begin with.
-        other: the one to end with.
-
-    Returns:
-        One text for each decision that differs.
-    """
+    """The decisions of another plan that differ from this one's, "remat dots -> full"."""
     ours, theirs = plan.decisions, other.decisions
     return tuple(
         f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}"

@@ -29,12 +29,6 @@ Array = np.ndarray
 def kernels(plan: Plan) -> Kernels:
     """The kernels of a step of a plan, equal ones added up, the slowest first. Their seconds add up
     to the plan's `estimate.seconds.compute`.
-
-    Args:
-        plan: a plan with its source.
-
-    Raises:
-        PlanError: the plan was read from a file.
     """
     machine = _on_machine(plan)
     sums: dict[tuple[str, ...], KernelTime] = {}

@@ -20,11 +20,6 @@ def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> floa
     """Seconds of a step times devices that no plan on the machine beats: those of the kernels of
     the step where nothing is sharded, under the cheapest remat policy, kernel of attention and
     dtypes that may be chosen. Communication, waiting and launches are not in it.
-
-    Args:
-        load: the step, prepared for this kind of machine.
-        topology: the machine.
-        pins: decisions fixed by hand; those of the mesh make no difference.
     """
     able = load.framework.able if load.framework is not None else ANYTHING
     all_dtypes = dict.fromkeys(

@@ -47,11 +47,6 @@ def same_chips(old: Topology, new: Topology) -> bool:
 def parts_of(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
     """The parts of a machine that are worth a search, the largest first; some of its outermost
     domains, or all of them.
-
-    Args:
-        source: what the plan was made from.
-        machine: the whole machine.
-        pins: decisions fixed by hand; a pinned mesh asks for all of it.
     """
     outer, inner = machine.tiers[0], machine.tiers[1:]
     if pins.mesh is not None or len(outer.shape) > 1:

@@ -56,17 +56,7 @@ def replan(
     """The best plan for the same training run on another machine, and what must move.
 
     Args:
-        plan: a plan with its source.
-        topology: the machine that is left; larger ones, and other chips, are allowed.
         lost: numbers of the old devices that are gone; by default the last ones.
-        anew: search the whole space. Otherwise the way of running a step stays (`KEPT`) as long as
-            that fits, which is many times as quick; mesh, microbatches and what is sharded are
-            found anew.
-
-    Raises:
-        PlanError: the plan was read from a file.
-        TopologyError: the topology does not parse, or `lost` does not fit the old machine.
-        InfeasibleError: nothing fits there.
     """
     source = source_of(plan)
     machine = machine_like(source.topology, topology)

@@ -189,15 +189,7 @@ def _nothing(points: Sequence[Point]) -> str:
 def curve(
     model: str, kind: str, machines: Iterable[Topology], planned: Callable[[Topology], Plan]
 ) -> Curve:
-    """Plans for every machine.
-
-    Args:
-        model: name of the model.
-        kind: "strong" or "weak".
-        machines: members of one family; they are taken in the order of their devices.
-        planned: finds the best plan for a machine; `InfeasibleError` and `PinError` make a point
-            without a plan.
-    """
+    """Plans for every machine."""
     points: list[Point] = []
     first: Point | None = None
     before: Point | None = None

@@ -37,11 +37,7 @@ SHOCK = 0.9
 
 
 def sensitivity(plan: Plan) -> Sensitivity:
-    """Shadow prices of memory and links, and the regret of the plan if a figure is a tenth lower.
-
-    Raises:
-        PlanError: the plan was read from a file.
-    """
+    """Shadow prices of memory and links, and the regret of the plan if a figure is a tenth lower."""
     topology = source_of(plan).topology
     best = other.best_on(plan, topology) or plan
     used = [index for index, tier in enumerate(topology.tiers) if tier.devices > 1]

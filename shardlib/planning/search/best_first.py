@@ -74,7 +74,6 @@ class Front:
         """Prices what is below a limit.
 
         Args:
-            new: entries that are taken.
             limit: seconds.
         """
         later = self.seconds >= limit
@@ -115,10 +114,6 @@ class Front:
 def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
     """Prices all plans of large spaces on some numbers of devices that no bound excludes, where
     some are soon found that may fit; explorers then leave them out.
-
-    Args:
-        explorers: of the spaces.
-        counts: how many a plan uses.
     """
     limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
     if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):

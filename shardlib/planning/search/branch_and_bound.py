@@ -123,14 +123,7 @@ class Explorer:
     def run(
         self, counts: Counts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
     ) -> None:
-        """Prices the plans on some numbers of devices.
-
-        Args:
-            counts: how many a plan uses.
-            ranking: takes the price of every plan that fits, among those that are priced.
-            slack: with a ranking, price every candidate whose bound is at most so many times the
-                fastest plan.
-        """
+        """Prices the plans on some numbers of devices."""
         reach = 1 if ranking is None else slack
         for entries in self._entries(counts, reach):
             if id(entries) not in self._done:
@@ -139,9 +132,6 @@ class Explorer:
     def seed(self, counts: Counts) -> None:
         """Prices the entry of the least bound on each of some numbers of devices, among those that
         shard neither sequences nor experts, so that there is a plan to compare with.
-
-        Args:
-            counts: how many a plan may use.
         """
         if not (self.space.choices and self.space.routes):
             return
@@ -181,7 +171,6 @@ class Explorer:
         are many.
 
         Args:
-            counts: how many a plan uses.
             limit: seconds.
         """
         if self.least_seconds(counts) >= limit:
@@ -215,12 +204,7 @@ class Explorer:
         return self._made(counts, enough)
 
     def _made(self, counts: Counts, enough: Sequence[int]) -> list[Entries]:
-        """See `_entries`.
-
-        Args:
-            counts: what is asked for.
-            enough: those of them that are not excluded.
-        """
+        """See `_entries`."""
         mesh_sizes = [meshes.sizes(self.space, self.load.colouring, devices) for devices in enough]
         made_entries = self._of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
         if made_entries:

@@ -30,10 +30,6 @@ def with_loops(
     and predicted to be faster; and its seconds of a step.
 
     Args:
-        load: the problem.
-        topology: where it runs.
-        candidate: without loops.
-        pins: the user's candidates.
         step_seconds: predicted for the candidate.
     """
     if pins.collective_matmul not in ("loop", "any") or (
@@ -53,11 +49,6 @@ def with_loops(
 def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """Whether loops over tensor can be faster on a mesh: in a program of JAX without stages, and
     where links work beside compute, which those of simulated devices do not.
-
-    Args:
-        load: the prepared problem.
-        topology: the machine.
-        mesh: sizes of the mesh axes.
     """
     return (
         load.profile.name == XLA.name

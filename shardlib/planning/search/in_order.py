@@ -22,8 +22,6 @@ def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple
     """Begin and end of growing blocks of so many in all.
 
     Args:
-        first: size of the first block.
-        count: of all blocks together.
         largest: of a block; None for no limit.
     """
     start, size = 0, first

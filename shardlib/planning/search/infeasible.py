@@ -27,13 +27,6 @@ def infeasible(
 ) -> InfeasibleError:
     """The error for a problem that does not fit: how much is missing, and which single change would
     do.
-
-    Args:
-        load: the problem.
-        topology: where it should run.
-        pins: the user's decisions.
-        candidate: the minimum-memory plan.
-        fits: whether a search with another topology or other pins succeeds.
     """
     totals, memory_margin = price(load, topology, candidate), margin(topology)
     capacity = fitting_bytes(topology)

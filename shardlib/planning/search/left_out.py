@@ -26,10 +26,6 @@ def fastest_with_left_out(
     that it left out, where that is faster and fits; and its seconds of a step.
 
     Args:
-        load: the problem.
-        topology: where it runs.
-        space: what was searched.
-        candidate: the fastest plan of it.
         seconds: of a step of that.
     """
     if not space.space.left_out:

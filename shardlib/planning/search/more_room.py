@@ -30,11 +30,6 @@ def with_more_room(
     those that are as fast, the lowest of these.
 
     Args:
-        load: the problem.
-        topology: where it runs.
-        pins: the user's decisions.
-        space: what was searched.
-        candidate: the plan.
         seconds: of a step of it.
     """
     decisions = candidate.decisions

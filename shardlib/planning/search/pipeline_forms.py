@@ -36,25 +36,12 @@ FORMS = ("lockstep", "programs")
 
 
 def left_open(load: Workload, pins: Pins) -> bool:
-    """Whether the planner decides how stages run: only where shardlib makes the programs.
-
-    Args:
-        load: the prepared problem.
-        pins: decisions fixed by hand.
-    """
+    """Whether the planner decides how stages run: only where shardlib makes the programs."""
     return pins.pipeline == ANY and load.profile.name == XLA.name
 
 
 def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
-    """The faster of the best plans of both forms, with a certificate over both.
-
-    Args:
-        pins: decisions fixed by hand, which leave the form open.
-        search: the fastest plan under pins that do not.
-
-    Raises:
-        PinError, InfeasibleError: neither form has a plan; of one program.
-    """
+    """The faster of the best plans of both forms, with a certificate over both."""
     plans = _of_both(pins, search)
     chosen = min(plans, key=lambda plan: plan.estimate.step_seconds)
     counts = Counter[str]()
@@ -84,13 +71,7 @@ def forms_in_order(
     """Plans of both forms, the fastest first.
 
     Args:
-        pins: decisions fixed by hand, which leave the form open.
-        ranked: plans under pins that do not, the fastest first.
         slack: up to how many times the seconds of the fastest.
-        front: only plans that need less memory than every faster one.
-
-    Raises:
-        PinError, InfeasibleError: neither form has a plan; of one program.
     """
     fewest_bytes, limit = math.inf, math.inf
     for entry in heapq.merge(*_of_both(pins, ranked), key=lambda entry: entry.seconds):

@@ -63,11 +63,7 @@ class PricedSpace:
     _points: list[Priced] = field(default_factory=list[Priced], init=False, repr=False)
 
     def landscape(self, count: int) -> tuple[Priced, ...]:
-        """What was priced, thinned; made once, when it is first asked for.
-
-        Args:
-            count: points at most.
-        """
+        """What was priced, thinned; made once, when it is first asked for."""
         if not self._points:
             self._points.extend(
                 Priced.of(point.what, point.seconds, point.peak_bytes, fits=point.fits)
@@ -80,15 +76,7 @@ class PricedSpace:
         return entry.what.on(*self.rows[entry.index])
 
     def simplicity(self, what: Candidate, index: int) -> tuple[object, ...]:
-        """Sorts equally fast entries of the ranking.
-
-        Args:
-            what: the decisions.
-            index: of the mesh and microbatches.
-
-        Returns:
-            A key; the smallest is the simplest.
-        """
+        """Sorts equally fast entries of the ranking."""
         return what.on(*self.rows[index]).simplicity()
 
 
@@ -102,21 +90,7 @@ def priced_space(
     any_plan: bool = False,
     all_devices: bool = False,
 ) -> PricedSpace:
-    """Prices the space of a model under pins.
-
-    Args:
-        load: the model.
-        topology: the machine.
-        pins: the user's decisions.
-        ranking: takes every plan that fits.
-        slack: with a ranking, leave out candidates of which no plan can be faster than so many
-            times the fastest.
-        any_plan: end when a plan fits.
-        all_devices: leave out meshes of fewer devices than the machine has.
-
-    Raises:
-        PinError: the pins make no sense, or allow no plan.
-    """
+    """Prices the space of a model under pins."""
     rules = _require_possible(load, topology, pins)
     devices_wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     rooms, runs = _explorers(
@@ -164,12 +138,7 @@ def priced_space(
 def _price_together(
     counts_by_explorer: Mapping[Explorer, Counts], ranking: Ranking[Candidate] | None, slack: float
 ) -> None:
-    """Prices spaces on all numbers of devices at once, after a simple plan for each number.
-
-    Args:
-        counts_by_explorer: numbers of devices by space.
-        ranking, slack: as `priced_space` takes them.
-    """
+    """Prices spaces on all numbers of devices at once, after a simple plan for each number."""
     for explorer, counts in counts_by_explorer.items():
         if explorer.best.fastest is None:
             explorer.seed(counts)
@@ -190,9 +159,6 @@ def _price_together(
 def within_slow_links(topology: Topology) -> int:
     """Devices of each part of a machine whose parts hang on far slower links than are inside of
     them; 0 where there is none. A plan within one part is soon found, and others are hardly faster.
-
-    Args:
-        topology: the machine.
     """
     first, *others = topology.tiers
     slow = others and first.bytes_per_s * FAR_SLOWER < min(tier.bytes_per_s for tier in others)
@@ -221,11 +187,6 @@ def _explorers(
 ) -> tuple[list[Space], list[tuple[int, Explorer]]]:
     """The spaces, one for each way to compute attention in each dtype, and an explorer for each
     number of devices that a plan may use; 0 devices where a space has no plan.
-
-    Args:
-        load, topology, pins, any_plan, all_devices: as `priced_space` takes them.
-        rules: pinned rules, in the colours of the model.
-        device_count: devices that a plan should use.
     """
     able = load.framework.able if load.framework is not None else ANYTHING
     fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
@@ -266,9 +227,6 @@ def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules |
 
     Returns:
         Pinned rules, in the colours of the model; None where none are pinned.
-
-    Raises:
-        PinError: they cannot.
     """
     _require_able(load.framework, pins)
     require(
@@ -299,11 +257,7 @@ def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules |
 
 
 def _require_able(framework: Framework | None, pins: Pins) -> None:
-    """Whether the framework that runs the plan can do what is pinned.
-
-    Raises:
-        PinError: it cannot; all that it cannot do is listed.
-    """
+    """Whether the framework that runs the plan can do what is pinned."""
     if framework is None:
         return
     axes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)

@@ -62,20 +62,8 @@ def search(
     """Finds the fastest plan that fits.
 
     Args:
-        problem: a traced model.
-        topology: where it will run.
-        pin: decisions fixed by hand.
-        load: the problem already prepared, to search it again.
         profile: framework profile, or its name: the software that will run it; by default that of
             `load`, or one program of JAX ("xla").
-        all_devices: leave out plans that leave devices idle.
-
-    Returns:
-        The plan, with its certificate.
-
-    Raises:
-        PinError: the pins make no sense, or allow no plan.
-        InfeasibleError: no plan fits into memory; the message says what would.
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
@@ -128,11 +116,8 @@ def prepared(
     it.
 
     Args:
-        problem: the traced step.
-        topology: the machine.
         load: prepared before; None for nothing.
         profile: framework profile or its name; None for JAX and XLA.
-        pins: decisions fixed by hand.
     """
     chosen_profile = (
         framework_profile(profile)
@@ -167,18 +152,7 @@ def ranked(
     profile: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
-    """All plans that fit, the fastest first; none is built before it is asked for.
-
-    Args:
-        problem, topology, pin, load, profile: as `search` takes them; its answer is the
-            first.
-        slack: leave out candidates of which no plan can be faster than so many times the fastest;
-            in a large space, anything else takes long.
-        front: only plans that need less memory than every faster one.
-
-    Raises:
-        PinError, InfeasibleError: as `search`.
-    """
+    """All plans that fit, the fastest first; none is built before it is asked for."""
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
     if not isinstance(pins.exchange, Exact):

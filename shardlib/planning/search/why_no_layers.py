@@ -38,11 +38,6 @@ class LayerGroups:
 def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
     """Why the layers of a model are too few for its pins, and what to try; empty where they are
     not.
-
-    Args:
-        model: its name.
-        groups: its layers.
-        pins: decisions fixed by hand.
     """
     model = f"the model {model!r}"
     if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):

@@ -17,11 +17,7 @@ WIDE, HIGH, LEFT, BELOW = 640, 220, 54, 30
 
 
 def serving_line(plan: ServingPlan) -> str:
-    """A plan in one line.
-
-    Args:
-        plan: the plan.
-    """
+    """A plan in one line."""
     choice, estimate = plan.choice, plan.estimate
     return short(
         "ServingPlan",
@@ -33,12 +29,7 @@ def serving_line(plan: ServingPlan) -> str:
 
 
 def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
-    """A plan as HTML for a notebook.
-
-    Args:
-        plan: the plan.
-        points: its curve.
-    """
+    """A plan as HTML for a notebook."""
     estimate, sizes = plan.estimate, plan.estimate.device_bytes
     memory = [
         (name, size, bytes_text(size))
@@ -73,10 +64,6 @@ def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
 def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -> str:
     """Tokens a second and chip against seconds from token to token, as SVG; the latter on a
     logarithmic axis. What is chosen is filled.
-
-    Args:
-        points: of the curve.
-        plan: what is chosen.
     """
     times = [math.log(point.tpot_seconds) for point in points]
     highest = max(point.output_tokens_per_second_per_chip for point in points)

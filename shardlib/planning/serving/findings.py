@@ -15,13 +15,7 @@ TIGHT = 0.98
 
 @diagnostic
 def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
-    """What is worth knowing.
-
-    Args:
-        asked: what was planned.
-        point: what was chosen.
-        estimate: what that is predicted to do.
-    """
+    """What is worth knowing."""
     listed: list[Finding] = []
     if asked.topology.chip.name not in LEARNED_ON:
         listed.append(

@@ -38,9 +38,6 @@ class ServingPins:
 
         Args:
             given: words and values; None for no pins.
-
-        Raises:
-            PinError: a word is not known, or a value is out of range; all of them are listed.
         """
         table: dict[str, object] = dict(given or {})
         mesh = table.pop("mesh", {})

@@ -25,15 +25,7 @@ from shardlib.planning.serving.space import Asked
 
 
 def plan_served(asked: Asked) -> ServingPlan:
-    """The best plan.
-
-    Args:
-        asked: what is planned.
-
-    Raises:
-        PinError: the pins leave no choice.
-        InfeasibleError: the model does not fit, or nothing keeps to the limits.
-    """
+    """The best plan."""
     started = time.perf_counter()
     found = search(asked)
     return _made(found, found.point(found.best()), started)

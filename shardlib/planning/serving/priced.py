@@ -50,12 +50,7 @@ class Priced:
 
 
 def priced(replica: Replica, chunk: int) -> Priced:
-    """All batches that fit.
-
-    Args:
-        replica: the devices.
-        chunk: tokens of prompts in a step.
-    """
+    """All batches that fit."""
     load, pinned = replica.asked.workload, replica.asked.pins.batch
     limit = replica.most(chunk)
     batch = np.arange(1, limit + 1, dtype=float)
@@ -90,11 +85,7 @@ def priced(replica: Replica, chunk: int) -> Priced:
 
 
 def all_priced(request: Asked) -> Iterator[Priced]:
-    """Every choice, by tensor and chunk.
-
-    Args:
-        request: what is planned.
-    """
+    """Every choice, by tensor and chunk."""
     for tensor in request.tensors():
         replica = request.replica(tensor)
         if replica is not None:

@@ -45,12 +45,7 @@ class Found:
         return self.choices[:, 7] * self.asked.workload.output / self.choices[:, 8]
 
     def within(self, *, ttft: bool = True, tpot: bool = True) -> Found:
-        """The choices that keep to the limits.
-
-        Args:
-            ttft: whether to that of the first token.
-            tpot: whether to that of the others.
-        """
+        """The choices that keep to the limits."""
         load = self.asked.workload
         keep = np.ones(len(self.choices), bool)
         if tpot and load.tpot is not None:
@@ -93,16 +88,7 @@ class Found:
 
 
 def search(request: Asked) -> Found:
-    """Every choice that keeps to the limits.
-
-    Args:
-        request: what is planned.
-
-    Raises:
-        PinError: the pins leave no choice.
-        InfeasibleError: the model does not fit, or nothing keeps to the limits; the message says
-            what does.
-    """
+    """Every choice that keeps to the limits."""
     choices = every(request)
     within_limits = choices.within()
     if not len(within_limits.choices):
@@ -111,11 +97,7 @@ def search(request: Asked) -> Found:
 
 
 def every(request: Asked) -> Found:
-    """Every choice, whatever the limits.
-
-    Args:
-        request: what is planned.
-    """
+    """Every choice, whatever the limits."""
     rows: list[Numbers] = []
     count = 0
     for prices in all_priced(request):

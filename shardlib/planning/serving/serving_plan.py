@@ -126,9 +126,6 @@ class ServingPlan:
     def pareto(self) -> tuple[ServingPoint, ...]:
         """The choices that no other beats in both: tokens a second and chip, and seconds from token
         to token; within the limits, the fastest from token to token first.
-
-        Raises:
-            PlanError: the plan was read from a file and does not carry its model.
         """
         from shardlib.planning.serving.search import search
 
@@ -137,37 +134,19 @@ class ServingPlan:
     def two_meshes(self) -> TwoMeshes | None:
         """What prompts on a mesh of their own would give, within the limits and with as many
         requests as can be served; None where there is no such plan.
-
-        Raises:
-            PlanError: the plan was read from a file and does not carry its model.
         """
         from shardlib.planning.serving.two_meshes import two_meshes
 
         return two_meshes(asked_of(self))
 
     def why_not(self, **pin: ServingPin) -> str:
-        """What the best plan under other pins would do: `plan.why_not(tensor=16)`.
-
-        Args:
-            pin: decisions by their words, see `shardlib.plan_serving`.
-
-        Returns:
-            The difference to this plan as text, or why there is no such plan.
-
-        Raises:
-            PinError: a pin is misspelt, or out of range.
-            PlanError: the plan was read from a file and does not carry its model.
-        """
+        """What the best plan under other pins would do: `plan.why_not(tensor=16)`."""
         from shardlib.planning.serving.planner import why_not
 
         return why_not(self, pin)
 
     def diff(self, other: ServingPlan) -> str:
-        """What another plan decides and does differently, as text of at most 100 columns.
-
-        Args:
-            other: a plan of any model or machine.
-        """
+        """What another plan decides and does differently, as text of at most 100 columns."""
         from shardlib.planning.serving.text import differences
 
         return differences(self, other)
@@ -179,15 +158,6 @@ class ServingPlan:
 
         A replica is a run of neighbouring devices; one that has lost a device is gone, whatever the
         number of devices that share a layer.
-
-        Args:
-            topology: the machine; the same if left out.
-            lost: numbers of devices that are gone.
-
-        Raises:
-            TopologyError: the machine has no such devices.
-            InfeasibleError: nothing fits what is left, or keeps to the limits.
-            PlanError: the plan was read from a file and does not carry its model.
         """
         from shardlib.planning.serving.planner import replan
 
@@ -199,23 +169,12 @@ class ServingPlan:
 
     @classmethod
     def from_json(cls, text: str) -> ServingPlan:
-        """A plan from its JSON.
-
-        Args:
-            text: what `to_json` gave.
-
-        Raises:
-            PlanError: it is no plan that serves.
-        """
+        """A plan from its JSON."""
         return plan_from_text(text)
 
 
 def asked_of(plan: ServingPlan) -> Asked:
-    """What a plan was made from.
-
-    Raises:
-        PlanError: the plan was read from a file and does not carry its model.
-    """
+    """What a plan was made from."""
     if plan.asked is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model\nTry:"
@@ -225,11 +184,7 @@ def asked_of(plan: ServingPlan) -> Asked:
 
 
 def to_data(plan: ServingPlan) -> JsonObject:
-    """A plan as plain data, with what is decided at the top.
-
-    Args:
-        plan: the plan.
-    """
+    """A plan as plain data, with what is decided at the top."""
     found: JsonObject = {
         "format": FORMAT,
         "model": plan.model,
@@ -247,14 +202,7 @@ def to_data(plan: ServingPlan) -> JsonObject:
 
 
 def plan_from_text(text: str) -> ServingPlan:
-    """A plan from its JSON.
-
-    Args:
-        text: what `to_json` gave.
-
-    Raises:
-        PlanError: it is no plan that serves, a changed one, or has values that no plan has.
-    """
+    """A plan from its JSON."""
     data: Json = parse_json(text, "the plan", PlanError)
     table = dict(cast("JsonMapping", data)) if isinstance(data, Mapping) else {}
     if table.get("format") != FORMAT:

@@ -65,11 +65,7 @@ class Asked:
     problem: Problem | None = None
 
     def parts(self, tensor: int) -> Mapping[str, int] | None:
-        """Into how many parts programs cut each weight, by path.
-
-        Args:
-            tensor: devices that share every layer.
-        """
+        """Into how many parts programs cut each weight, by path."""
         if self.problem is None:
             return None
         shared = self.shared(tensor)
@@ -86,11 +82,7 @@ class Asked:
         return "bfloat16" if self.workload.weights != "model" else self.model.dtype
 
     def shared(self, tensor: int) -> int:
-        """Devices that share the tokens of every page: as many as there are too few key heads for.
-
-        Args:
-            tensor: devices that share every layer.
-        """
+        """Devices that share the tokens of every page: as many as there are too few key heads for."""
         heads = [max(count for _, count in call.kept) for call in self.model.attention]
         return tensor // math.gcd(tensor, *heads)
 
@@ -112,9 +104,6 @@ class Asked:
     def replica(self, tensor: int) -> Replica | None:
         """So many devices that share every layer; None where the links have no such group, or the
         tokens of a pinned page do not divide among them.
-
-        Args:
-            tensor: devices.
         """
         devices = self.topology.devices
         if self.pins.page is not None and self.pins.page % self.shared(tensor):
@@ -179,24 +168,14 @@ class Replica:
         return ordered(windows, longest=self.asked.workload.tokens)
 
     def pages(self, batch: int, chunk: int) -> tuple[int, ...]:
-        """Pages of each cache group, as `shardlib.serving.Capacity` has them.
-
-        Args:
-            batch: requests at a time.
-            chunk: tokens of prompts in a step.
-        """
+        """Pages of each cache group, as `shardlib.serving.Capacity` has them."""
         sizes, limit = {"budget": batch + chunk, "size": self.page}, self.pages_each
         if self.windows[0]:
             limit = min(limit, needed(window=self.windows[0], **sizes))
         return pages_each(self.windows, first=batch * limit, slots=batch, **sizes)
 
     def cache_bytes(self, batch: int, chunk: int) -> float:
-        """Bytes of all pages, on a device.
-
-        Args:
-            batch: requests at a time.
-            chunk: tokens of prompts in a step.
-        """
+        """Bytes of all pages, on a device."""
         pages = self.pages(batch, chunk)
         return self.page * sum(
             entry.bytes * pages[group_of(entry.window, self.windows)]
@@ -204,22 +183,13 @@ class Replica:
         )
 
     def short(self, batch: int, chunk: int) -> float:
-        """Bytes that a device lacks; none where it is not above 0.
-
-        Args:
-            batch: requests at a time.
-            chunk: tokens of prompts in a step.
-        """
+        """Bytes that a device lacks; none where it is not above 0."""
         split_ = self.pricing.split
         used_bytes = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
         return used_bytes + self.cache_bytes(batch, chunk) - limit(self.asked.topology.chip)
 
     def most(self, chunk: int) -> int:
-        """Requests that fit at a time.
-
-        Args:
-            chunk: tokens of prompts in a step.
-        """
+        """Requests that fit at a time."""
         return bisect.bisect_right(
             range(1, MOST_REQUESTS + 1), 0.0, key=lambda batch: self.short(batch, chunk)
         )

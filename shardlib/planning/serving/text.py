@@ -22,11 +22,7 @@ SHOWN = 8
 
 
 def explained(plan: ServingPlan) -> str:
-    """What was chosen, what it is predicted to do, and what limits it.
-
-    Args:
-        plan: the plan.
-    """
+    """What was chosen, what it is predicted to do, and what limits it."""
     lines = [*_head(plan), "", *_seconds(plan), "", *_memory(plan)]
     lines += ["", *_search(plan)]
     for one in plan.findings:
@@ -37,11 +33,7 @@ def explained(plan: ServingPlan) -> str:
 
 
 def curve(points: Sequence[ServingPoint]) -> str:
-    """A curve of choices as a table; of many, some that are evenly spread.
-
-    Args:
-        points: the fastest from token to token first.
-    """
+    """A curve of choices as a table; of many, some that are evenly spread."""
     step = max(1, (len(points) - 1) / (SHOWN - 1)) if len(points) > SHOWN else 1
     shown = [points[round(at * step)] for at in range(min(SHOWN, len(points)))]
     rows = [["tensor", "replicas", "batch", "chunk", "a token", "first token", "tokens/s a chip"]]
@@ -61,12 +53,7 @@ def curve(points: Sequence[ServingPoint]) -> str:
 
 
 def differences(plan: ServingPlan, other: ServingPlan) -> str:
-    """What another plan decides and does differently.
-
-    Args:
-        plan: the one.
-        other: the other.
-    """
+    """What another plan decides and does differently."""
     one, two = plan.estimate, other.estimate
     rows = [["", "this", "other", ""]]
     for name, mine, its in (

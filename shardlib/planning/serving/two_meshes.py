@@ -67,11 +67,7 @@ class TwoMeshes:
 
 
 def prefill_seconds(replica: Replica) -> float:
-    """Seconds of one prompt alone.
-
-    Args:
-        replica: the devices.
-    """
+    """Seconds of one prompt alone."""
     prompt, chunk = replica.asked.workload.prompt, CHUNKS[1]
     seconds = 0.0
     for begin in range(0, prompt, chunk):
@@ -84,9 +80,6 @@ def prefill_seconds(replica: Replica) -> float:
 def two_meshes(request: Asked) -> TwoMeshes | None:
     """The plan of two meshes with the most tokens a second within the limits, without a rate of
     requests; None where there is none.
-
-    Args:
-        request: what is planned.
     """
     load, devices = request.workload, request.topology.devices
     replicas = [

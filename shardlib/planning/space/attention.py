@@ -42,19 +42,6 @@ def strategies(
     computed: by the kernel of the chip's vendor where that applies, which writes no scores; in
     blocks, or as it is written. On a context axis keys and values are gathered, which leaves
     attention as it is written, or go around, or devices exchange parts of the sequence for heads.
-
-    Args:
-        problem: the model.
-        pins: the user's decisions.
-        profile: the software; some fuses attention whatever the plan says.
-        chip: the chips of the machine.
-        able: what the framework can do.
-
-    Returns:
-        Strategies, those first of which the fastest plan is likely to be.
-
-    Raises:
-        PinError: pinned attention that the model or the chips cannot have.
     """
     why_not = (
         _without(problem, chip, pins.attention) if pins.attention not in (None, "traced") else ""

@@ -127,10 +127,6 @@ class Account:
     ) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
         """The tally of a component under a choice, and what it is known by: choices that cut the
         component alike have the same.
-
-        Args:
-            part: colours of the component.
-            choice: what shards colours.
         """
         request = part, choice
         if request not in self._asked:

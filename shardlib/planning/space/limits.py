@@ -54,10 +54,6 @@ def experts_form(problem: Problem) -> str:
 def batch_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is
     named a batch.
-
-    Args:
-        problem: with the arrays of the batch.
-        colouring: which colour is the batch.
     """
     name = colouring.batch_colour
     sizes = [
@@ -72,10 +68,6 @@ def batch_size(problem: Problem, colouring: Colouring) -> int:
 def sequence_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is
     none.
-
-    Args:
-        problem: with the arrays of the batch.
-        colouring: which colour is the sequence.
     """
     name = colouring.sequence_colour
     sizes = [
@@ -90,11 +82,6 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
 def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
     """What a message says of the sequences of a model: their lengths, which some number of parts
     does not divide, or why there is none to shard.
-
-    Args:
-        problem: with the arrays of the batch.
-        colouring: which colour is the sequence.
-        parts: the parts, in words.
     """
     name = colouring.named_sequence
     if name is None:

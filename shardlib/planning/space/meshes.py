@@ -25,16 +25,7 @@ _BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
 
 
 def sizes(space: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
-    """Every mesh of some number of devices, with every number of microbatches.
-
-    Args:
-        space: the space that is searched.
-        colouring: which dims divide by what.
-        devices: number of devices, all of which are used.
-
-    Returns:
-        The sizes of every mesh axis and "micro", arrays of equal length.
-    """
+    """Every mesh of some number of devices, with every number of microbatches."""
     names = {*space.tensor, *(name for choice in space.choices for name in choice.tensor)}
     cuttable = frozenset(colouring.colours[name].divisor for name in names)
     candidates = _sizes(
@@ -52,13 +43,6 @@ def _sizes(
 ) -> dict[str, Array]:
     """The sizes of every mesh, however the context axis is used, with every number of
     microbatches, in increasing order of the axes; callers leave them as they are.
-
-    Args:
-        pins: the user's decisions.
-        limits: what the model allows.
-        cuttable: sizes of dims that the tensor axis may shard.
-        routed: whether tokens may be routed over an expert axis.
-        devices: number of devices, all of which are used.
     """
     free = limits.able.free
     rows: list[tuple[int, ...]] = []
@@ -87,12 +71,6 @@ def _sizes(
 def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[tuple[int, ...]]:
     """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that
     pins and model allow, however the context axis is used.
-
-    Args:
-        pins: the user's decisions.
-        limits: what the model allows.
-        routed: whether tokens may be routed over an expert axis.
-        devices: number of devices, all of which are used.
     """
     if pins.mesh is not None:
         if pins.mesh.devices == devices:
@@ -166,15 +144,6 @@ def _microbatches(size: int, degree: int, pins: Pins) -> list[int]:
 def legal(choice: Choice, space: Space, routes: bool, sizes: Mapping[str, Array]) -> Array:
     """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
     sequence divides, and an expert axis has tokens to route, where that has a lowering.
-
-    Args:
-        choice: what shards colours.
-        space: the space that is searched.
-        routes: whether tokens can be routed over an expert axis.
-        sizes: of mesh axes, arrays [candidates].
-
-    Returns:
-        Boolean array [candidates].
     """
     fits = (
         space.limits.sequence

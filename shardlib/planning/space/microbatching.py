@@ -30,15 +30,7 @@ _ANY_NUMBER = (
 
 
 def require_whole(rows: Rows, microbatches: int) -> None:
-    """Raises where a batch is to be worked through in parts, and that would change the results.
-
-    Args:
-        rows: how the loss depends on the rows of the batch.
-        microbatches: of a step, as pinned.
-
-    Raises:
-        PinError: several microbatches, and a loss whose rows meet.
-    """
+    """Raises where a batch is to be worked through in parts, and that would change the results."""
     if microbatches > 1 and not rows.splits:
         raise_all(
             PinError,
@@ -55,14 +47,6 @@ def require_whole(rows: Rows, microbatches: int) -> None:
 def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
     """Raises where microbatches are to go through stages, and the loss has results that stages
     cannot put together.
-
-    Args:
-        rows: how the loss depends on the rows of the batch.
-        microbatches: of a step.
-        stages: of the pipeline; 1 without one.
-
-    Raises:
-        PinError: several microbatches, several stages, and results with a value for every row.
     """
     if microbatches > 1 and stages > 1 and rows.by_row:
         raise_all(
@@ -76,12 +60,7 @@ def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
 
 @diagnostic
 def coupled(rows: Rows, microbatches: int) -> list[Finding]:
-    """Findings about a loss whose rows meet.
-
-    Args:
-        rows: how the loss depends on the rows of the batch.
-        microbatches: of the plan.
-    """
+    """Findings about a loss whose rows meet."""
     if not rows.splits:
         why = "no part of it can be" if rows.loss.fixed else "its rows meet before the end"
         return [

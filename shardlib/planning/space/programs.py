@@ -82,17 +82,7 @@ def program_of(
     policy: str,
     routes: bool,
 ) -> Program:
-    """One way to run a step, in items.
-
-    Args:
-        problem: the model.
-        colouring: its colours.
-        frozen: (path, dim) that count layers.
-        profile: the framework that runs it.
-        vendor: of the chips, whose compiler makes the kernels.
-        policy: remat policy.
-        routes: whether tokens are routed to their experts.
-    """
+    """One way to run a step, in items."""
     step, names = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
         step, names = localised(step, names, colouring.batch_colour)

@@ -16,15 +16,6 @@ def policies_of_groups(
 ) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
     """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the
     policy of each layer group; those that it leaves out rematerialise nothing.
-
-    Args:
-        problem: with the policies it was traced under.
-        pins: with `remat_classes`.
-        names: of the layer groups.
-        by_class: whether each layer group may have a policy of its own.
-
-    Raises:
-        PinError: a layer group or a policy is unknown, or one cannot have a policy of its own.
     """
     pinned = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
     if not pinned or pins.remat_classes == ANY_GROUP:
@@ -72,17 +63,7 @@ def _require_groups(
 def policies_of_space(
     problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]], able: Abilities
 ) -> tuple[str, ...]:
-    """The remat policies that layers of some plan follow.
-
-    Args:
-        problem: the model.
-        pins: the user's decisions.
-        each: the pinned policy of each layer group; () where that is not pinned.
-        able: what the framework can do.
-
-    Raises:
-        PinError: the model has no step with the pinned policy.
-    """
+    """The remat policies that layers of some plan follow."""
     if each:
         pinned = {"none", *(policy for policy, _ in each)}
         return tuple(policy for policy in problem.steps if policy in pinned)

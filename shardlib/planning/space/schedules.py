@@ -32,14 +32,6 @@ Array = np.ndarray
 def legal_zero(space: Space, zero: int, c: Candidates) -> Array:
     """Which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis shards
     something, and the framework can do it.
-
-    Args:
-        space: the space that is searched.
-        zero: 0 to 3.
-        c: candidates.
-
-    Returns:
-        Boolean array [candidates].
     """
     able = space.limits.able
     if zero:
@@ -51,11 +43,6 @@ def legal_zero(space: Space, zero: int, c: Candidates) -> Array:
 def zeros_and_schedules(space: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
     """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
     said here.
-
-    Args:
-        space: the space that is searched.
-        policy: remat policy.
-        pipelined: whether there are stages.
     """
     pins = space.pins
     zeros = [zero for zero in space.limits.able.zero if pins.zero in (None, zero)]
@@ -105,12 +92,7 @@ def _schedules(space: Space, policy: str) -> list[tuple[str, int]]:
 
 
 def of_policy(space: Space, policy: str) -> list[Schedule]:
-    """Schedules of the space under a remat policy, but for `breadth_first`.
-
-    Args:
-        space: the space that is searched.
-        policy: remat policy.
-    """
+    """Schedules of the space under a remat policy, but for `breadth_first`."""
     return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(space, policy))]
 
 
@@ -166,13 +148,6 @@ def first(space: Space) -> set[tuple[str, int]]:
 def most_rounds(space: Space, sizes: Mapping[str, Array]) -> Array:
     """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
     there is none.
-
-    Args:
-        space: the space that is searched.
-        sizes: of mesh axes and "micro", arrays [candidates].
-
-    Returns:
-        Int array [candidates].
     """
     stages, micro, other_ways = (
         sizes["stage"],
@@ -196,17 +171,7 @@ def groups(space: Space) -> int:
 
 
 def most_chunks(space: Space, policy: str, stages: Array, micro: Array) -> Array:
-    """The most chunks of layers on a stage that a schedule of the space may have, by candidate.
-
-    Args:
-        space: the space that is searched.
-        policy: remat policy.
-        stages: number of stages, [candidates].
-        micro: microbatches of a step, [candidates].
-
-    Returns:
-        Int array [candidates].
-    """
+    """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
     limit = max((virtual for _, virtual in _schedules(space, policy)), default=1)
     return np.where(
         micro >= stages * groups(space),
@@ -218,14 +183,6 @@ def most_chunks(space: Space, policy: str, stages: Array, micro: Array) -> Array
 def legal_schedule(space: Space, decisions: Decisions, c: Candidates) -> Array:
     """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
     microbatches for every stage; breadth first, as many layers in every chunk.
-
-    Args:
-        space: the space that is searched.
-        decisions: with the schedule and virtual stages.
-        c: candidates.
-
-    Returns:
-        Boolean array [candidates].
     """
     layers = space.limits.layers
     fits = c.stage * decisions.virtual_stages <= layers

@@ -116,14 +116,7 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
     """Lists the space.
 
     Args:
-        load: the model.
-        pins: the user's decisions.
         fixed: the choice that pinned rules stand for; None without.
-        strategy: one of `shardlib.planning.space.attention.strategies`.
-
-    Raises:
-        PinError: the pinned remat policy does not exist for this model, or a layer group that
-            remat_classes names; or pins of experts that do not fit the model.
     """
     problem, colouring = load.problem, load.colouring
     limits = Limits(
@@ -213,11 +206,7 @@ def _able(choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abi
 
 
 def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
-    """Whether tokens of experts may be routed, each in turn.
-
-    Raises:
-        PinError: pins of experts, or of their axis, that do not fit the model.
-    """
+    """Whether tokens of experts may be routed, each in turn."""
     problem, expert = load.problem, load.expert
     form, ours = experts_form(problem), bool(gaps_of(load))
     routes = tuple(

@@ -215,10 +215,6 @@ class Parts:
         """The quantities of choices on some shapes, array [quantities, shapes].
 
         Choices that shard a component alike are added up together.
-
-        Args:
-            row_choices: the choice of each shape.
-            shapes: numbers of shapes.
         """
         total = np.zeros((self._count, len(shapes)))
         for part in ((), *self._account.parts):
@@ -233,11 +229,6 @@ class Parts:
     def least(self, shapes: Array, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where
         no choice fits.
-
-        Args:
-            shapes: numbers of shapes.
-            first: leave out all but so many components of the colours that the tensor axis may
-                shard, or so many of the last, below zero, which can only be less.
         """
         if first not in self._sums:
             self._sums[first] = _Filled(

@@ -29,17 +29,7 @@ VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
 def explain_empty(
     problem: Problem, colouring: Colouring, pins: Pins, devices: int
 ) -> BatchError | PinError:
-    """Why no plan is legal under the pins, as the error to raise.
-
-    Args:
-        problem: the traced step.
-        colouring: its colours.
-        pins: decisions fixed by hand.
-        devices: of the machine.
-
-    Returns:
-        The error, with all pins that are to blame.
-    """
+    """Why no plan is legal under the pins, as the error to raise."""
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     wrong = (
@@ -196,11 +186,7 @@ def _stored_fault(
 
 
 def _rules_fault(colouring: Colouring, pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
-    """Why the pinned rules cannot use the pinned tensor axis.
-
-    Raises:
-        PinError: dims that do not divide, all of them listed.
-    """
+    """Why the pinned rules cannot use the pinned tensor axis."""
     tensor = sizes.get("tensor", 1)
     if tensor == 1 or pins.rules is None:
         return None
@@ -276,14 +262,7 @@ def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length
 
 
 def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
-    """Why a pinned axis fits no plan of a model; empty where it may.
-
-    Args:
-        axis: name of the mesh axis.
-        size: as pinned.
-        problem: the traced step.
-        colouring: its colours.
-    """
+    """Why a pinned axis fits no plan of a model; empty where it may."""
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
         reason = sequences_text(problem, colouring, f"{size} parts do")

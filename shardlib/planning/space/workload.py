@@ -145,7 +145,6 @@ class Workload:
 
         Args:
             dtypes: in other dtypes (`shardlib.planning.decisions.dtypes`).
-            attention: how its core is computed; all but "traced" keep no scores.
         """
         kind = (
             "traced"
@@ -171,9 +170,6 @@ class Workload:
     def attending(self, kind: str) -> Workload:
         """The same model whose attention is computed by another kernel, in whose memory alone it
         differs.
-
-        Args:
-            kind: "fused" or "blocks", as the profile of both is.
         """
         profile = replace(self.profile, attention=kind)
         programs = {
@@ -201,12 +197,7 @@ def prepare(
     """Colours a problem and splits its cost into items.
 
     Args:
-        problem: a traced model.
-        vendor: of the chips, whose compiler makes the kernels.
-        profile: the software that runs the step, which may compute and keep other values than the
-            traced program (`shardlib.cost.profiles.rewrites`).
         framework: what the profile is of; None for programs of shardlib.
-        beside: the same problem under a profile that computes attention otherwise.
     """
     colouring = colour(problem) if beside is None else beside.colouring
     frozen = frozenset(stack_dims(problem)) if beside is None else beside.frozen

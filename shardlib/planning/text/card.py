@@ -16,12 +16,7 @@ from shardlib.planning.units.quantity import bytes_text, seconds_text
 
 
 def plan_line(plan: Plan, name: str = "Plan") -> str:
-    """A plan in one line.
-
-    Args:
-        plan: the plan.
-        name: of its class.
-    """
+    """A plan in one line."""
     estimate = plan.estimate
     return short(
         name,
@@ -33,11 +28,7 @@ def plan_line(plan: Plan, name: str = "Plan") -> str:
 
 
 def plan_card(plan: Plan) -> str:
-    """A plan as HTML for a notebook.
-
-    Args:
-        plan: the plan.
-    """
+    """A plan as HTML for a notebook."""
     first, *lines = headline(plan).splitlines()
     room = usable_bytes(plan)
     memory = _parts(plan.estimate.device_bytes, bytes_text)

@@ -61,11 +61,7 @@ class Change:
     collectives: tuple[Figure, ...]
 
     def beyond(self, limits: dict[str, float]) -> tuple[str, ...]:
-        """What is beyond a limit, a sentence for each.
-
-        Args:
-            limits: by the words of `FIGURES`: the part that may be added, 0.02 for 2%.
-        """
+        """What is beyond a limit, a sentence for each."""
         return tuple(
             f"{FIGURES[one.word]}: {_text(one, one.before)} -> {_text(one, one.after)}"
             f" ({_added(one)}), and {percent_text(limits[one.word])} may be added"
@@ -83,11 +79,7 @@ class Change:
         }
 
     def markdown(self, beyond: Sequence[str] = ()) -> str:
-        """The change as Markdown, for a pull request.
-
-        Args:
-            beyond: what is beyond a limit.
-        """
+        """The change as Markdown, for a pull request."""
         verdict = [f"- :x: {one}" for one in beyond]
         head = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
         rows = [f"| {' | '.join(map(_cell, row))} |" for row in self.rows()]
@@ -128,11 +120,7 @@ class Change:
 
 
 def change(a: Plan, b: Plan) -> Change:
-    """What changes from plan `a` to plan `b`.
-
-    Args:
-        a, b: plans.
-    """
+    """What changes from plan `a` to plan `b`."""
     old, new = dict(decision_lines(a)), dict(decision_lines(b))
     names = [f"{plan.model} on {plan.topology}" for plan in (a, b)]
     before, after = _traffic(a), _traffic(b)

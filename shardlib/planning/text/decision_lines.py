@@ -26,12 +26,7 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def untold(label: str, plan: Plan) -> str:
-    """What a plan decides that has no line of a label: the meaning of the default.
-
-    Args:
-        label: of a line that another plan has.
-        plan: the plan without it.
-    """
+    """What a plan decides that has no line of a label: the meaning of the default."""
     if label in _UNTOLD:
         return _UNTOLD[label](plan)
     meanings = (

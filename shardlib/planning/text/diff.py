@@ -19,14 +19,7 @@ TELLING = 100.0
 
 
 def diff(a: Plan, b: Plan) -> str:
-    """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters.
-
-    Args:
-        a, b: plans.
-
-    Raises:
-        ArgumentError: `b` is no plan.
-    """
+    """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters."""
     if not isinstance(b, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"a plan is compared with a plan, and other is {type(b).__name__}\nTry:"

@@ -20,7 +20,6 @@ def explain(plan: Plan, *, topology: Topology | None = None) -> str:
     """Explains a plan in plain text, at most 100 columns wide.
 
     Args:
-        plan: the plan.
         topology: the machine it is for; None looks it up by the plan's spelling of it.
     """
     hbm_bytes = usable_bytes(plan, topology)
@@ -42,10 +41,6 @@ def explain(plan: Plan, *, topology: Topology | None = None) -> str:
 def usable_bytes(plan: Plan, topology: Topology | None = None) -> int | None:
     """Memory of a device that a program can use; None where the plan's topology is a file that is
     not on this machine.
-
-    Args:
-        plan: with the spelling of its topology.
-        topology: the topology itself, where it is known.
     """
     try:
         return (topology or find_topology(plan.topology)).chip.usable_bytes

@@ -55,7 +55,6 @@ def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
     """What the bytes of the fullest device are.
 
     Args:
-        plan: the plan.
         hbm_bytes: what a device has; None where that is not known.
     """
     parts = plan.estimate.device_bytes
@@ -79,7 +78,6 @@ def limit_bytes(estimate: Estimate, hbm_bytes: float) -> float:
     """Bytes of a device that a plan may fill, as a program may need more than predicted.
 
     Args:
-        estimate: with its margin.
         hbm_bytes: what a device has.
     """
     return hbm_bytes / estimate.margin
@@ -90,7 +88,6 @@ def limit_text(estimate: Estimate, hbm_bytes: float) -> str:
     back.
 
     Args:
-        estimate: with its margin.
         hbm_bytes: what a device has.
     """
     limit = limit_bytes(estimate, hbm_bytes)
@@ -102,7 +99,6 @@ def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[tuple[str, float, s
     """What a plan leaves of a device: (label, bytes, text).
 
     Args:
-        estimate: with its margin.
         hbm_bytes: what a device has.
     """
     limit, peak = limit_bytes(estimate, hbm_bytes), estimate.device_bytes.peak
@@ -199,20 +195,12 @@ def collectives_section(plan: Plan) -> str:
 
 
 def in_every_step(collectives: Iterable[Collective]) -> list[Collective]:
-    """The collectives of a step, without those of meetings of islands.
-
-    Args:
-        collectives: of a plan.
-    """
+    """The collectives of a step, without those of meetings of islands."""
     return [one for one in collectives if not one.every]
 
 
 def meetings_section(plan: Plan) -> str:
-    """What a meeting of islands moves; empty where there is none.
-
-    Args:
-        plan: the plan.
-    """
+    """What a meeting of islands moves; empty where there is none."""
     met = [one for one in plan.estimate.collectives if one.every]
     told = "; ".join(
         f"{one.kind} over {'·'.join(one.axes)}, {bytes_text(one.total_bytes)} in"

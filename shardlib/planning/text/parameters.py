@@ -32,8 +32,6 @@ def notation(names: LogicalAxes, shape: Sequence[int], layout: Layout) -> str:
 
     Args:
         names: colour per dim; None where it has none.
-        shape: elements per dim.
-        layout: mesh axes per dim.
     """
     dims = (
         f"{name or size}{'_' + '·'.join(axes) if axes else ''}"

@@ -34,12 +34,8 @@ def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
     """The timeline of a plan with stages, or with islands whose steps wait for their exchange.
 
     Args:
-        plan: with stages, or islands.
         forward: the loss as written, which knows the order in which parameters are used; None for
             none of the exchange.
-
-    Raises:
-        PlanError: the plan has neither, or was written before estimates knew what a stage does.
     """
     exchange = None if forward is None else transfers(plan, forward)
     if exchange is not None and not named(plan.schedule).staged:
@@ -109,12 +105,7 @@ def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
 
 
 def title(plan: Plan, *, lockstep: bool) -> str:
-    """What runs where: the first line of a timeline.
-
-    Args:
-        plan: with stages.
-        lockstep: whether all stages move at once.
-    """
+    """What runs where: the first line of a timeline."""
     how = (
         f"{named(plan.schedule).words(plan.virtual_stages)},"
         f" {microbatches_text(plan.microbatches, plan.accumulation)},"
@@ -130,9 +121,7 @@ def lockstep(
     other; microbatches are counted on from those `before`.
 
     Args:
-        table: which stage does what in which tick.
         durations: seconds of each kind of work.
-        before: microbatches that come before.
     """
     found: list[Slice] = []
     start = 0.0

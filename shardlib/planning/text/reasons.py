@@ -25,7 +25,6 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
     """One sentence per reason: what limits the step, what memory forces, which meshes come next.
 
     Args:
-        plan: the plan.
         hbm_bytes: that a program can use of a device; None where it is not known.
     """
     estimate, seconds = plan.estimate, plan.estimate.seconds
@@ -77,9 +76,7 @@ def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
     peak of the chips.
 
     Args:
-        estimate: of the step.
         seconds: of its kernels.
-        share: these, of the step, in words.
     """
     least = estimate.hardware_flops / (estimate.peak_flops_per_s or 1.0)
     if not least or least >= _MOSTLY * seconds:
@@ -167,7 +164,6 @@ def why_section(plan: Plan, hbm_bytes: float | None) -> str:
     """The reasons as text.
 
     Args:
-        plan: the plan.
         hbm_bytes: that a program can use of a device; None where it is not known.
     """
     return "\n".join(

@@ -164,29 +164,14 @@ class Timeline:
 
 
 def label(table: Timetable, micro: int, chunk: int, before: int = 0) -> str:
-    """A microbatch as slices name it, counted on from those of the groups before its own.
-
-    Args:
-        table: with the number of chunks of a stage.
-        micro: number of the microbatch in its group.
-        chunk: number of the chunk; a letter where there are several.
-        before: microbatches of the groups before.
-    """
+    """A microbatch as slices name it, counted on from those of the groups before its own."""
     return str(before + micro) if table.virtual == 1 else f"{chr(ord('a') + chunk)}{before + micro}"
 
 
 def work(
     table: Timetable, tick: int, stage: int, kinds: tuple[str, ...], before: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """(kind, label) of what a stage is asked for in a tick of some kinds of work.
-
-    Args:
-        table: which stage does what in which tick.
-        tick: number of the tick.
-        stage: number of the stage.
-        kinds: of work that the tick has.
-        before: microbatches of the groups before.
-    """
+    """(kind, label) of what a stage is asked for in a tick of some kinds of work."""
     for kind in kinds:
         micro, chunk, works = (
             table.weights(tick)

@@ -26,10 +26,6 @@ Bucket = tuple[Part, ...]
 def in_order(uses: Iterable[FirstUse], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Part, ...]:
     """All elements of parameters, those that are used first in front; what a loop takes row by row
     stands row by row.
-
-    Args:
-        uses: of parameters.
-        shapes: of those that are meant, by path; each has to be among `uses`.
     """
     placed: list[tuple[Place, Part]] = []
     for use in uses:
@@ -47,12 +43,7 @@ def in_order(uses: Iterable[FirstUse], shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def in_buckets(parts: Iterable[Part], *, elements: int) -> tuple[Bucket, ...]:
-    """Parts as buckets, in their order; the last may have less.
-
-    Args:
-        parts: in their order.
-        elements: of a bucket, at least 1.
-    """
+    """Parts as buckets, in their order; the last may have less."""
     assert elements > 0, elements
     full, filling, left = list[Bucket](), list[Part](), elements
     for part in parts:

@@ -52,20 +52,11 @@ class FirstUse:
 
     @staticmethod
     def unknown(path: str, number: int) -> FirstUse:
-        """That of a parameter of a loss that nobody has traced.
-
-        Args:
-            path: of the parameter.
-            number: among all of them.
-        """
+        """That of a parameter of a loss that nobody has traced."""
         return FirstUse(path=path, place=Place(op=number, row=0, within=number))
 
     def of_row(self, row: int) -> Place:
-        """Where one row is first used.
-
-        Args:
-            row: number of the row.
-        """
+        """Where one row is first used."""
         return Place(op=self.place.op, row=row, within=self.place.within)
 
 
@@ -74,11 +65,7 @@ _Made = dict[int, bool]
 
 
 def first_uses(graph: Graph) -> tuple[FirstUse, ...]:
-    """The first use of each parameter, in the order of use.
-
-    Args:
-        graph: a forward pass, whose inputs are named by path.
-    """
+    """The first use of each parameter, in the order of use."""
     parameters = [*graph.inputs_of("parameter"), *graph.inputs_of("frozen")]
     reads = _reads(graph, parameters)
     begins = _begins(graph)
@@ -87,12 +74,7 @@ def first_uses(graph: Graph) -> tuple[FirstUse, ...]:
 
 
 def work_before(graph: Graph, places: Iterable[Place]) -> list[float]:
-    """Floating-point operations of a forward pass before each place.
-
-    Args:
-        graph: the forward pass.
-        places: in any order.
-    """
+    """Floating-point operations of a forward pass before each place."""
     begins = _begins(graph)
     return [
         sum(_before(graph, op, n, place, begins) for n, op in enumerate(graph.ops))

@@ -110,10 +110,6 @@ def _content(bucket: Bucket) -> str:
 def transfers(plan: Plan, forward: Graph) -> Transfers | None:
     """What the exchange of a plan moves; None where steps do not wait for it as a whole: there is
     none, it is in fragments, or beside steps.
-
-    Args:
-        plan: of all islands.
-        forward: the loss as written.
     """
     exchange = plan.exchange
     undivided = isinstance(exchange, DiLoCo) and exchange.fragments == 1 and not exchange.delay

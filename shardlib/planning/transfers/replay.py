@@ -99,9 +99,7 @@ def replay(
     """Replays a step.
 
     Args:
-        loads: of the buckets, in the order of use.
         order: numbers of the buckets, those that cross first in front; by default that of use.
-        preempt: whether a bucket may be held up on its way.
     """
     numbers = range(len(loads)) if order is None else order
     assert sorted(numbers) == list(range(len(loads))), "each bucket once"
@@ -122,11 +120,7 @@ def replay(
 
 
 def at_once(loads: Sequence[Load]) -> Replay:
-    """The same step with one transfer of everything between the two passes.
-
-    Args:
-        loads: of the buckets, in the order of use.
-    """
+    """The same step with one transfer of everything between the two passes."""
     backward = sum(load.backward for load in loads)
     arrived = backward + sum(load.wire for load in loads)
     spans = [

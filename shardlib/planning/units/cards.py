@@ -41,17 +41,7 @@ def card(
     text: str = "",
     drawn: tuple[str, str] = ("", ""),
 ) -> str:
-    """A card.
-
-    Args:
-        title: of it.
-        lines: below the title.
-        bars: (heading, parts) of stacked bars.
-        rows: of a table.
-        head: of the table.
-        text: the whole value, shown on demand.
-        drawn: what a picture shows, and the picture, HTML; shown on demand.
-    """
+    """A card."""
     body = [f"<h4>{escape(title)}</h4>", *(f"<p>{escape(line)}</p>" for line in lines)]
     for heading, parts in bars:
         body += [f"<h5>{escape(heading)}</h5>", bar(parts)]

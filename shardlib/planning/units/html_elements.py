@@ -18,12 +18,7 @@ Part = tuple[str, float, str]
 
 
 def section(title: str, content: str) -> list[str]:
-    """A heading and what is below it; nothing where that is empty.
-
-    Args:
-        title: escaped text.
-        content: HTML.
-    """
+    """A heading and what is below it; nothing where that is empty."""
     return [f"<h2>{title}</h2>", content] if content else []
 
 

@@ -88,12 +88,7 @@ def bar(share: float, width: int) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """The text in at most `width` columns; the middle gives way to an ellipsis.
-
-    Args:
-        text: one line.
-        width: columns, at least 1.
-    """
+    """The text in at most `width` columns; the middle gives way to an ellipsis."""
     if len(text) <= width:
         return text
     left = (width - 1) // 2

@@ -31,10 +31,6 @@ def wrapped(prefix: str, text: str) -> list[str]:
 def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
     """Rows in aligned columns, indented by two; columns that would pass the width go to a second
     line, in every row.
-
-    Args:
-        rows: of as many cells each.
-        right: numbers of the columns that are aligned to the right.
     """
     aligned_right = set(right)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

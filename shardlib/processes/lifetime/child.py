@@ -29,12 +29,7 @@ def ask_kernel() -> None:
 
 
 def main(parent: int, words: list[str]) -> None:
-    """Becomes the program.
-
-    Args:
-        parent: process id of who started it; with that, it ends.
-        words: of the program.
-    """
+    """Becomes the program."""
     ask_kernel()
     if os.getppid() != parent:
         sys.exit(128 + signal.SIGKILL)  # it was gone before the kernel was asked

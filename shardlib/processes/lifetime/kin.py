@@ -88,10 +88,7 @@ def start(
     thread. Whoever has waited for its end calls `finish`.
 
     Args:
-        words: the command.
-        guard: of this process.
         env: all variables; None for those of this process.
-        stdin, stdout, stderr: as those of `subprocess.Popen`.
     """
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid()), *words],
@@ -108,10 +105,6 @@ def start(
 def finish(process: subprocess.Popen[bytes], guard: Guard) -> None:
     """Ends a process, if it has not ended, and whatever it has started, also what has outlived
     it.
-
-    Args:
-        process: leader of a process group of its own.
-        guard: it was under; is told.
     """
     end_group(process.pid)
     process.wait()

@@ -40,8 +40,6 @@ def mean_order(
     """The order in which the elements of a mean cross; empty where they cross as a whole.
 
     Args:
-        uses: elements of parameters in the order of use.
-        fragment: what the mean has of each parameter, as it stands in the vector.
         wire: dtype that crosses.
         bucket_bytes: of a bucket.
     """
@@ -75,15 +73,7 @@ class Coming:
     def __init__(
         self, outer: Outer, start: int, fragment: Sequence[Part], exchange: DiLoCo, order: Order
     ) -> None:
-        """Begins with nothing.
-
-        Args:
-            outer: before the round; it is not changed.
-            start: where the fragment begins in it.
-            fragment: what it has of each parameter.
-            exchange: how islands meet.
-            order: in which elements come.
-        """
+        """Begins with nothing."""
         self.order, self.taken = order, 0
         self._outer, self._start, self._exchange = outer, start, exchange
         self._parts = list(fragment)
@@ -165,12 +155,7 @@ class InBuckets:
 
 
 def in_use_order(uses: Iterable[Part], parts: Mapping[str, Part]) -> list[Part]:
-    """Parts of parameters, those that are used first in front.
-
-    Args:
-        uses: elements of parameters in the order of use.
-        parts: of each, by path.
-    """
+    """Parts of parameters, those that are used first in front."""
     paths = dict.fromkeys(use.path for use in uses)
     return [
         parts[path] for path in (*paths, *(p for p in parts if p not in paths)) if path in parts

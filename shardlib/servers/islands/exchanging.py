@@ -71,14 +71,7 @@ class Exchanging:
         return self.outline.span(self.fragment, self.exchange.fragments)
 
     def enter(self, first: Callable[[], Mapping[str, np.ndarray]]) -> None:
-        """Waits for a round to begin, and takes its outer parameters.
-
-        Args:
-            first: parameters to begin with, where nobody has offered any.
-
-        Raises:
-            LaunchError: the server refuses the island, has too few, or does not answer.
-        """
+        """Waits for a round to begin, and takes its outer parameters."""
         description, self.entry = about(self.exchange, self.outline), ""
         while True:
             ask = Ask(kind="enter", worker=self.number, about=description, start=self.entry)
@@ -96,9 +89,6 @@ class Exchanging:
 
     def send(self, runs: Runs) -> Crossed:
         """Meets in a thread: sends the outer gradient of the next round, and does its update.
-
-        Args:
-            runs: of this island's parameters; called in the thread.
 
         Returns:
             The meeting; None where the round was closed without this island.

@@ -85,45 +85,19 @@ class Island:
     def start(self, seed: int = 0) -> TrainState:
         """Waits for the others, and makes the state before the first step: parameters are the outer
         ones, random streams of the model are others on each island.
-
-        Args:
-            seed: of the random streams of the constructor, 0 to 2**31 - 1.
-
-        Raises:
-            ArgumentError: the seed is no integer from 0 to 2**31 - 1.
-            LaunchError: the server refuses the island, has too few, or does not answer.
         """
         return self.begin(streams_of(self.number, self.program.init(seed)))
 
     def begin(self, state: TrainState) -> TrainState:
         """Waits for the others, and goes on from a state, such as one of a checkpoint: its
         parameters become the outer ones, the rest stays.
-
-        Args:
-            state: of the program; it is taken over.
-
-        Raises:
-            LaunchError: the server refuses the island, has too few, or does not answer.
         """
         self.exchanging.enter(lambda: self._on_host(state))
         self.steps = (self.round - 1) * self.exchange.between
         return self.outer(state)
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """Does one step of this island, and sends and takes in what is due after it.
-
-        Args:
-            state: from `start` or the step before; its buffers are donated.
-            batch: of this island.
-
-        Returns:
-            The next state, and metrics of this island.
-
-        Raises:
-            StateError: `start` was not called, or the state was donated.
-            BatchError: the batch is not the one that the program was compiled for.
-            LaunchError: the server does not answer any more, or has too few islands.
-        """
+        """Does one step of this island, and sends and takes in what is due after it."""
         if not self.round:
             raise StateError("the island has not started\nTry: state = island.start(seed=0)")
         state, metrics = self.program.step(state, batch)
@@ -139,11 +113,7 @@ class Island:
         return state, metrics
 
     def finish(self, state: TrainState) -> TrainState:
-        """Takes in what is still crossing, and leaves: the others go on without this island.
-
-        Args:
-            state: of the last step.
-        """
+        """Takes in what is still crossing, and leaves: the others go on without this island."""
         if self._crossing is not None:
             state, _ = self._taken(state, again=False)
         try:
@@ -153,11 +123,7 @@ class Island:
         return state
 
     def outer(self, state: TrainState) -> TrainState:
-        """The state with the outer parameters, those of the last meeting; see `Program.evaluate`.
-
-        Args:
-            state: of this island; its other arrays are shared.
-        """
+        """The state with the outer parameters, those of the last meeting; see `Program.evaluate`."""
         if self._crossing is not None:
             self._crossing.met.result()
         outer = self.exchanging.outline.arrays(self.exchanging.outer.theta)
@@ -165,11 +131,7 @@ class Island:
         return replace(state, params=with_trained(self.program, state.params, copied))
 
     def module(self, state: TrainState) -> UserModule:
-        """The user's own model with the outer parameters.
-
-        Args:
-            state: of this island; it stays usable.
-        """
+        """The user's own model with the outer parameters."""
         return self.program.module(self.outer(state))
 
     def __enter__(self) -> Island:

@@ -95,11 +95,7 @@ def join(
 
 
 def rows_of(program: Program) -> int:
-    """Rows of a step, by the convention of batch axes; 1 where nothing has rows.
-
-    Args:
-        program: of an island.
-    """
+    """Rows of a step, by the convention of batch axes; 1 where nothing has rows."""
     described = describe_batch(program.batch, None)
     return max(
         (s[axes.index("batch")] for _, s, _, axes in described if "batch" in axes), default=1
@@ -131,11 +127,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _require_island(program: Program, exchange: Exchange) -> Outline:
-    """The outline of the parameters that meet.
-
-    Raises:
-        PinError: there are none, or a program or an exchange that cannot meet so; all is listed.
-    """
+    """The outline of the parameters that meet."""
     if not isinstance(program, Program):
         raise PinError(
             "the program has an exchange of its own, whose islands are in this process\nTry:"

@@ -68,22 +68,7 @@ class LocalIslands:
 
 
 def launch_islands(local: LocalIslands, server: OuterServer, lines: Lines | None = None) -> int:
-    """Runs islands until they are done, and gives one exit code.
-
-    Args:
-        local: what to run.
-        server: that they meet over; not started yet.
-        lines: where to show what they write.
-
-    Returns:
-        0 where all ended well; 75 where they were asked to stop; otherwise the code of the first
-        that failed, 128 and the number of the signal that ended it.
-
-    Raises:
-        ArgumentError: the server cannot be started so.
-        LaunchError: there are fewer islands than are to be here, or the address is not this
-            machine's.
-    """
+    """Runs islands until they are done, and gives one exit code."""
     if local.here > server.islands:
         raise LaunchError(f"{local.here} islands are to be here, and there are {server.islands}")
     shown = lines or Lines(local.here)

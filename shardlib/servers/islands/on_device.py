@@ -20,21 +20,12 @@ from shardlib.processes.values import whole
 
 
 def copies(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies in float32, which nothing donates.
-
-    Args:
-        arrays: parameters.
-    """
+    """Copies in float32, which nothing donates."""
     return [_copy(array) for array in arrays]
 
 
 def runs(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> list[np.ndarray]:
-    """The runs of parameters, on the host.
-
-    Args:
-        arrays: float32.
-        parts: of each, what is wanted.
-    """
+    """The runs of parameters, on the host."""
     return [
         whole(array).reshape(-1)[part.start : part.stop]
         for array, part in zip(arrays, parts, strict=True)
@@ -42,12 +33,7 @@ def runs(arrays: Sequence[jax.Array], parts: Sequence[Part]) -> list[np.ndarray]
 
 
 def placed_outer(parameter: jax.Array, outer: np.ndarray) -> jax.Array:
-    """An outer parameter, placed as the island's is.
-
-    Args:
-        parameter: the island's.
-        outer: all of the outer parameter, float32.
-    """
+    """An outer parameter, placed as the island's is."""
     # A buffer of its own: on CPU devices a placed array may share the host's, which changes.
     return jax.device_put(np.array(outer), parameter.sharding)
 
@@ -55,12 +41,6 @@ def placed_outer(parameter: jax.Array, outer: np.ndarray) -> jax.Array:
 def mixed(parameter: jax.Array, placed: jax.Array, part: Part, mixing: float) -> jax.Array:
     """A parameter whose run has become `mixing` times itself and the rest of the outer one;
     `parameter` is donated.
-
-    Args:
-        parameter: the island's.
-        placed: the outer parameter.
-        part: the run.
-        mixing: 0 where the island goes on from the outer parameter.
     """
     bounds = (
         None if part.stop - part.start == math.prod(parameter.shape) else (part.start, part.stop)

@@ -50,14 +50,7 @@ class MeetingPlace:
 
 
 def read_place(environ: Mapping[str, str]) -> MeetingPlace:
-    """The place that variables name.
-
-    Args:
-        environ: the variables.
-
-    Raises:
-        LaunchError: they are missing or make no sense, all of them listed.
-    """
+    """The place that variables name."""
     failures: list[str] = []
     host, _, port = environ.get(MEETING, "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:

@@ -97,11 +97,7 @@ class OuterServer:
         self.close()
 
     def place(self, island: int) -> MeetingPlace:
-        """Where an island meets the others.
-
-        Args:
-            island: its number.
-        """
+        """Where an island meets the others."""
         assert self.port is not None
         return MeetingPlace(host=self.host, port=self.port, island=island, token=self._token)
 
@@ -111,11 +107,7 @@ class OuterServer:
         return None if self._process is None else self._process.pid
 
     def report(self) -> JsonObject:
-        """What the server has to tell: the open round, islands in it, events.
-
-        Raises:
-            LaunchError: it does not answer.
-        """
+        """What the server has to tell: the open round, islands in it, events."""
         place = self.place(0)
         link = Connection(
             where=lambda: (place.host, place.port),
@@ -191,11 +183,7 @@ class OuterServer:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Refuses an address at which the server cannot listen.
-
-    Raises:
-        LaunchError: it is taken, or not this machine's.
-    """
+    """Refuses an address at which the server cannot listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()

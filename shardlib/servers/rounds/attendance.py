@@ -53,11 +53,7 @@ class Attendance:
     now: Callable[[], float] = time.monotonic
 
     def come(self, island: int) -> None:
-        """An island is there, and wants to begin a round.
-
-        Args:
-            island: its number.
-        """
+        """An island is there, and wants to begin a round."""
         self.active.discard(island)
         self.waiting.setdefault(island, self.now())
         self.admit()
@@ -82,21 +78,13 @@ class Attendance:
         return self.now() - oldest >= self.rounds.gather_s
 
     def send(self, island: int) -> None:
-        """An island has sent, or says that it has nothing to send.
-
-        Args:
-            island: its number.
-        """
+        """An island has sent, or says that it has nothing to send."""
         if self.first is None:
             self.first = self.now()
         self.sent.add(island)
 
     def gone(self, island: int) -> None:
-        """An island has left; what it has sent stays.
-
-        Args:
-            island: its number.
-        """
+        """An island has left; what it has sent stays."""
         self.active.discard(island)
         self.waiting.pop(island, None)
         self.away.pop(island, None)

@@ -38,12 +38,7 @@ class About:
 
 
 def about(exchange: DiLoCo, outline: Outline) -> str:
-    """What an island says of itself.
-
-    Args:
-        exchange: how it meets the others.
-        outline: of its parameters.
-    """
+    """What an island says of itself."""
     return About(exchange=json.dumps(exchange.to_json()), digest=outline.digest).text()
 
 
@@ -91,16 +86,7 @@ class Held:
 
     @staticmethod
     def offered(text: str, arrays: Mapping[str, np.ndarray], islands: int) -> Held:
-        """Begins with the parameters of an island.
-
-        Args:
-            text: what it says of itself.
-            arrays: by path, with their shapes.
-            islands: how many there may be.
-
-        Raises:
-            RefusedError: they cannot be trained, or the exchange is of another number of islands.
-        """
+        """Begins with the parameters of an island."""
         description = read_about(text)
         exchange = exchange_of(description.exchange)
         outline = Outline.of({path: array.shape for path, array in arrays.items()})
@@ -117,14 +103,7 @@ class Held:
         return Held(exchange=exchange, outline=outline, outer=Outer.first(theta))
 
     def require_same(self, text: str) -> None:
-        """Refuses an island of another run.
-
-        Args:
-            text: what it says of itself.
-
-        Raises:
-            RefusedError: it meets otherwise, or has other parameters.
-        """
+        """Refuses an island of another run."""
         description = read_about(text)
         theirs = exchange_of(description.exchange)
         if theirs != self.exchange:
@@ -136,26 +115,13 @@ class Held:
             )
 
     def entry(self, island: int, word: str) -> str:
-        """The word of an island's entry, which it names with what it sends.
-
-        Args:
-            island: its number.
-            word: the word that it has; a new entry where that is not its newest.
-        """
+        """The word of an island's entry, which it names with what it sends."""
         if island not in self.entries or word != f"{self.era}.{self.entries[island]}":
             self.entries[island] = max(self.entries.values(), default=0) + 1
         return f"{self.era}.{self.entries[island]}"
 
     def knows(self, island: int, word: str) -> bool:
-        """Whether a word is that of an island's newest entry.
-
-        Args:
-            island: its number.
-            word: the word that came.
-
-        Raises:
-            RefusedError: another process has entered as this island since.
-        """
+        """Whether a word is that of an island's newest entry."""
         era, _, number = word.partition(".")
         newest = self.entries.get(island, 0)
         if era == self.era and number.isdigit() and int(number) < newest:
@@ -163,49 +129,23 @@ class Held:
         return word == f"{self.era}.{newest}"
 
     def sizes(self, number: int) -> list[int]:
-        """Elements of each parameter in the fragment of a round.
-
-        Args:
-            number: of the round.
-        """
+        """Elements of each parameter in the fragment of a round."""
         fragments = self.exchange.fragments
         parts = self.outline.parts((number - 1) % fragments, fragments)
         return [part.stop - part.start for part in parts]
 
     def base(self, number: int) -> int:
-        """The checksum of the outer parameters that a round begins with, those of its fragment.
-
-        Args:
-            number: of the open round.
-        """
+        """The checksum of the outer parameters that a round begins with, those of its fragment."""
         if self._base[0] != number:
             self._base = number, checksum(self.outer.theta, *self.span(number))
         return self._base[1]
 
     def unpacked(self, number: int, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """An outer gradient as it came.
-
-        Args:
-            number: of the round.
-            arrays: as they crossed.
-
-        Raises:
-            PackingError: they are of another form.
-        """
+        """An outer gradient as it came."""
         return unpack(arrays, self.sizes(number), self.exchange.wire)
 
     def repeat(self, number: int, arrays: Mapping[str, np.ndarray], islands: Iterable[int]) -> None:
-        """Does the outer update of a round whose mean is known; nothing where it changed nothing.
-
-        Args:
-            number: of the open round.
-            arrays: the mean as it crossed.
-            islands: who may hear of it.
-
-        Raises:
-            PackingError: it is of another form.
-            RefusedError: outer parameters would not be finite.
-        """
+        """Does the outer update of a round whose mean is known; nothing where it changed nothing."""
         span, self.gradients = self.span(number), {}
         if arrays:
             theta, momentum = self.outer.after(*span, self.unpacked(number, arrays), self.exchange)
@@ -217,24 +157,12 @@ class Held:
         self.last = Last(number=number, islands=everyone, sent=everyone, arrays=dict(arrays))
 
     def span(self, number: int) -> tuple[int, int]:
-        """Where the fragment of a round begins and ends.
-
-        Args:
-            number: of the round.
-        """
+        """Where the fragment of a round begins and ends."""
         fragments = self.exchange.fragments
         return self.outline.span((number - 1) % fragments, fragments)
 
     def close(self, number: int, sent: tuple[int, ...]) -> tuple[Last, str]:
-        """Does the outer update by what has come.
-
-        Args:
-            number: of the round.
-            sent: who has sent, or said that it has nothing to send.
-
-        Returns:
-            The round, and why it changes nothing, where it does not.
-        """
+        """Does the outer update by what has come."""
         gradients, self.gradients = self.gradients, {}
         span, wire = self.span(number), self.exchange.wire
         arrays, why = Flat(), "" if gradients else "no outer gradient was finite"
@@ -252,22 +180,14 @@ class Held:
 
 
 def read_about(text: str) -> About:
-    """What an island says of itself.
-
-    Raises:
-        RefusedError: it is nothing of the kind.
-    """
+    """What an island says of itself."""
     limits = Limits(bytes=1 << 16, depth=8)
     data = parse_json(text, "what it says of itself", RefusedError, limits=limits)
     return construct(About, data, "what it says of itself", RefusedError)
 
 
 def exchange_of(text: str) -> DiLoCo:
-    """The exchange of a text.
-
-    Raises:
-        RefusedError: it is none, or none with outer parameters.
-    """
+    """The exchange of a text."""
     data = parse_json(text, "its exchange", RefusedError, limits=Limits(bytes=1 << 16, depth=4))
     try:
         exchange = read_exchange("exchange", data)

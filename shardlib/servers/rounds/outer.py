@@ -35,24 +35,13 @@ class Outer:
 
     @staticmethod
     def first(theta: np.ndarray) -> Outer:
-        """Parameters before the first round.
-
-        Args:
-            theta: one vector, float32.
-        """
+        """Parameters before the first round."""
         return Outer(theta=np.array(theta), momentum=np.zeros_like(theta))
 
     def after(
         self, start: int, stop: int, gradient: np.ndarray, exchange: DiLoCo
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A run of parameters and momentum after an outer gradient; new arrays.
-
-        Args:
-            start: where the run begins.
-            stop: where it ends.
-            gradient: mean over islands of outer parameters minus their own.
-            exchange: its rate and momentum.
-        """
+        """A run of parameters and momentum after an outer gradient; new arrays."""
         decay, rate = np.float32(exchange.momentum), np.float32(exchange.rate)
         with np.errstate(over="ignore", invalid="ignore"):
             momentum = gradient + decay * self.momentum[start:stop]
@@ -67,21 +56,12 @@ class Outer:
 def checksum(theta: np.ndarray, start: int, stop: int) -> int:
     """A number that a run of other parameters does not have: both ends compare theirs, so that no
     mean is taken of gradients that belong to others.
-
-    Args:
-        theta: one vector.
-        start: where the run begins.
-        stop: where it ends.
     """
     return zlib.crc32(theta[start:stop].view(np.uint8).data)
 
 
 def mean(vectors: Mapping[int, tuple[float, np.ndarray]]) -> np.ndarray:
-    """The weighted mean of outer gradients, whoever came first.
-
-    Args:
-        vectors: by island, with their weights; at least one.
-    """
+    """The weighted mean of outer gradients, whoever came first."""
     total = sum(weight for weight, _ in vectors.values())
     total_vector: np.ndarray | None = None
     with np.errstate(over="ignore", invalid="ignore"):

@@ -38,11 +38,7 @@ class Outline:
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]]) -> Outline:
-        """The outline of parameters.
-
-        Args:
-            shapes: by path.
-        """
+        """The outline of parameters."""
         paths = tuple(sorted(shapes))
         return Outline(paths=paths, shapes=tuple(shapes[path] for path in paths))
 
@@ -63,39 +59,21 @@ class Outline:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def parts(self, fragment: int, fragments: int) -> tuple[Part, ...]:
-        """What a fragment has of each parameter.
-
-        Args:
-            fragment: its number.
-            fragments: how many there are.
-        """
+        """What a fragment has of each parameter."""
         return owned(self.sizes, fragments)[fragment]
 
     def span(self, fragment: int, fragments: int) -> tuple[int, int]:
-        """Where a fragment begins and ends in the vector.
-
-        Args:
-            fragment: its number.
-            fragments: how many there are.
-        """
+        """Where a fragment begins and ends in the vector."""
         total = self.total
         return total * fragment // fragments, total * (fragment + 1) // fragments
 
     def vector(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Arrays as one vector of float32.
-
-        Args:
-            arrays: by path.
-        """
+        """Arrays as one vector of float32."""
         flat = [np.asarray(arrays[path], np.float32).reshape(-1) for path in self.paths]
         return np.concatenate([np.zeros(0, np.float32), *flat])
 
     def arrays(self, vector: np.ndarray) -> Flat:
-        """The arrays of a vector, with their shapes; views of it.
-
-        Args:
-            vector: of all parameters.
-        """
+        """The arrays of a vector, with their shapes; views of it."""
         arrays, start = Flat(), 0
         for path, shape in zip(self.paths, self.shapes, strict=True):
             size = math.prod(shape)

@@ -34,7 +34,6 @@ def packed_bytes(sizes: Sequence[int], wire: str) -> int:
     """Bytes of a vector as it crosses.
 
     Args:
-        sizes: elements of each parameter.
         wire: dtype that crosses.
     """
     return wire_bytes(wire, sum(spaces(wire, sizes)))
@@ -44,8 +43,6 @@ def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:
     """A vector as arrays that cross.
 
     Args:
-        vector: float32.
-        sizes: elements of each parameter in it.
         wire: dtype that crosses.
     """
     if wire == "float32":
@@ -67,12 +64,7 @@ def unpack(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) ->
     """The vector of what `pack` gave; float32.
 
     Args:
-        arrays: as they crossed.
-        sizes: elements of each parameter in it.
         wire: dtype that crosses.
-
-    Raises:
-        PackingError: they are of another form.
     """
     _require_form(arrays, sizes, wire)
     numbers = arrays["numbers"]

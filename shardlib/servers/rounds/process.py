@@ -50,11 +50,7 @@ class ServerSettings:
 
 
 def read_settings(text: str) -> ServerSettings:
-    """The settings of a text.
-
-    Raises:
-        LaunchError: they are none.
-    """
+    """The settings of a text."""
     what = "the settings of the outer server"
     return construct(
         ServerSettings,
@@ -66,11 +62,7 @@ def read_settings(text: str) -> ServerSettings:
 
 
 def main(folder: Path) -> None:
-    """Serves until it is ended; SIGTERM saves first.
-
-    Args:
-        folder: of the run.
-    """
+    """Serves until it is ended; SIGTERM saves first."""
     settings = read_settings(os.environ[SETTINGS])
     began = [time.time()]
 

@@ -100,16 +100,7 @@ class RoundService:
         return "the starter" if who == STARTER else f"island {who}"
 
     def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
-        """Answers a message.
-
-        Args:
-            ask: the message.
-            arrays: that came with it.
-            who: has sent it, as the connection knows.
-
-        Returns:
-            The answer, and arrays that go with it.
-        """
+        """Answers a message."""
         try:
             if ask.worker != who or not STARTER <= who < self.islands:
                 raise RefusedError(
@@ -125,11 +116,7 @@ class RoundService:
             return Answer(kind="refused", why=str(error), round=self.table.number), {}
 
     def gone(self, who: int) -> None:
-        """The connection of an island has closed; it is not waited for, if it does not come back.
-
-        Args:
-            who: its number.
-        """
+        """The connection of an island has closed; it is not waited for, if it does not come back."""
         with self._changed:
             self.table.waiting.pop(who, None)
             if who in self.table.active:
@@ -233,12 +220,7 @@ class RoundService:
         return Answer()
 
     def _take(self, state: Held, ask: Ask, arrays: Flat) -> None:
-        """Takes an outer gradient, once.
-
-        Raises:
-            RefusedError: it cannot be used. One that is not finite counts as none.
-            PackingError: it is of another form.
-        """
+        """Takes an outer gradient, once."""
         if ask.worker in self.table.sent:
             return
         of = f"of island {ask.worker}, round {ask.round}"

@@ -68,13 +68,7 @@ class Checkpoint:
     _writing: threading.Thread | None = None
 
     def save(self, state: Held, number: int, active: Sequence[int]) -> None:
-        """Begins to write what there is now, once the one before is written.
-
-        Args:
-            state: by the server.
-            number: of the open round.
-            active: islands that have begun it.
-        """
+        """Begins to write what there is now, once the one before is written."""
         self.wait()
         outer = Outer(theta=state.outer.theta.copy(), momentum=state.outer.momentum.copy())
         frozen = replace(state, outer=outer, entries=dict(state.entries), gradients={})
@@ -95,13 +89,7 @@ class Checkpoint:
 
 
 def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
-    """The checkpoint of a server, all of it.
-
-    Args:
-        state: by the server.
-        number: of the open round.
-        active: islands that have begun it.
-    """
+    """The checkpoint of a server, all of it."""
     last = state.last
     header = {
         "version": VERSION,
@@ -123,12 +111,6 @@ def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
 def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
     """What a checkpoint has: what is held, the open round, islands that have begun it; None where
     there is none.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        CheckpointError: it cannot be read.
     """
     if not path.exists():
         return None

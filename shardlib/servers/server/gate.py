@@ -44,16 +44,7 @@ class Gate:
         return self.offsets[worker] + self.steps[worker]
 
     def enter(self, worker: int, step: int, pushes: int) -> str:
-        """Asks for a worker whether it may begin a step.
-
-        Args:
-            worker: its number.
-            step: of the worker's own count, from 0 on.
-            pushes: that the server has applied.
-
-        Returns:
-            Nothing where it may; or else what it waits for.
-        """
+        """Asks for a worker whether it may begin a step."""
         self._forget_silent()
         if worker not in self.offsets:
             others = [self.place(present) for present in self.offsets]

@@ -57,11 +57,7 @@ class ServerSettings:
 
 
 def read_settings(text: str) -> ServerSettings:
-    """The settings of a text.
-
-    Raises:
-        LaunchError: they are none.
-    """
+    """The settings of a text."""
     return construct(
         ServerSettings,
         parse_json(text, "the settings of a server", LaunchError),
@@ -72,15 +68,7 @@ def read_settings(text: str) -> ServerSettings:
 
 
 def service_of(settings: ServerSettings, folder: Path) -> Service:
-    """What answers, at its checkpoint where there is one.
-
-    Args:
-        settings: of the server.
-        folder: of the run.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used.
-    """
+    """What answers, at its checkpoint where there is one."""
     return Service(
         exchange=settings.exchange,
         server=settings.server,
@@ -91,11 +79,7 @@ def service_of(settings: ServerSettings, folder: Path) -> Service:
 
 
 def main(folder: Path) -> None:
-    """Serves until it is ended; SIGTERM saves first.
-
-    Args:
-        folder: of the run.
-    """
+    """Serves until it is ended; SIGTERM saves first."""
     settings = read_settings(os.environ[SETTINGS])
     service = service_of(settings, folder)
     listening = Listening(service=service, secret=os.environ[SECRET], host=settings.host)
@@ -104,13 +88,7 @@ def main(folder: Path) -> None:
 
 
 def serve(listening: Listening, service: Saves, address: Path) -> None:
-    """Serves until the process is ended; SIGTERM saves first.
-
-    Args:
-        listening: for the service.
-        service: is saved at the end.
-        address: file that says where it listens, and its pid.
-    """
+    """Serves until the process is ended; SIGTERM saves first."""
 
     def end(*_: Any) -> None:
         listening.close()
@@ -123,11 +101,7 @@ def serve(listening: Listening, service: Saves, address: Path) -> None:
 
 
 def run(main: Callable[[Path], None]) -> None:
-    """Runs a server for the folder that the command line names; an error is one line.
-
-    Args:
-        main: takes the folder.
-    """
+    """Runs a server for the folder that the command line names; an error is one line."""
     try:
         main(Path(sys.argv[1]))
     except ShardlibError as error:

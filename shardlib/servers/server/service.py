@@ -78,16 +78,7 @@ class Service:
         return None if values is None else sum(value.nbytes for value in values.values())
 
     def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
-        """Answers a message.
-
-        Args:
-            ask: the message.
-            arrays: that came with it.
-            who: has sent it, as the connection knows.
-
-        Returns:
-            The answer, and arrays that go with it, in the order that was asked for.
-        """
+        """Answers a message."""
         try:
             self._require_worker(ask, who)
             if not ask.about:
@@ -201,11 +192,7 @@ class Service:
                 self.note(f"the checkpoint after {frozen.clock} pushes is not written: {error}")
 
     def note(self, text: str) -> None:
-        """Keeps an event.
-
-        Args:
-            text: what has happened.
-        """
+        """Keeps an event."""
         if len(self.events) < MOST_EVENTS:
             self.events.append(text)
 
@@ -221,9 +208,5 @@ class Service:
 
 
 def name_of(who: int) -> str:
-    """How a number of an asker is said.
-
-    Args:
-        who: number of a worker, or `STARTER`.
-    """
+    """How a number of an asker is said."""
     return "the starter" if who == STARTER else f"worker {who}"

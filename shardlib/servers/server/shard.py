@@ -76,14 +76,7 @@ class Shard:
     serials: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
 
     def offer(self, values: Mapping[str, np.ndarray]) -> None:
-        """Begins with parameters, where there are none yet; all workers offer the same.
-
-        Args:
-            values: flat elements by path.
-
-        Raises:
-            RefusedError: other elements than there are, or none that can be trained.
-        """
+        """Begins with parameters, where there are none yet; all workers offer the same."""
         if self.values is not None:
             _require_alike(values, self.values, "what is offered")
             return
@@ -94,25 +87,13 @@ class Shard:
             self.squares = {path: np.full_like(value, first) for path, value in values.items()}
 
     def fetch(self) -> tuple[int, Flat]:
-        """The clock, and the parameters.
-
-        Raises:
-            RefusedError: there are none yet.
-        """
+        """The clock, and the parameters."""
         if self.values is None:
             raise RefusedError("nobody has offered parameters yet")
         return self.clock, self.values
 
     def push(self, pushed: Pushed, gradients: Mapping[str, np.ndarray]) -> Applied:
-        """Applies a gradient, once.
-
-        Args:
-            pushed: by whom, and which.
-            gradients: flat elements by path.
-
-        Raises:
-            RefusedError: it does not fit the parameters, or is not finite.
-        """
+        """Applies a gradient, once."""
         if self.values is None:
             raise RefusedError("nobody has offered parameters yet")
         start, last = self.serials.get(pushed.worker, ("", 0))
@@ -133,11 +114,7 @@ class Shard:
         return Applied(clock=self.clock, staleness=staleness)
 
     def _after(self, rate: float, gradients: Mapping[str, np.ndarray]) -> tuple[Flat, Flat]:
-        """Parameters and sums of squares after a gradient.
-
-        Raises:
-            RefusedError: they would not be finite any more.
-        """
+        """Parameters and sums of squares after a gradient."""
         assert self.values is not None
         values, squares = Flat(), Flat()
         with np.errstate(over="ignore", invalid="ignore"):

@@ -50,23 +50,12 @@ class About:
 
 
 def checkpoint_file(folder: Path, server: int) -> Path:
-    """Where the checkpoint of a server is.
-
-    Args:
-        folder: of the run.
-        server: its number.
-    """
+    """Where the checkpoint of a server is."""
     return folder / f"server-{server}.safetensors"
 
 
 def packed(shard: Shard, gate: Gate, server: int) -> bytes:
-    """The checkpoint of a shard that has parameters.
-
-    Args:
-        shard: of the server.
-        gate: who is how far.
-        server: its number.
-    """
+    """The checkpoint of a shard that has parameters."""
     header = {
         "version": VERSION,
         "server": server,
@@ -83,12 +72,7 @@ def packed(shard: Shard, gate: Gate, server: int) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Puts a file in its place, as a whole, on disk.
-
-    Args:
-        path: of the file.
-        data: all of it.
-    """
+    """Puts a file in its place, as a whole, on disk."""
     draft = path.with_name(f"{path.name}.draft")
     with draft.open("wb") as stream:
         stream.write(data)
@@ -103,20 +87,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def restore(path: Path, shard: Shard, gate: Gate, server: int) -> bool:
-    """Goes on at a checkpoint, where there is one.
-
-    Args:
-        path: of the file.
-        shard: without parameters yet; gets them.
-        gate: gets the places of workers.
-        server: number of the server.
-
-    Returns:
-        Whether there was one.
-
-    Raises:
-        CheckpointError: it cannot be read, or is of another run.
-    """
+    """Goes on at a checkpoint, where there is one."""
     if not path.exists():
         return False
     try:

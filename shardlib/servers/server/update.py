@@ -20,27 +20,14 @@ EPSILON = np.float32(1e-7)
 
 
 def rate_of(exchange: Asynchronous, staleness: int) -> float:
-    """The rate of a gradient that is so stale.
-
-    Args:
-        exchange: its rate, and whether staleness counts.
-        staleness: updates of the server since the parameters that it belongs to.
-    """
+    """The rate of a gradient that is so stale."""
     return exchange.rate / (1 + staleness) if exchange.by_staleness else exchange.rate
 
 
 def applied(
     rule: Rule, rate: float, value: np.ndarray, squares: np.ndarray, gradient: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters and sums of squares after a gradient; new arrays.
-
-    Args:
-        rule: "adagrad" or "sgd".
-        rate: of this gradient.
-        value: the parameters.
-        squares: Adagrad's sums of squares; as they are under SGD.
-        gradient: as it was pushed.
-    """
+    """Parameters and sums of squares after a gradient; new arrays."""
     if rule == "sgd":
         return value - np.float32(rate) * gradient, squares
     squares = squares + gradient * gradient

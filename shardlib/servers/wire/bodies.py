@@ -69,11 +69,7 @@ Outgoing = Mapping[str, "np.ndarray | Later"]
 
 
 def made(arrays: Outgoing) -> dict[str, np.ndarray]:
-    """All arrays.
-
-    Args:
-        arrays: that may not be made yet.
-    """
+    """All arrays."""
     return {name: _made(array) for name, array in arrays.items()}
 
 
@@ -137,10 +133,6 @@ def arrays_of(body: int, read: Callable[[int], bytes]) -> Iterator[tuple[str, np
 
     Args:
         body: its bytes.
-        read: gives the next so many of them.
-
-    Raises:
-        BodyError: it is none.
     """
     if not body:
         return

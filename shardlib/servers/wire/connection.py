@@ -29,22 +29,12 @@ MOST_BYTES = 1 << 40
 
 
 def address_file(folder: Path, server: int) -> Path:
-    """Where a server says at which address it listens.
-
-    Args:
-        folder: of the run.
-        server: its number.
-    """
+    """Where a server says at which address it listens."""
     return folder / f"server-{server}.address"
 
 
 def listed(folder: Path, server: int) -> Callable[[], tuple[str, int]]:
-    """Where a server of a folder listens, read each time.
-
-    Args:
-        folder: of the run.
-        server: its number.
-    """
+    """Where a server of a folder listens, read each time."""
 
     def where() -> tuple[str, int]:
         address = json.loads(address_file(folder, server).read_text())
@@ -56,9 +46,6 @@ def listed(folder: Path, server: int) -> Callable[[], tuple[str, int]]:
 def keep_alive(stream: socket.socket) -> None:
     """Has an end of a connection send at once, and notice where the other is gone without a word,
     or where something in between forgets a connection that is silent.
-
-    Args:
-        stream: a connected socket.
     """
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -78,13 +78,7 @@ class Stream(Protocol):
 
 
 def send(stream: Stream, header: JsonMapping, arrays: Outgoing) -> None:
-    """Sends a frame, its arrays in the order in which they are given.
-
-    Args:
-        stream: a connected socket.
-        header: plain data.
-        arrays: by name; none is fine. What is not made yet is sent when it is.
-    """
+    """Sends a frame, its arrays in the order in which they are given."""
     text = json.dumps(dict(header)).encode()
     size, chunks = body_of(arrays)
     stream.sendall(_LENGTHS.pack(MARK, len(text), size) + text)
@@ -96,14 +90,8 @@ def receive(stream: Stream, *, limit: int, header: int = HEADER_BYTES) -> Frame:
     """Reads one frame.
 
     Args:
-        stream: a connected socket.
         limit: bytes that its arrays may have; 0 for none.
         header: bytes that its header may have.
-
-    Raises:
-        FrameError: it is none, or too large.
-        ClosedError: the connection was closed.
-        OSError: it broke, or nothing came in time.
     """
     fields, body = _header(stream, limit, header)
     return Frame(header=fields, arrays=unpack(_exactly(stream, body)))
@@ -113,17 +101,7 @@ def receive_in_order(stream: Stream, *, limit: int, taken: Taken) -> Frame:
     """Reads one frame, and gives each of its arrays away as soon as it is there.
 
     Args:
-        stream: a connected socket.
         limit: bytes that its arrays may have; 0 for none.
-        taken: is given its header, and then its arrays one after the other.
-
-    Returns:
-        The frame without its arrays.
-
-    Raises:
-        FrameError: it is none, or too large.
-        ClosedError: the connection was closed.
-        OSError: it broke, or nothing came in time.
     """
     header, body = _header(stream, limit)
     taken.begin(header)
@@ -149,22 +127,14 @@ def _header(stream: Stream, limit: int, longest: int = HEADER_BYTES) -> tuple[Js
 
 
 def pack(arrays: Outgoing) -> bytes:
-    """Arrays as bytes that `unpack` reads.
-
-    Args:
-        arrays: by name.
-    """
+    """Arrays as bytes that `unpack` reads."""
     if not arrays:
         return b""
     return save({name: np.asarray(array, order="C") for name, array in made(arrays).items()})
 
 
 def unpack(body: bytes) -> dict[str, np.ndarray]:
-    """The arrays of a body.
-
-    Raises:
-        FrameError: it is none.
-    """
+    """The arrays of a body."""
     try:
         return load(body) if body else {}
     except (SafetensorError, KeyError, ValueError, TypeError) as error:

@@ -101,20 +101,12 @@ class Answer:
 
 
 def read_ask(header: JsonMapping) -> Ask:
-    """The question of a header.
-
-    Raises:
-        MessageError: it is none; what is wrong is listed.
-    """
+    """The question of a header."""
     return construct(Ask, header, "the message", MessageError, least=STARTER)
 
 
 def read_answer(header: JsonMapping) -> Answer:
-    """The answer of a header.
-
-    Raises:
-        MessageError: it is none.
-    """
+    """The answer of a header."""
     return construct(Answer, header, "the answer", MessageError)
 
 
@@ -136,19 +128,7 @@ class Link(Protocol):
     def ask(
         self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
     ) -> tuple[Answer, Flat]:
-        """Asks, and waits for the answer.
-
-        Args:
-            ask: the question.
-            arrays: what is sent with it, in this order.
-            arrivals: what takes the arrays of the answer, each as soon as it is there.
-
-        Returns:
-            The answer, and arrays that come with it; none where `arrivals` has taken them.
-
-        Raises:
-            LaunchError: the server does not answer any more.
-        """
+        """Asks, and waits for the answer."""
         ...
 
     def close(self) -> None:
@@ -157,13 +137,7 @@ class Link(Protocol):
 
 
 def handed(answer: Answer, arrays: Outgoing, arrivals: Arrivals | None) -> tuple[Answer, Flat]:
-    """What `Link.ask` gives for an answer that has come as a whole.
-
-    Args:
-        answer: of the server.
-        arrays: that have come with it.
-        arrivals: see `Link.ask`.
-    """
+    """What `Link.ask` gives for an answer that has come as a whole."""
     arrays_made = made(arrays)
     if arrivals is None:
         return answer, arrays_made

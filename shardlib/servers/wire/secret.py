@@ -52,18 +52,7 @@ def greet(
     """The server's side.
 
     Args:
-        stream: a new connection.
-        secret: of the run.
-        server: number of the server.
         seconds: that it may take.
-
-    Returns:
-        Number of the worker.
-
-    Raises:
-        StrangerError: it does not know the secret.
-        FrameError: what it says is no frame.
-        OSError: it is gone, or too slow.
     """
     hurried, challenge = _Hurried(stream, seconds), number()
     send(hurried, {"number": challenge}, {})

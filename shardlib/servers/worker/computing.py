@@ -41,13 +41,7 @@ class Computing:
     """
 
     def __init__(self, job: Job, worker: int, local_rate: float) -> None:
-        """Compiles.
-
-        Args:
-            job: what is trained.
-            worker: number of the worker.
-            local_rate: of local steps; 0 for none.
-        """
+        """Compiles."""
         batch = job.rows(worker, 0)
         program = compile(
             job.init,
@@ -110,11 +104,7 @@ class Computing:
         }
 
     def fetched(self, landing: Landing) -> None:
-        """Goes on with parameters of the servers; each is placed as soon as it is there.
-
-        Args:
-            landing: where they come in.
-        """
+        """Goes on with parameters of the servers; each is placed as soon as it is there."""
         if self._staged:
             self._landing = landing
             return
@@ -125,14 +115,7 @@ class Computing:
         self.params = with_placed(self.program, self.params, placed)
 
     def step(self, batch: Tree) -> Callable[[], float]:
-        """Computes a gradient, and adds it to those that wait for the next push.
-
-        Args:
-            batch: of the worker.
-
-        Returns:
-            What gives the loss, once it is there.
-        """
+        """Computes a gradient, and adds it to those that wait for the next push."""
         if self._staged:
             return self._begun(self._staged, batch)
         metrics, gradients, self.model_state = self.gradients.call(
@@ -175,11 +158,7 @@ def _on_host(tree: Tree) -> dict[str, np.ndarray]:
 
 
 def _require_floating(trained: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Refuses parameters that float32 cannot hold.
-
-    Raises:
-        PinError: all of them are listed.
-    """
+    """Refuses parameters that float32 cannot hold."""
     failures = [
         f"{path} is {leaf.dtype}"
         for path, leaf in trained.items()

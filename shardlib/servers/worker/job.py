@@ -71,14 +71,7 @@ class Reference:
 
 
 def reference_to(job: MakeJob) -> Reference:
-    """How another process finds a function.
-
-    Args:
-        job: a function at the top of a file.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """How another process finds a function."""
     name = getattr(job, "__qualname__", "")
     module = sys.modules.get(getattr(job, "__module__", ""))
     file = getattr(module, "__file__", None)
@@ -92,14 +85,7 @@ def reference_to(job: MakeJob) -> Reference:
 
 
 def load_job(reference: Reference) -> Job:
-    """The job, made by the function.
-
-    Args:
-        reference: where it stands.
-
-    Raises:
-        LaunchError: there is no such function any more, or it makes no job.
-    """
+    """The job, made by the function."""
     make = getattr(_module(reference), reference.name, None)
     if make is None:
         raise LaunchError(f"{reference.file} has no function {reference.name}")

@@ -27,12 +27,7 @@ class Landing:
     """Elements of all parameters, some of which are there."""
 
     def __init__(self, sizes: Mapping[str, int], runs: Mapping[str, int]) -> None:
-        """Begins with none.
-
-        Args:
-            sizes: elements of each parameter, by path.
-            runs: into how many equal runs each is divided that are waited for one by one.
-        """
+        """Begins with none."""
         self._values = {path: np.empty(size, np.float32) for path, size in sizes.items()}
         self._each = {path: max(1, sizes[path] // runs[path]) for path in sizes}
         self._missing: dict[Run, int] = {
@@ -45,24 +40,14 @@ class Landing:
 
     @staticmethod
     def of(arrays: Mapping[str, np.ndarray], runs: Mapping[str, int]) -> Landing:
-        """One in which everything is there.
-
-        Args:
-            arrays: whole parameters by path.
-            runs: see above.
-        """
+        """One in which everything is there."""
         landing = Landing({path: array.size for path, array in arrays.items()}, runs)
         for path, array in arrays.items():
             landing.put(Part(path=path, start=0, stop=array.size), array.reshape(-1))
         return landing
 
     def put(self, part: Part, values: np.ndarray) -> None:
-        """Elements have come, for the first time.
-
-        Args:
-            part: which.
-            values: float32, as many.
-        """
+        """Elements have come, for the first time."""
         if part.start == part.stop:
             return
         self._values[part.path][part.start : part.stop] = values
@@ -76,24 +61,12 @@ class Landing:
             self._changed.notify_all()
 
     def there(self, runs: Iterable[Run]) -> bool:
-        """Whether all of these are there, or never will be.
-
-        Args:
-            runs: that are needed.
-        """
+        """Whether all of these are there, or never will be."""
         with self._changed:
             return self._failed is not None or not any(self._missing[run] for run in runs)
 
     def run(self, path: str, number: int = 0) -> np.ndarray:
-        """Elements of a run, once all of them are there; nobody writes to them again.
-
-        Args:
-            path: of the parameter.
-            number: of the run.
-
-        Raises:
-            LaunchError: a server is gone before they are.
-        """
+        """Elements of a run, once all of them are there; nobody writes to them again."""
         with self._changed:
             while self._missing[path, number]:
                 if self._failed is not None:
@@ -103,34 +76,19 @@ class Landing:
         return self._values[path][number * each : (number + 1) * each]
 
     def whole(self, path: str) -> np.ndarray:
-        """All elements of a parameter, once they are there.
-
-        Args:
-            path: of the parameter.
-
-        Raises:
-            LaunchError: a server is gone before they are.
-        """
+        """All elements of a parameter, once they are there."""
         count = self._values[path].size // self._each[path]
         runs = [self.run(path, number) for number in range(count)]
         return np.concatenate([np.zeros(0, np.float32), *runs])
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come.
-
-        Args:
-            error: why.
-        """
+        """Nothing more will come."""
         with self._changed:
             self._failed = error
             self._changed.notify_all()
 
     def receiver(self, order: Order) -> Receiver:
-        """What takes the elements of one server.
-
-        Args:
-            order: in which they come.
-        """
+        """What takes the elements of one server."""
         return Receiver(landing=self, order=order)
 
 

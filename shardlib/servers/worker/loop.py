@@ -67,16 +67,7 @@ class Worker:
         )
 
     def run(self, steps: int, rows: Callable[[int, int], Tree], log: Path | None) -> None:
-        """Trains.
-
-        Args:
-            steps: of this worker.
-            rows: see `Job`.
-            log: file that gets a line of JSON for each step.
-
-        Raises:
-            LaunchError: a server is gone, or refuses the parameters.
-        """
+        """Trains."""
         self.begin()
         with open(log or "/dev/null", "a", buffering=1) as lines:
             for step in range(steps):
@@ -95,27 +86,14 @@ class Worker:
             link.close()
 
     def begin(self) -> None:
-        """Offers the parameters that all workers begin with.
-
-        Raises:
-            LaunchError: a server refuses them.
-        """
+        """Offers the parameters that all workers begin with."""
         offers = divided(self.computing.first(), len(self.links))
         for answer, _ in self._all("offer", 0, offers):
             if answer.kind == "refused":
                 raise LaunchError(f"a server refuses the parameters: {answer.why}")
 
     def step(self, step: int, batch: Tree, *, last: bool = False) -> float:
-        """Fetches where it is time to, computes, and pushes where it is time to.
-
-        Args:
-            step: number, from 0 on.
-            batch: rows of the worker.
-            last: whether nothing follows, so that whatever has been added up is pushed.
-
-        Returns:
-            The loss.
-        """
+        """Fetches where it is time to, computes, and pushes where it is time to."""
         wait = self._fetch(step) if step % self.exchange.fetch == 0 else lambda: None
         loss = self.computing.step(batch)
         wait()

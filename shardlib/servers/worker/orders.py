@@ -36,8 +36,6 @@ class Crossing:
         """The order of those parts that a server owns.
 
         Args:
-            parts: of all parameters, in their order.
-            owned_parts: what the server owns, by path.
             bucket_bytes: of a bucket.
         """
         here = (_both(part, owned_parts[part.path]) for part in parts if part.path in owned_parts)
@@ -51,11 +49,7 @@ class Crossing:
         return Crossing(order=order, text=order_text(counted))
 
     def reversed(self, owned_parts: Mapping[str, Part]) -> Crossing:
-        """The last buckets first.
-
-        Args:
-            owned_parts: what the server owns, by path.
-        """
+        """The last buckets first."""
         order = tuple(reversed(self.order))
         counted = tuple(
             tuple(_from(owned_parts[part.path], part) for part in bucket) for bucket in order
@@ -82,9 +76,6 @@ class Orders:
         """The orders for parameters that are divided among servers.
 
         Args:
-            parts: of all parameters, in the order of use.
-            sizes: elements of each, by path.
-            servers: their number.
             bucket_bytes: of a bucket.
         """
         all_parts = tuple(parts)

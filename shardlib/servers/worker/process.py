@@ -52,41 +52,23 @@ class WorkerSettings:
 
 
 def log_file(folder: Path, worker: int) -> Path:
-    """Where a worker writes a line of JSON for each step.
-
-    Args:
-        folder: of the run.
-        worker: its number.
-    """
+    """Where a worker writes a line of JSON for each step."""
     return folder / f"worker-{worker}.jsonl"
 
 
 def shapes_file(folder: Path, worker: int) -> Path:
-    """Where a worker writes the shapes of the trained parameters.
-
-    Args:
-        folder: of the run.
-        worker: its number.
-    """
+    """Where a worker writes the shapes of the trained parameters."""
     return folder / f"worker-{worker}.shapes"
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the trained parameters by path, as a worker has written them.
-
-    Args:
-        folder: of the run.
-    """
+    """The shapes of the trained parameters by path, as a worker has written them."""
     first = min(folder.glob("worker-*.shapes"))
     return {path: tuple(shape) for path, shape in json.loads(first.read_text()).items()}
 
 
 def read_worker_settings(text: str) -> WorkerSettings:
-    """The settings of a text.
-
-    Raises:
-        LaunchError: they are none.
-    """
+    """The settings of a text."""
     return construct(
         WorkerSettings,
         parse_json(text, "the settings of a worker", LaunchError),
@@ -97,13 +79,7 @@ def read_worker_settings(text: str) -> WorkerSettings:
 
 
 def trained_by(settings: WorkerSettings, folder: Path, links: Sequence[Link]) -> None:
-    """Trains as one worker.
-
-    Args:
-        settings: of the worker.
-        folder: of the run.
-        links: to the servers, in their order.
-    """
+    """Trains as one worker."""
     exchange, number = settings.exchange, settings.worker
     job = load_job(settings.job)
     computing = Computing(job, number, exchange.local_rate)
@@ -120,11 +96,7 @@ def trained_by(settings: WorkerSettings, folder: Path, links: Sequence[Link]) ->
 
 
 def main(folder: Path) -> None:
-    """Trains as the worker that the environment describes.
-
-    Args:
-        folder: of the run.
-    """
+    """Trains as the worker that the environment describes."""
     settings = read_worker_settings(os.environ[SETTINGS])
     links = [
         Connection(

@@ -52,14 +52,8 @@ def single_pass(
     """A pass of a model of the user's own.
 
     Args:
-        init: what makes the model, as `shardlib.compile` takes it.
         forward: (model, inputs) -> outputs by name, or one array; rows in the first dim of all.
         inputs: arrays, or shapes and dtypes, by name; rows in the first dim.
-        weights: params, (params, state) where the model has state, or a seed.
-        name: for people and servers.
-
-    Raises:
-        ArgumentError: no inputs, or one without rows.
     """
     flat = {
         key: jax.ShapeDtypeStruct(tuple(shape.shape), shape.dtype) for key, shape in inputs.items()
@@ -72,17 +66,7 @@ def single_pass(
 
 
 def user_pass(model: UserModel, word: str, seq: int | None = None) -> SinglePass:
-    """The pass that a user's function gives, see `shardlib.models.load`.
-
-    Args:
-        model: what it returned.
-        word: what it is called.
-        seq: tokens of a row that are asked for; its batch says them.
-
-    Raises:
-        ArgumentError: rows of another length are asked for.
-        ModelError: it gives no "outputs", or a batch that is no mapping.
-    """
+    """The pass that a user's function gives, see `shardlib.models.load`."""
     if seq is not None:
         raise ArgumentError(
             f"{word} brings its own batch; --seq cannot change it\nTry: leave out --seq"
@@ -102,12 +86,7 @@ def user_pass(model: UserModel, word: str, seq: int | None = None) -> SinglePass
 
 
 def logits_pass(served: Served, seq: int) -> SinglePass:
-    """The logits of a language model, of rows of so many tokens.
-
-    Args:
-        served: the model.
-        seq: tokens of a row.
-    """
+    """The logits of a language model, of rows of so many tokens."""
     tokens = {"tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32)}
     return single_pass(
         served.init,
@@ -119,15 +98,7 @@ def logits_pass(served: Served, seq: int) -> SinglePass:
 
 
 def embedding_pass(served: Served, seq: int) -> SinglePass:
-    """The mean of the last states of a language model, over the tokens that a row has.
-
-    Args:
-        served: the model.
-        seq: tokens of a row, those that pad it included.
-
-    Raises:
-        ModelError: it does not give its states.
-    """
+    """The mean of the last states of a language model, over the tokens that a row has."""
     hidden = served.hidden
     if hidden is None:
         raise ModelError(f"{served.name} does not give the states before its logits")
@@ -150,11 +121,7 @@ def row_length(served: Served, seq: int | None) -> int:
     """Tokens of a row of a language model.
 
     Args:
-        served: the model.
         seq: as asked for; None for `ROW`, or as many as the model takes.
-
-    Raises:
-        ArgumentError: the model does not look at so many.
     """
     if seq is None:
         return min(ROW, served.longest)
@@ -169,14 +136,6 @@ def row_length(served: Served, seq: int | None) -> int:
 def named_pass(word: str, seq: int | None = None) -> SinglePass:
     """The pass of what a word names: that of the user's own function, or the logits of a language
     model.
-
-    Args:
-        word: see `shardlib.serving.named`; or `package.module:function`.
-        seq: tokens of a row of a language model, see `row_length`.
-
-    Raises:
-        ArgumentError: the model does not look at so many tokens.
-        ModelError: nothing of that name, or it has no such pass.
     """
     if ":" in word:
         loaded = models.load(word)

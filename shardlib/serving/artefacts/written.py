@@ -68,15 +68,7 @@ def write_artefact(
     """Writes a pass; see the module.
 
     Args:
-        single: what is computed.
-        folder: made where it is not there.
         batch: rows that the program takes; None for any number.
-        platforms: where it can run: "cpu", "cuda", "tpu".
-
-    Raises:
-        ModelError: the pass cannot be traced, or not for any number of rows.
-        ArgumentError: a platform that there is not.
-        CheckpointError: the folder holds an artefact already, or cannot be written.
     """
     unknown = sorted(set(platforms) - set(PLATFORMS))
     if unknown or not platforms:

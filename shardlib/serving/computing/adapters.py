@@ -42,38 +42,20 @@ class Adapters:
         self._stacks: dict[int, jax.Array] = {}
 
     def failures(self, request: Asked) -> list[str]:
-        """Why the adapter of a request cannot be served; empty where it can.
-
-        Args:
-            request: what is asked.
-        """
+        """Why the adapter of a request cannot be served; empty where it can."""
         if not request.adapter or request.adapter in self.rows:
             return []
         there = ", ".join(map(repr, self.rows)) or "none"
         return [f"there is no adapter {request.adapter!r}; there are {there}"]
 
     def wrapped(self, weights: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """Weights with those of all adapters.
-
-        Args:
-            weights: (params, state) of the base.
-        """
+        """Weights with those of all adapters."""
         if not self._stacks:
             return weights
         return Adapted(params=weights[0], stacks=self._stacks), weights[1]
 
     def add(self, name: str, arrays: Tree, weights: tuple[Tree, Tree]) -> None:
-        """One more adapter.
-
-        Args:
-            name: by which requests ask for it.
-            arrays: arrays in place of parameters of the base: a tree of a part of its params, or
-                arrays by dotted path.
-            weights: (params, state) of the base.
-
-        Raises:
-            ArgumentError: there is no room, or it does not fit the base, or the other adapters.
-        """
+        """One more adapter."""
         leaves = jax.tree_util.tree_leaves_with_path(weights[0], is_leaf=is_held)
         stored = any(map(is_stored, jax.tree.leaves(weights[0], is_leaf=is_stored)))
         places = {path_text(path): index for index, (path, _) in enumerate(leaves)}
@@ -116,23 +98,14 @@ class Adapters:
 
 
 def parts_of(tree: Tree) -> Parts:
-    """Arrays by dotted path.
-
-    Args:
-        tree: a tree, or arrays by dotted path already.
-    """
+    """Arrays by dotted path."""
     if isinstance(tree, Mapping) and all(hasattr(array, "shape") for array in tree.values()):
         return {str(path): array for path, array in tree.items()}
     return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def empty_stack(parameter: jax.Array | Layered | Columns, count: int) -> jax.Array:
-    """Room for so many arrays like one of the model, sharded as it is.
-
-    Args:
-        parameter: the array of the model.
-        count: how many.
-    """
+    """Room for so many arrays like one of the model, sharded as it is."""
     sharding = parameter.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))

@@ -49,12 +49,7 @@ class Computes(Protocol):
     def __call__(
         self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
     ) -> list[list[Told]]:
-        """Computes a step; returns what is chosen in the rows of each share.
-
-        Args:
-            shares: what to compute.
-            allowed: tokens that may come next, see `Step`.
-        """
+        """Computes a step; returns what is chosen in the rows of each share."""
         ...
 
 
@@ -91,12 +86,7 @@ def built(
     """Makes what computes the steps of an engine.
 
     Args:
-        init, forward, weights, capacity, devices, check: see `Engine`.
-        grid: groups of devices, and devices of a group.
         windows: of cache groups that there are already, beside another model; None for its own.
-
-    Raises:
-        ArgumentError, ModelError: see `Engine`.
     """
     data, tensor = grid
     _require_own(devices, weights)
@@ -226,10 +216,6 @@ def _require_same(expected: Tree, params: Tree) -> None:
 
 
 def shapes(weights: Tree) -> list[object]:
-    """What weights of one model have in common.
-
-    Args:
-        weights: any.
-    """
+    """What weights of one model have in common."""
     leaves = jax.tree.leaves(weights)
     return [jax.tree.structure(weights), *((leaf.shape, leaf.dtype) for leaf in leaves)]

@@ -17,17 +17,7 @@ from shardlib.serving.step import Step
 def draft_model(
     init: Init, forward: Forward, weights: Tree | int, *, beside: Computes, sizes: Capacity
 ) -> DraftModel:
-    """Makes a model that guesses, on the first device of the one that is served.
-
-    Args:
-        init, forward, weights: of the model, see `Engine`.
-        beside: what computes the steps of the other one.
-        sizes: of that.
-
-    Raises:
-        ArgumentError: nothing is to be guessed, or the models do not fit each other.
-        ModelError: it cannot be served over pages.
-    """
+    """Makes a model that guesses, on the first device of the one that is served."""
     if not sizes.drafts:
         raise ArgumentError(
             "the model cannot guess: drafts of the capacity is 0\nTry: Capacity(drafts=4)"

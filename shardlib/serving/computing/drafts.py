@@ -28,29 +28,15 @@ class Drafts(Protocol):
     """Guesses tokens."""
 
     def guessed(self, running: Sequence[Request], count: int) -> Mapping[int, Sequence[int]]:
-        """Guesses, by number of the request; any tokens, where `filled` guesses.
-
-        Args:
-            running: requests that have slots.
-            count: tokens for each.
-        """
+        """Guesses, by number of the request; any tokens, where `filled` guesses."""
         ...
 
     def filled(self, shares: Sequence[Share]) -> list[Share]:
-        """The shares of a step with their guesses.
-
-        Args:
-            shares: as the schedule gives them.
-        """
+        """The shares of a step with their guesses."""
         ...
 
     def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
-        """A step has computed them.
-
-        Args:
-            shares: as `filled` gave them.
-            accepted: how many guesses were right, by number of the request.
-        """
+        """A step has computed them."""
         ...
 
 

@@ -54,28 +54,13 @@ class OwnCache:
     def __call__(
         self, params: Tree, state: Sequence[jax.Array], token: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Logits [vocab] after a token, and the leaves of the state.
-
-        Args:
-            params: of the model.
-            state: leaves of it.
-            token: int32 scalar.
-        """
+        """Logits [vocab] after a token, and the leaves of the state."""
         tree = jax.tree.unflatten(jax.tree.structure(self.model.state), state)
         return _run(self.model, self.forward, params, tree, token[None, None])
 
 
 def own_cache(model: Model, forward: UserForward, *, longest: int) -> OwnCache | None:
-    """How a forward pass with a cache of its own is served; None where it has none.
-
-    Args:
-        model: from a front end in `annotation/`.
-        forward: the user's own.
-        longest: tokens that a request may have.
-
-    Raises:
-        ModelError: it gives no logits, or its cache is too short.
-    """
+    """How a forward pass with a cache of its own is served; None where it has none."""
     if not jax.tree.leaves(model.state):
         return None
     traced = jax.make_jaxpr(
@@ -101,11 +86,7 @@ def own_cache(model: Model, forward: UserForward, *, longest: int) -> OwnCache |
 
 
 def slotted(capacity: Capacity) -> Capacity:
-    """Sizes where each slot has room for a whole request.
-
-    Args:
-        capacity: as asked for.
-    """
+    """Sizes where each slot has room for a whole request."""
     return replace(
         capacity,
         page=capacity.longest,
@@ -146,12 +127,7 @@ class SlotStep:
     def __call__(
         self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
     ) -> list[list[Told]]:
-        """Computes a step; returns what is chosen in the rows of each share.
-
-        Args:
-            shares: what to compute.
-            allowed: tokens that may come next, see `Step`.
-        """
+        """Computes a step; returns what is chosen in the rows of each share."""
         columns = 1 if all(share.count == 1 for share in shares) else self.chunk
         tokens, live, fresh, row = self._empty(columns)
         rows, masks = list[Row](), dict[int, np.ndarray]()

@@ -102,11 +102,7 @@ class Sources:
         )
 
     def failures(self, request: Asked) -> list[str]:
-        """Why the source of a request cannot be served; empty where it can.
-
-        Args:
-            request: what is asked.
-        """
+        """Why the source of a request cannot be served; empty where it can."""
         if not 0 < len(request.source) <= self.longest:
             return [f"the source has {len(request.source)} tokens; it has from 1 to {self.longest}"]
         if not all(whole(token) and 0 <= token < 1 << 31 for token in request.source):
@@ -120,12 +116,7 @@ class Sources:
     def wrapped(
         self, weights: tuple[Tree, Tree], shares: Sequence[Share] = ()
     ) -> tuple[Tree, Tree]:
-        """Weights with what the encoder makes of the sources of a step.
-
-        Args:
-            weights: (params, state) of the model.
-            shares: of the step; the sources of those that are new in their slot are encoded.
-        """
+        """Weights with what the encoder makes of the sources of a step."""
         for share in shares:
             if self._held.get(share.slot) is share.request:
                 continue
@@ -139,14 +130,7 @@ class Sources:
 
 
 def check_longest(longest: int) -> None:
-    """Checks how long a source may be.
-
-    Args:
-        longest: tokens of it.
-
-    Raises:
-        ArgumentError: it is no whole number from 1 on.
-    """
+    """Checks how long a source may be."""
     if not whole(longest) or longest < 1:
         raise ArgumentError(f"longest is {longest!r}; a source has at least one token")
 

@@ -67,14 +67,7 @@ class Chain:
     def through(
         self, batches: Mapping[int, Sequence[np.ndarray]]
     ) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """Sends batches, and gives results with their numbers as they come.
-
-        Args:
-            batches: arrays of each, by number.
-
-        Raises:
-            StageError: a stage is gone.
-        """
+        """Sends batches, and gives results with their numbers as they come."""
         results: queue.Queue[tuple[int, list[np.ndarray]] | None] = queue.Queue()
 
         def sending() -> None:
@@ -135,13 +128,7 @@ def connected(
     """Hands every stage its part, and connects them.
 
     Args:
-        workers: whose secret is known to all.
-        addresses: of the process of each stage.
-        stages: see `cut`.
         least_s: seconds that a batch takes at least on each; 0 for no device that is simulated.
-
-    Raises:
-        StageError: a stage does not answer, or cannot compute its part.
     """
     count, stage = len(stages), 0
     with contextlib.ExitStack() as opened:

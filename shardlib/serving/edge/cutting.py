@@ -51,14 +51,7 @@ def cut(
     of the results.
 
     Args:
-        model: from a front end in `annotation/`.
         forward: (model, batch) -> any arrays.
-        batch: shapes of one.
-        weights: (params, state), arrays.
-        plan: of this model.
-
-    Raises:
-        ModelError: the layers are no loops (`jax.lax.scan`), so that they cannot be cut as planned.
     """
     chain = TracedChain.of(model, forward, batch, weights)
     places = chain.places(plan.stages[-1].last + 1)

@@ -12,15 +12,7 @@ SECRET_LENGTH = 1 << 12
 
 
 def read_address(text: str, option: str) -> tuple[str, int]:
-    """Host and port of a text.
-
-    Args:
-        text: HOST:PORT.
-        option: that it was given for.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Host and port of a text."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ArgumentError(f"{option} is {text!r}\nTry: 127.0.0.1:7000")
@@ -28,15 +20,7 @@ def read_address(text: str, option: str) -> tuple[str, int]:
 
 
 def read_secret(path: Path) -> str:
-    """What all stages of a chain know.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        MissingFileError: it cannot be read.
-        ArgumentError: it is short.
-    """
+    """What all stages of a chain know."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(SECRET_LENGTH)
@@ -46,14 +30,7 @@ def read_secret(path: Path) -> str:
 
 
 def long_enough(text: str) -> str:
-    """A secret, without what stands around it.
-
-    Args:
-        text: that holds it.
-
-    Raises:
-        ArgumentError: it is short.
-    """
+    """A secret, without what stands around it."""
     if len(text.strip()) < 16:
         raise ArgumentError(
             "the secret of a chain has at least 16 characters\nTry: --secret-file with what python"
@@ -63,14 +40,7 @@ def long_enough(text: str) -> str:
 
 
 def listener(address: tuple[str, int]) -> socket.socket:
-    """A socket that listens for a chain.
-
-    Args:
-        address: host and port; 0 for any that is free.
-
-    Raises:
-        LaunchError: it cannot be had.
-    """
+    """A socket that listens for a chain."""
     try:
         return socket.create_server(address)
     except OSError as error:

@@ -54,21 +54,10 @@ def run_edge(
     """Runs batches through the stages of a plan.
 
     Args:
-        plan: of `shardlib.plan_edge`, for this model and batches of this size.
-        init: the model, as the plan was made for.
         forward: (model, batch) -> any arrays, as the plan was made for.
-        batches: trees of arrays, all of the same shapes.
-        weights: params, (params, state) where the model has state, or a seed.
         workers: processes of `shardlib.serving.edge.stage`, which are left as they are; by default
             some are started on this machine, and ended.
         again: device that was lost -> another plan, without it; None where that is an error.
-        simulated: whether a stage takes at least as long for a batch as the plan says: a machine
-            stands for several slower ones.
-
-    Raises:
-        ArgumentError: no batches, or too few processes of a device.
-        ModelError: the model cannot be cut as planned.
-        StageError: a stage is gone, and `again` is None.
     """
     if not batches:
         raise ArgumentError("there are no batches")

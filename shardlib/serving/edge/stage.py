@@ -93,11 +93,7 @@ class Entrance:
         """The first connection from whom it is wanted.
 
         Args:
-            number: number of who is.
             seconds: that it may take; None for as long as it takes.
-
-        Raises:
-            TimeoutError: nobody came in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._from(number), seconds):
@@ -107,11 +103,7 @@ class Entrance:
             return first
 
     def forget(self, but: int) -> None:
-        """Connections that wait are of a chain that has broken.
-
-        Args:
-            but: number of those who stay.
-        """
+        """Connections that wait are of a chain that has broken."""
         with self._changed:
             for _, stream in [entry for entry in self._waiting if entry[0] != but]:
                 stream.close()
@@ -152,12 +144,7 @@ def _say(text: str) -> None:
 
 
 def serve(listener: socket.socket, secret: str) -> None:
-    """Takes one part after the other.
-
-    Args:
-        listener: where the driver and the stage before connect.
-        secret: of the chain.
-    """
+    """Takes one part after the other."""
     entrance = Entrance(listener, secret)
     while True:
         with contextlib.suppress(*BROKEN):

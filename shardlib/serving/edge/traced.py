@@ -82,14 +82,7 @@ class TracedChain:
         )
 
     def places(self, pieces: int) -> list[Place]:
-        """Where every piece begins, and where the last one ends.
-
-        Args:
-            pieces: as many as the plan has.
-
-        Raises:
-            ModelError: the loops of the model make others.
-        """
+        """Where every piece begins, and where the last one ends."""
         equations, total = self.program.equations, len(self.program.equations)
         layers = sum(equations[loop].params["length"] for loop in self.loops)
         begins = [0, *(loop + 1 for loop in self.loops)]
@@ -111,11 +104,7 @@ class TracedChain:
         return [(0, 0), *places[1:], (total, 0)]
 
     def live(self, position: Place) -> list[Key]:
-        """What is handed on at a place, in order.
-
-        Args:
-            position: the place.
-        """
+        """What is handed on at a place, in order."""
         place, layer = position
         equations = self.program.equations
         before = set(self.batch).union(*(set(equation.outputs) for equation in equations[:place]))
@@ -139,11 +128,7 @@ class TracedChain:
         return [(number, "", 0) for number in sorted(before & later & self.made)] + keys
 
     def dtype(self, key: Key) -> np.dtype:
-        """Of a value that is handed on.
-
-        Args:
-            key: which.
-        """
+        """Of a value that is handed on."""
         number, kind, which = key
         if not kind:
             return self.shapes[number].dtype
@@ -152,11 +137,7 @@ class TracedChain:
         return self.shapes[loop.outputs[which + (carried if kind == "stack" else 0)]].dtype
 
     def weights(self, first: Place, last: Place) -> list[tuple[int, int, int]]:
-        """(number, first row, last row + 1) of the leaves that a stage reads; 0, 0 for all rows.
-
-        Args:
-            first, last: places that it lies between.
-        """
+        """(number, first row, last row + 1) of the leaves that a stage reads; 0, 0 for all rows."""
         rows_by_leaf: dict[int, tuple[int, int]] = {}
 
         def read(number: int, rows: tuple[int, int] = (0, 0)) -> None:
@@ -186,11 +167,7 @@ class TracedChain:
         return [(number, *rows) for number, rows in sorted(rows_by_leaf.items())]
 
     def spans(self, first: Place, last: Place) -> list[tuple[int, int, int]]:
-        """(equation, first layer, last layer + 1) of what lies between two places.
-
-        Args:
-            first, last: the places.
-        """
+        """(equation, first layer, last layer + 1) of what lies between two places."""
         spans: list[tuple[int, int, int]] = []
         for place in range(first[0], min(last[0] + bool(last[1]), len(self.program.equations))):
             params = self.program.equations[place].params

@@ -31,11 +31,7 @@ class Workers:
 
     @classmethod
     def here(cls, count: int) -> Workers:
-        """Starts processes on this machine.
-
-        Args:
-            count: of them.
-        """
+        """Starts processes on this machine."""
         secret = secrets.token_hex(32)
         environment = {**os.environ, SECRET: secret}
         started = [
@@ -59,14 +55,7 @@ class Workers:
         return workers
 
     def of(self, devices: Sequence[str]) -> list[tuple[str, int]]:
-        """Addresses of the processes of some stages.
-
-        Args:
-            devices: of each stage.
-
-        Raises:
-            ArgumentError: there are too few.
-        """
+        """Addresses of the processes of some stages."""
         left = list(range(len(self.addresses)))
         indices = list[int]()
         for device in devices:
@@ -81,11 +70,7 @@ class Workers:
         return [self.addresses[k] for k in indices]
 
     def lose(self, address: tuple[str, int]) -> None:
-        """A process is not used again.
-
-        Args:
-            address: where it listens.
-        """
+        """A process is not used again."""
         index = self.addresses.index(address)
         for listed in (self.addresses, self.names, self.processes):
             if listed:

@@ -70,18 +70,7 @@ class PeftAdapter:
 def adapted(
     served: Served, folder: str | Path, adapters: Mapping[str, str | Path]
 ) -> tuple[Served, dict[str, Arrays]]:
-    """A model with room for adapters, and these, as `Engine.adapt` takes them.
-
-    Args:
-        served: of `read_folder(folder)`.
-        folder: of the model.
-        adapters: folders by name, at least one.
-
-    Raises:
-        MissingFileError: a folder has no adapter.
-        ModelError: an adapter of another kind, or for another model.
-        CheckpointError: a file that cannot be read.
-    """
+    """A model with room for adapters, and these, as `Engine.adapt` takes them."""
     config, family = read_config(Path(folder) / "config.json")
     assert served.config is not None
     config = replace(served.config, name=config.name)
@@ -122,16 +111,7 @@ def adapted(
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
-    """Reads a folder of PEFT.
-
-    Args:
-        folder: of the adapter.
-
-    Raises:
-        MissingFileError: it has none.
-        ModelError: an adapter of another kind.
-        CheckpointError: a file that cannot be read.
-    """
+    """Reads a folder of PEFT."""
     path, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     for required in (path, file):
         if not required.is_file():

@@ -27,11 +27,7 @@ from shardlib.untrusted import read_json, shown
 
 
 def is_folder(folder: Path) -> bool:
-    """Whether a folder is one of Hugging Face.
-
-    Args:
-        folder: any path.
-    """
+    """Whether a folder is one of Hugging Face."""
     return (folder / "config.json").is_file()
 
 
@@ -39,17 +35,8 @@ def read_folder(folder: str | Path, *, dtype: str | None = None) -> Served:
     """Reads a folder; its weights are in memory afterwards.
 
     Args:
-        folder: holds `config.json`, `tokenizer.json`, and safetensors files, with an index where
-            they are several.
         dtype: "float32", "bfloat16" or "float16", of weights and products; by default what
             `config.json` says, or float32.
-
-    Raises:
-        MissingFileError: files are missing.
-        ModelError: the configuration is not understood, or the model is no decoder.
-        CheckpointError: tensors are missing, of other shapes, or unknown, all of them listed.
-        MissingPackageError: the library `tokenizers` is not installed.
-        ArgumentError: the dtype is not known.
     """
     root = Path(folder)
     if not is_folder(root):

@@ -34,12 +34,6 @@ class Generation:
 def read_generation(folder: Path) -> Generation:
     """What a folder says; where it has no `generation_config.json`, the token of its `config.json`
     ends an answer, and the likeliest tokens make it.
-
-    Args:
-        folder: of the model.
-
-    Raises:
-        ModelError: figures that are not usable.
     """
     path = folder / "generation_config.json"
     if path.is_file():
@@ -59,13 +53,6 @@ def read_generation(folder: Path) -> Generation:
 def generation(data: JsonMapping, source: str) -> Generation:
     """What the keys of a `generation_config.json` say; those that are not known here are passed
     over.
-
-    Args:
-        data: its content.
-        source: for messages.
-
-    Raises:
-        ModelError: figures that are not usable.
     """
     ends = data.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -63,47 +63,23 @@ class FolderText:
     _idle: list[Fork] = field(default_factory=list[Fork], repr=False)
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Tokens of a text; half of a surrogate pair, which JSON can hold, becomes "?".
-
-        Args:
-            text: any.
-            begin: whether tokens that the model wants in front of every text are put there.
-
-        Raises:
-            ArgumentError: the tokenizer refuses it, or takes too long or too much memory.
-        """
+        """Tokens of a text; half of a surrogate pair, which JSON can hold, becomes "?"."""
         data = self._call("encode", {"begin": begin}, text.encode("utf-8", "replace"))
         return [token for (token,) in struct.iter_unpack("<i", data)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens, without special ones.
-
-        Args:
-            tokens: of the model; those that the tokenizer does not know are passed over.
-
-        Raises:
-            ArgumentError: the tokenizer takes too long or too much memory.
-        """
+        """The text of some tokens, without special ones."""
         if self.table is not None:
             return self.table.decode(list(tokens), skip_special_tokens=True)
         data = self._call("decode", {}, struct.pack(f"<{len(tokens)}i", *tokens))
         return data.decode("utf-8", "replace")
 
     def raw(self, token: int) -> bytes | None:
-        """Bytes of a token that may be no text by itself; None where they are not known.
-
-        Args:
-            token: of the model.
-        """
+        """Bytes of a token that may be no text by itself; None where they are not known."""
         return bytes_of((self.tokens[token] if token < len(self.tokens) else None) or "")
 
     def spelling(self) -> list[bytes]:
-        """Bytes of each token.
-
-        Raises:
-            ArgumentError: they cannot be told.
-            MissingPackageError: the library llguidance, which knows them, is not installed.
-        """
+        """Bytes of each token."""
         check_installed()
         return [spelled or b"" for spelled in _unpacked(self._call("spell", {}, b""))]
 
@@ -124,18 +100,7 @@ class FolderText:
 
 
 def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
-    """The tokenizer of a folder.
-
-    Args:
-        folder: holds `tokenizer.json`; `tokenizer_config.json` and `chat_template.jinja` may be
-            there.
-        ends: tokens that end an answer.
-
-    Raises:
-        MissingPackageError: the library `tokenizers` is not installed.
-        MissingFileError: there is no such file.
-        ModelError: it is no tokenizer, or takes too long or too much memory.
-    """
+    """The tokenizer of a folder."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MissingFileError(
@@ -159,19 +124,7 @@ def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
 
 
 def spelt(tokenizer: Path) -> list[bytes]:
-    """What the tokens of a Hugging Face tokenizer spell, for `Engine.spell`.
-
-    Args:
-        tokenizer: its file `tokenizer.json`.
-
-    Returns:
-        Bytes of each token; empty for special ones.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ModelError: it is no tokenizer, or takes too long or too much memory.
-        MissingPackageError: tokenizers or llguidance is not there.
-    """
+    """What the tokens of a Hugging Face tokenizer spell, for `Engine.spell`."""
     confined, tokens, _ = _read(tokenizer)
     return FolderText(confined=confined, tokens=tokens).spelling()
 

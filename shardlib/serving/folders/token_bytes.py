@@ -16,11 +16,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def bytes_of(written: str) -> bytes | None:
-    """The bytes of a token; None where it is in neither way.
-
-    Args:
-        written: the token in the vocabulary.
-    """
+    """The bytes of a token; None where it is in neither way."""
     if (byte := BYTE.fullmatch(written)) is not None:
         return bytes.fromhex(byte[1])
     values = [_characters().get(character) for character in written]

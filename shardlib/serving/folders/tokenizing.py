@@ -25,12 +25,7 @@ def _packed(texts: list[bytes | None]) -> bytes:
 
 
 def prepare(settings: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
-    """Operations `encode`, `decode` and `spell`, and the tokens: of each its length and text.
-
-    Args:
-        settings: nothing.
-        body: of the file.
-    """
+    """Operations `encode`, `decode` and `spell`, and the tokens: of each its length and text."""
     del settings
     tokenizer = Tokenizer.from_buffer(body)
     vocab = tokenizer.get_vocab(with_added_tokens=True)

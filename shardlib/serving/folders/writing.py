@@ -40,18 +40,8 @@ def write_folder(
     """Writes a folder that `transformers` loads, and that is served again.
 
     Args:
-        served: a reference transformer.
-        folder: made where it is not there.
         source: folder that the tokenizer's files are copied from; None where tokens are bytes.
         dtype: of the files, see `save`.
-
-    Returns:
-        The names of the safetensors files.
-
-    Raises:
-        ModelError: no family of Hugging Face has such transformers.
-        CheckpointError: the folder holds a model already, or cannot be written.
-        MissingPackageError: the library `tokenizers` is not installed.
     """
     if served.config is None:
         raise ModelError(
@@ -121,11 +111,7 @@ def _write(path: Path, data: JsonObject) -> None:
 
 
 def byte_tokenizer() -> str:
-    """A `tokenizer.json` with a token for every byte of UTF-8.
-
-    Raises:
-        MissingPackageError: the library `tokenizers` is not installed.
-    """
+    """A `tokenizer.json` with a token for every byte of UTF-8."""
     try:
         from tokenizers import Tokenizer, decoders, pre_tokenizers
         from tokenizers.models import BPE

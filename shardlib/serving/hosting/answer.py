@@ -88,13 +88,7 @@ class Part:
 
 
 def written(text: Text, sampled: Told, offset: int) -> Written:
-    """A token as text.
-
-    Args:
-        text: the model's tokenizer.
-        sampled: the token.
-        offset: characters before it.
-    """
+    """A token as text."""
     return Written(
         listed=_listed(text, sampled.token, sampled.logprob),
         likely=tuple(_listed(text, alternative, odds) for alternative, odds in sampled.likeliest),
@@ -111,13 +105,7 @@ def _listed(text: Text, token: int, logprob: float | None) -> Listed:
 
 
 def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Part:
-    """A prompt as the beginning of what is answered.
-
-    Args:
-        text: the model's tokenizer.
-        prompt: its tokens.
-        scores: of the tokens but the first; empty where they were not asked for.
-    """
+    """A prompt as the beginning of what is answered."""
     prompt_text = text.decode(prompt)
     if len(scores) != len(prompt) - 1:
         return Part(prompt_text, (), None)
@@ -156,7 +144,6 @@ class Answer:
 
         Args:
             sampled: the token; None where the answer ends without one.
-            ended: why the answer ends with it.
         """
         if sampled is not None:
             self._tokens.append(written(self._text, sampled, self._given + len(self._held)))

@@ -25,15 +25,7 @@ class Beside:
     adapters: Mapping[str, Tree] = field(default_factory=dict)
 
     def join(self, engine: Engine) -> None:
-        """Gives them to the engine of the model, before anything is compiled.
-
-        Args:
-            engine: with room for them.
-
-        Raises:
-            ArgumentError: they do not fit the model; see `Engine.draft_with` and `Engine.adapt`.
-            ModelError: the smaller model cannot be served over pages.
-        """
+        """Gives them to the engine of the model, before anything is compiled."""
         if self.draft is not None:
             draft = self.draft
             engine.draft_with(draft.init, draft.forward, weights=draft.weights)

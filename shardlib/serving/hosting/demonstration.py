@@ -29,11 +29,7 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
     """The folder of a run of `shardlib train`; it is made where it is not there.
 
     Args:
-        say: tells people what is done.
         folder: where; by default in the user's cache (environment variable SHARDLIB_CACHE_DIR).
-
-    Raises:
-        RunError: it cannot be trained.
     """
     place = folder or _cache() / "demonstration"
     run = RunFolder(place)

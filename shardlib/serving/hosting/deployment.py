@@ -87,17 +87,7 @@ def deploy(
     """Makes the engine of a model, and compiles everything that it will run.
 
     Args:
-        served: the model.
-        capacity: how many requests and tokens.
         name: by which requests ask for it; by default its own.
-        tensor: devices that share every layer.
-        groups: of so many devices, each with requests and pages of its own.
-        waiting: requests that wait for a slot at most.
-        buffer: tokens that an answer may be ahead of who reads it.
-        beside: a smaller model that guesses, and adapters.
-
-    Raises:
-        ArgumentError, ModelError: see `Engine`.
     """
     renderer = Renderer(served.text)
     others = beside or Beside()
@@ -121,15 +111,7 @@ def deploy(
 
 
 def spell(engine: Engine, text: Text) -> str:
-    """Tells an engine what tokens spell, so that answers may have a form.
-
-    Args:
-        engine: of the model.
-        text: its tokenizer.
-
-    Returns:
-        Why it cannot be told; empty where it was.
-    """
+    """Tells an engine what tokens spell, so that answers may have a form."""
     if find_spec("llguidance") is None:
         return (
             "the server has no package llguidance, which forms need\nTry: pip install"

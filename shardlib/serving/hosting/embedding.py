@@ -48,11 +48,7 @@ class Embedder:
             self._compile(-(-longest // 4))
 
     def __call__(self, tokens: Sequence[int]) -> np.ndarray:
-        """The vector of a text, float32 [width].
-
-        Args:
-            tokens: at least one, at most as many as the engine serves.
-        """
+        """The vector of a text, float32 [width]."""
         size = min(size for size in self._programs if size >= len(tokens))
         row = np.zeros(size, np.int32)
         row[: len(tokens)] = tokens

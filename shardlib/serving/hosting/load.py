@@ -57,13 +57,7 @@ class Load:
 
 
 def load_of(engine: Engine, taken: int, unseen: int) -> Load:
-    """How busy an engine is; from another thread, as it was at some moment of its step.
-
-    Args:
-        engine: which.
-        taken: requests that are open.
-        unseen: those that the engine has not been given yet, about.
-    """
+    """How busy an engine is; from another thread, as it was at some moment of its step."""
     schedule = engine.schedule
     return Load(
         running=len(schedule.running),

@@ -107,19 +107,11 @@ class Stream:
             request.cancelled = True
 
     def end(self, index: int) -> None:
-        """Nobody wants more of one of the answers.
-
-        Args:
-            index: of its request, of which something has been heard.
-        """
+        """Nobody wants more of one of the answers."""
         self.requests[index].cancelled = True
 
     async def next(self) -> Heard:
-        """What is heard next.
-
-        Raises:
-            StreamError: there is nothing more, because of an error.
-        """
+        """What is heard next."""
         while not self._heard:
             if self._error is not None:
                 raise self._error

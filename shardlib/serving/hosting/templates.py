@@ -42,15 +42,7 @@ class Renderer:
             )
 
     def __call__(self, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping] = ()) -> str:
-        """The text of a conversation, up to where the assistant answers.
-
-        Args:
-            messages: each with a "role" and a "content".
-            tools: functions that the template is to write.
-
-        Raises:
-            ArgumentError: the template refuses them, fails, or takes too long.
-        """
+        """The text of a conversation, up to where the assistant answers."""
         if self._text.template is None:
             return plain_chat(messages)
         variables = {

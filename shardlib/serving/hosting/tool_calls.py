@@ -92,14 +92,7 @@ class CallReader:
         self._told: ToolCall | None = None  # the call that has begun
 
     def add(self, part: Part) -> Part:
-        """More of the answer.
-
-        Args:
-            part: with text.
-
-        Returns:
-            The same with less text, and what is new of calls.
-        """
+        """More of the answer."""
         last = part.ended is not None
         called = self._calls > (self._told is not None)
         buffered = Held(text=self._rest + part.text, last=last, begun=self._begun, called=called)
@@ -122,11 +115,7 @@ class CallReader:
 
 
 def joined(deltas: Iterable[ToolCall]) -> list[ToolCall]:
-    """Calls, of the pieces that an answer gave.
-
-    Args:
-        deltas: by one answer, in order.
-    """
+    """Calls, of the pieces that an answer gave."""
     calls: list[ToolCall] = []
     for piece in deltas:
         if piece.begins:
@@ -137,11 +126,7 @@ def joined(deltas: Iterable[ToolCall]) -> list[ToolCall]:
 
 
 def tagged(names: Collection[str]) -> Splitter:
-    """Calls between tags; text before them is given as it comes. Blanks after a call are none.
-
-    Args:
-        names: of the functions that were given.
-    """
+    """Calls between tags; text before them is given as it comes. Blanks after a call are none."""
 
     def split(buffered: Held) -> Split:
         text, calls, remaining = "", list[ToolCall](), buffered.text
@@ -172,11 +157,7 @@ def tagged(names: Collection[str]) -> Splitter:
 
 
 def plain(names: Collection[str]) -> Splitter:
-    """Calls that the answer begins with, which is held back as long as it may be calls.
-
-    Args:
-        names: of the functions that were given.
-    """
+    """Calls that the answer begins with, which is held back as long as it may be calls."""
 
     def split(buffered: Held) -> Split:
         text, calls, position = buffered.text, list[ToolCall](), 0
@@ -211,11 +192,7 @@ def plain(names: Collection[str]) -> Splitter:
 
 
 def forced(name: str) -> Splitter:
-    """An answer that is the arguments of one function, by its form.
-
-    Args:
-        name: of the function.
-    """
+    """An answer that is the arguments of one function, by its form."""
 
     def split(buffered: Held) -> Split:
         call = ToolCall(name=name, arguments=buffered.text)
@@ -247,11 +224,7 @@ def _whole(text: str, names: Collection[str]) -> ToolCall | None:
 
 
 def _object(text: str, start: int, names: Collection[str]) -> tuple[ToolCall | None, int]:
-    """The JSON at a place as a call, where it is one, and where it ends.
-
-    Raises:
-        ValueError, RecursionError: it is not whole.
-    """
+    """The JSON at a place as a call, where it is one, and where it ends."""
     value, end = DECODER.raw_decode(text, start)
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(name, str) or name not in names:

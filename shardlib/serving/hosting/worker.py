@@ -84,11 +84,7 @@ class Worker:
         self._fresh = ""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins.
-
-        Args:
-            loop: of those who ask.
-        """
+        """Begins."""
         self._loop = loop
         self._thread.start()
 
@@ -113,15 +109,7 @@ class Worker:
 
     @contextlib.contextmanager
     def places(self, count: int) -> Iterator[None]:
-        """Takes places for so many requests until the end of the block; in the event loop.
-
-        Args:
-            count: of requests.
-
-        Raises:
-            FullError: there are not so many free.
-            StreamError: the engine has failed.
-        """
+        """Takes places for so many requests until the end of the block; in the event loop."""
         if self.error:
             raise StreamError(f"the engine has failed: {self.error}", dead=True)
         if self.taken + count > self.capacity:
@@ -138,27 +126,13 @@ class Worker:
             self.taken -= count
 
     def submit(self, asked: Sequence[Asked]) -> Stream:
-        """Asks; in the event loop.
-
-        Args:
-            asked: what, together. What an engine would refuse ends the stream with an error.
-
-        Raises:
-            StreamError: the engine has failed.
-        """
+        """Asks; in the event loop."""
         stream = Stream(asked, buffer=self._buffer)
         self._put(lambda: self._add(stream))
         return stream
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Calls a function in the thread, between two steps.
-
-        Args:
-            function: it may use the engine.
-
-        Raises:
-            StreamError: the engine has failed.
-        """
+        """Calls a function in the thread, between two steps."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -173,12 +147,7 @@ class Worker:
         return future
 
     def replace(self, weights: Tree, version: str) -> None:
-        """Serves with other weights, as `Engine.replace` does; in the thread, see `call`.
-
-        Args:
-            weights: of the same shapes.
-            version: of them, in words.
-        """
+        """Serves with other weights, as `Engine.replace` does; in the thread, see `call`."""
         self.engine.replace(weights)
         self._fresh = version
 

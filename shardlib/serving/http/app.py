@@ -25,15 +25,7 @@ from shardlib.serving.http.watching import Watching
 
 
 def application(deployed: Sequence[Deployment], settings: Settings | None = None) -> FastAPI:
-    """The application that serves some models; it starts and stops their engines.
-
-    Args:
-        deployed: models, of different names.
-        settings: limits.
-
-    Raises:
-        ArgumentError: no models, or two models or adapters of one name.
-    """
+    """The application that serves some models; it starts and stops their engines."""
     limits = settings or Settings()
     names = [deployment.name for deployment in deployed]
     if not names or len(set(names)) < len(names):

@@ -53,15 +53,7 @@ class Catalog:
         return iter(self._named.values())
 
     def find(self, name: str | None) -> Named:
-        """What a name means; the only model where none is given.
-
-        Args:
-            name: as a request has it.
-
-        Raises:
-            Fault: 404; there is nothing of that name. 400; there are several models, and none is
-                named.
-        """
+        """What a name means; the only model where none is given."""
         if name is None and self._models == 1:
             return next(iter(self))
         names = ", ".join(self._named)

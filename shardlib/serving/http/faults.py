@@ -155,11 +155,7 @@ def _path(error: Mapping[str, Any], body: object) -> list[str]:
 
 
 def install(app: FastAPI) -> None:
-    """Has an application answer so.
-
-    Args:
-        app: whose handlers are set.
-    """
+    """Has an application answer so."""
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         del request

@@ -15,12 +15,7 @@ PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
 
 def figures(models: Mapping[str, Deployment], watching: Watching) -> JsonObject:
-    """What the page shows.
-
-    Args:
-        models: by name.
-        watching: what is known of them.
-    """
+    """What the page shows."""
     return {
         "shardlib": __version__,
         "models": [

@@ -68,9 +68,6 @@ class _Connections:
 def protocol(settings: Settings) -> type[H11Protocol]:
     """How connections are handled: as uvicorn does, within limits; who sends no head in time is cut
     off.
-
-    Args:
-        settings: limits.
     """
     connections = _Connections(settings)
 
@@ -131,15 +128,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Args:
-        host: name or address.
-        port: 0 for any.
-
-    Raises:
-        LaunchError: it cannot be had.
-    """
+    """A socket that listens."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -164,12 +153,6 @@ def run(
 ) -> None:
     """Serves until SIGTERM or SIGINT; answers that have begun may end then, and no others begin. A
     second SIGINT ends it at once.
-
-    Args:
-        app: what is served.
-        settings: limits.
-        listening: a socket that listens.
-        ready: is called when requests can come.
     """
     files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = settings.connections + settings.strangers + OTHER_FILES
@@ -183,17 +166,7 @@ def run(
 def serving(
     app: FastAPI, settings: Settings | None = None, *, host: str = "127.0.0.1", port: int = 0
 ) -> Iterator[str]:
-    """Serves in a thread until the end of the block, and gives the address.
-
-    Args:
-        app: what is served.
-        settings: limits.
-        host: address to listen at.
-        port: 0 for any that is free.
-
-    Raises:
-        LaunchError: there is no such place, or the server does not start.
-    """
+    """Serves in a thread until the end of the block, and gives the address."""
     started = threading.Event()
     with listen(host, port) as listening:
         server = _server(app, settings or Settings(), started.set)

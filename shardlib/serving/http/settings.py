@@ -66,15 +66,7 @@ class Settings:
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """Bearer tokens from a file, one a line.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        MissingFileError: there is none, or it cannot be read.
-        ArgumentError: it holds none, or one that is short or has other characters than ASCII.
-    """
+    """Bearer tokens from a file, one a line."""
     try:
         with path.open("rb") as file:
             text = file.read(TOKEN_FILE_BYTES + 1).decode("ascii")

@@ -54,11 +54,7 @@ class Watching:
         self.of = {name: OneWatch(self, name) for name in models}
 
     async def look(self, models: Mapping[str, Deployment]) -> None:
-        """Writes down how it goes, every second.
-
-        Args:
-            models: by name.
-        """
+        """Writes down how it goes, every second."""
         while True:
             for name, deployed in models.items():
                 self.of[name].look(deployed)
@@ -131,11 +127,7 @@ class OneWatch:
             self._shared += heard.reused
 
     def look(self, deployed: Deployment) -> None:
-        """Writes down how it goes now.
-
-        Args:
-            deployed: the model.
-        """
+        """Writes down how it goes now."""
         load, now = deployed.worker.load, time.perf_counter()
         self.history.append(
             {

@@ -27,7 +27,6 @@ def figures(
     tokens in the mean are; refused and failed ones never are.
 
     Args:
-        seen: how each request went, at least one.
         ttft_limit: seconds to the first token at most; None for any.
         tpot_limit: seconds from token to token at most; None for any.
     """

@@ -58,15 +58,7 @@ class Target:
 
 
 async def replay(jobs: Sequence[Job], target: Target) -> list[Seen]:
-    """Asks everything, each request at its time.
-
-    Args:
-        jobs: by time.
-        target: who is asked.
-
-    Raises:
-        LaunchError: nobody answers there.
-    """
+    """Asks everything, each request at its time."""
     headers = {"Authorization": f"Bearer {target.token}"} if target.token else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=PATIENCE) as client:

@@ -54,14 +54,8 @@ def read_workload(text: bytes, what: str, *, seed: int = 0, rate: float | None =
     """Requests of a file, by time; their prompts are drawn where it gives lengths.
 
     Args:
-        text: of the file.
-        what: it is called in messages.
-        seed: of drawn tokens and times.
         rate: requests a second that come in place of the times of the file, as a Poisson process;
             None for these.
-
-    Raises:
-        DataError: it holds no workload.
     """
     data = parse_json(text, what, DataError)
     if not isinstance(data, list) or not data:

@@ -73,14 +73,7 @@ def choices(
     longest: int,
     allowed: Mapping[int, np.ndarray] | None = None,
 ) -> Choices:
-    """The choices of rows; those that are None take the likeliest token.
-
-    Args:
-        rows: of a step.
-        vocab: size of the logits.
-        longest: tokens of a request at most.
-        allowed: tokens that may come next, as bits of uint32, by row; all where there is none.
-    """
+    """The choices of rows; those that are None take the likeliest token."""
 
     def array(dtype: str, default: float, of: Callable[[Row], float]) -> np.ndarray:
         return np.asarray([default if row is None else of(row) for row in rows], dtype)

@@ -41,7 +41,6 @@ def choose(logits: jax.Array, choices: Choices) -> Chosen:
 
     Args:
         logits: [R, vocab].
-        choices: of each row.
     """
     logits = logits.astype(jnp.float32)
     changed = edited(logits, choices.edits)
@@ -79,7 +78,6 @@ def left(logits: jax.Array, choices: Choices) -> jax.Array:
 
     Args:
         logits: float32 [R, vocab].
-        choices: of each row.
     """
     temperature = jnp.asarray(choices.temperature)
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]

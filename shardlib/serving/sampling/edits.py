@@ -54,15 +54,7 @@ def edits(
     longest: int,
     allowed: Mapping[int, np.ndarray],
 ) -> Edits:
-    """The changes that rows ask for.
-
-    Args:
-        rows: what each asks for, the tokens before the one that is chosen, and how many of them are
-            the answer's.
-        vocab: size of the logits.
-        longest: tokens of a request at most.
-        allowed: tokens that may come next, as bits of uint32, by row.
-    """
+    """The changes that rows ask for."""
     count = len(rows)
     changes = Edits(
         any=np.zeros((), bool),
@@ -120,7 +112,6 @@ def edited(logits: jax.Array, edits: Edits) -> jax.Array:
 
     Args:
         logits: float32 [R, vocab].
-        edits: of each row.
     """
     return jax.lax.cond(jnp.asarray(edits.any), _edited, lambda logits, _: logits, logits, edits)
 

@@ -49,7 +49,6 @@ def prepare(settings: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
     """Operations of a model's tokens.
 
     Args:
-        settings: "ends", tokens that end an answer.
         body: of each token its length, uint32, and its bytes.
     """
     tokens, place = list[bytes](), 0

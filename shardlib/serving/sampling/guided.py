@@ -30,15 +30,7 @@ class Guided:
         self._guided: dict[Request, Guide] = {}
 
     def request(self, number: int, asked: Asked) -> Request:
-        """A request; one whose answer has a form ends with the tokens that end an answer.
-
-        Args:
-            number: of the request.
-            asked: what is asked.
-
-        Raises:
-            ArgumentError: the form cannot be compiled, or nothing is known of what tokens spell.
-        """
+        """A request; one whose answer has a form ends with the tokens that end an answer."""
         if asked.form is None:
             return Request(number=number, asked=asked)
         if self.guides is None:
@@ -73,11 +65,7 @@ class Guided:
         return list(why.items())
 
     def masks(self, shares: Sequence[Share]) -> dict[int, list[np.ndarray]]:
-        """Tokens that may come next in the rows of a step, by number of the request.
-
-        Args:
-            shares: of the step.
-        """
+        """Tokens that may come next in the rows of a step, by number of the request."""
         guides = {
             share: self._guided[share.request]
             for share in shares
@@ -93,12 +81,7 @@ class Guided:
         }
 
     def took(self, request: Request, token: int) -> bool:
-        """A request has taken a token; whether the row after it may be taken, too.
-
-        Args:
-            request: any.
-            token: that it took, or that has ended it.
-        """
+        """A request has taken a token; whether the row after it may be taken, too."""
         guide = self._guided.get(request)
         if guide is None or token in request.asked.stop:
             return True

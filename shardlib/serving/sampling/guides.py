@@ -71,15 +71,7 @@ class Guides:
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix="forms")
 
     def compiled(self, form: Form) -> tuple[Future[Compiled], Callable[[], None]]:
-        """A form is compiled beside everything else, and stays so until it is given back.
-
-        Args:
-            form: of answers.
-
-        Returns:
-            What waits for it, and raises ArgumentError where it cannot be compiled or takes too
-            much; and what gives it back.
-        """
+        """A form is compiled beside everything else, and stays so until it is given back."""
         future = self._threads.submit(self._taken, form)
 
         def give_back() -> None:
@@ -93,14 +85,7 @@ class Guides:
             self._leave(future.result())
 
     def guide(self, form: Form) -> Guide:
-        """A guide of one answer, to be closed.
-
-        Args:
-            form: of it.
-
-        Raises:
-            ArgumentError: it cannot be compiled, or takes too much.
-        """
+        """A guide of one answer, to be closed."""
         compiled = self._taken(form)
         return Guide(compiled, self._words, lambda: self._leave(compiled))
 
@@ -154,13 +139,7 @@ class Compiled:
         self._serials = itertools.count()
 
     def send(self, operation: str, answer: int, tokens: Sequence[int] = ()) -> int:
-        """Asks for something; returns the serial number of what will be answered.
-
-        Args:
-            operation: of `grammars.py`.
-            answer: number of it.
-            tokens: of it.
-        """
+        """Asks for something; returns the serial number of what will be answered."""
         serial = next(self._serials)
         header = {"answer": answer, "tokens": list(tokens), "serial": serial}
         if not self.ended:
@@ -231,12 +210,7 @@ class Guide:
         return self._mask is None
 
     def masks(self, rows: int, drafted: Sequence[int]) -> list[np.ndarray]:
-        """Masks of the rows of a step, uint32 [W], as far as they are known.
-
-        Args:
-            rows: of it; those in front of the choices may have any token.
-            drafted: tokens that are guessed, before the choices but the first; see `guess`.
-        """
+        """Masks of the rows of a step, uint32 [W], as far as they are known."""
         assert self._mask is not None
         ready = [self._mask, *(mask for mask in self._after if mask)]
         masks = [self._any() for _ in range(rows - 1 - len(drafted))]
@@ -244,11 +218,7 @@ class Guide:
         return [*masks, *(self._any() for _ in range(rows - len(masks)))]
 
     def guess(self, drafted: Sequence[int]) -> None:
-        """Asks for the masks after tokens that may come; rows without one are not taken.
-
-        Args:
-            drafted: the tokens.
-        """
+        """Asks for the masks after tokens that may come; rows without one are not taken."""
         self._serial = self.form.send("guess", self._number, drafted)
 
     @property
@@ -257,11 +227,7 @@ class Guide:
         return self._serial >= 0 and self._mask is not None
 
     def took(self, token: int) -> bool:
-        """The answer has one more token; whether the row after it may be taken, too.
-
-        Args:
-            token: one that the mask allows.
-        """
+        """The answer has one more token; whether the row after it may be taken, too."""
         self._taken.append(token)
         after = self._after[len(self._taken) - 1 : len(self._taken)]
         return bool(after and after[0])
@@ -274,13 +240,7 @@ class Guide:
             self._taken = []
 
     def hear(self, serial: int, header: JsonMapping, body: bytes) -> None:
-        """What the process of the form says.
-
-        Args:
-            serial: of what was asked; other answers are too late.
-            header: see `grammars.py`.
-            body: masks.
-        """
+        """What the process of the form says."""
         size = len(self.form.first)
         if serial != self._serial:
             return

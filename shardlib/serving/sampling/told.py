@@ -19,11 +19,7 @@ UserForward = Callable[[Tree, jax.Array], Tree]
 
 
 def rows_of(share: Share) -> list[Row]:
-    """The rows of a share, in order.
-
-    Args:
-        share: that a step computes.
-    """
+    """The rows of a share, in order."""
     request, end = share.request, share.first + share.count
     rows: list[Row] = []
     for position in range(end - share.rows, end):
@@ -36,12 +32,7 @@ def rows_of(share: Share) -> list[Row]:
 
 
 def told(chosen: Chosen, rows: Mapping[int, Row]) -> dict[int, Told]:
-    """What is chosen in each row, on the host.
-
-    Args:
-        chosen: of a program.
-        rows: that count, by number.
-    """
+    """What is chosen in each row, on the host."""
     tokens, logprobs = np.asarray(chosen.token).tolist(), np.asarray(chosen.logprob).tolist()
     listed = any(row.request.asked.top for row in rows.values())
     likeliest, values = (

@@ -128,12 +128,7 @@ class Capacity:
 
     @classmethod
     def of(cls, plan: ServingPlan, *, longest: int | None = None) -> Self:
-        """What a replica of a plan serves.
-
-        Args:
-            plan: from `shardlib.plan_serving`.
-            longest: tokens of a request at most; those of a planned request if left out.
-        """
+        """What a replica of a plan serves."""
         choice = plan.choice
         words = (plan.workload.weights, plan.workload.cache)
         weights, cache = ("model" if word == "bf16" else word for word in words)
@@ -152,11 +147,7 @@ class Capacity:
         return -(-self.longest // self.page)
 
     def within(self, windows: Iterable[int]) -> Self:
-        """The same for a model whose layers keep so many tokens.
-
-        Args:
-            windows: of layers, in any order; 0 for all.
-        """
+        """The same for a model whose layers keep so many tokens."""
         return replace(self, windows=ordered(windows, longest=self.longest))
 
     @property

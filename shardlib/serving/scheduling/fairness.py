@@ -43,12 +43,7 @@ class Counters:
         return self._tokens.get(tenant, 0.0)
 
     def came(self, tenant: str, active: Set[str]) -> None:
-        """A request of a tenant has come.
-
-        Args:
-            tenant: whose.
-            active: tenants that had requests before.
-        """
+        """A request of a tenant has come."""
         if tenant in active:
             return
         minimum = min(map(self.of, active), default=0.0)
@@ -60,14 +55,7 @@ class Counters:
         self._tokens[tenant] = max(self.of(tenant), minimum)
 
     def charge(self, tenant: str, *, number: int, tokens: int, free: int = 0) -> None:
-        """A request has so many tokens; those that were not charged before are.
-
-        Args:
-            tenant: whose.
-            number: of the request.
-            tokens: that it has.
-            free: tokens from its beginning that cost nothing.
-        """
+        """A request has so many tokens; those that were not charged before are."""
         charged = max(self._charged.get(number, 0), free)
         self._charged[number] = max(charged, tokens)
         self._tokens[tenant] = self.of(tenant) + max(tokens - charged, 0) / self.share(tenant)
@@ -79,10 +67,6 @@ class Counters:
     def poorer(self, waiting: Sequence[Request], running: Sequence[Request]) -> list[Request]:
         """Requests that somebody might give a slot: of higher priority than one that has a slot, or
         of tenants that have none.
-
-        Args:
-            waiting: requests that wait.
-            running: requests that have slots, all of them.
         """
         have = {rival.asked.salt for rival in running}
         lowest = min(rival.asked.priority for rival in running)
@@ -98,11 +82,6 @@ class Counters:
         """Who gives its slot to a request that waits: the last one of lower priority; or, where the
         tenant of the request has no slot, the last one of a tenant that has had no less, and
         has the most slots over its share, more than one.
-
-        Args:
-            request: that waits.
-            running: requests that have slots, all of them.
-            waiting: requests that wait.
         """
         lower = [rival for rival in running if rival.asked.priority < request.asked.priority]
         if lower:

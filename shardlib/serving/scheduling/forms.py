@@ -52,15 +52,7 @@ class Form:
 
     @classmethod
     def schema(cls, schema: Mapping[str, object] | bool) -> Form:
-        """JSON that a schema describes, without spaces.
-
-        Args:
-            schema: as json-schema.org has them; what is not known of it is refused when it is
-                asked for.
-
-        Raises:
-            ArgumentError: it cannot be written as JSON.
-        """
+        """JSON that a schema describes, without spaces."""
         try:
             return cls(kind="json", text=json.dumps(schema, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
@@ -68,29 +60,17 @@ class Form:
 
     @classmethod
     def regex(cls, pattern: str) -> Form:
-        """Texts that a regular expression matches from beginning to end.
-
-        Args:
-            pattern: without look-around and references back.
-        """
+        """Texts that a regular expression matches from beginning to end."""
         return cls(kind="regex", text=pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Form:
-        """One of some texts.
-
-        Args:
-            texts: at least one.
-        """
+        """One of some texts."""
         return cls(kind="choice", text=json.dumps(list(texts)))
 
     @classmethod
     def grammar(cls, lark: str) -> Form:
-        """Texts of a grammar.
-
-        Args:
-            lark: in the notation of Lark, as llguidance reads it.
-        """
+        """Texts of a grammar."""
         return cls(kind="lark", text=lark)
 
 

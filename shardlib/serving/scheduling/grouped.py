@@ -51,11 +51,7 @@ class GroupedPool:
             pool.forget()
 
     def known(self, digests: Sequence[bytes]) -> int:
-        """Pages that a request need not compute.
-
-        Args:
-            digests: of its pages, the first in front.
-        """
+        """Pages that a request need not compute."""
         count = len(digests)
         while True:
             before = count
@@ -70,10 +66,6 @@ class GroupedPool:
     def admits(self, digests: Sequence[bytes], tokens: int) -> bool:
         """Whether a request can be admitted: in the first group all its pages are reserved, in the
         others there are as many as all requests need.
-
-        Args:
-            digests: of pages that need not be computed, see `known`.
-            tokens: of the request.
         """
         gone = self._gone(0, len(digests))
         return self.pools[0].takes(
@@ -81,11 +73,7 @@ class GroupedPool:
         )
 
     def admit(self, digests: Sequence[bytes], tokens: int) -> tuple[Held, ...]:
-        """The pages of a request that is admitted, by group.
-
-        Args:
-            digests, tokens: see `admits`.
-        """
+        """The pages of a request that is admitted, by group."""
         pages_by_group: list[Held] = []
         for number, pool in enumerate(self.pools):
             gone = self._gone(number, len(digests))
@@ -99,12 +87,7 @@ class GroupedPool:
         return tuple(pages_by_group)
 
     def grow(self, pages: Sequence[Held], tokens: int) -> bool:
-        """Takes pages for so many tokens of a request; whether there are enough.
-
-        Args:
-            pages: pages of the request.
-            tokens: that it needs room for.
-        """
+        """Takes pages for so many tokens of a request; whether there are enough."""
         for group, pool in zip(pages, self.pools, strict=True):
             while group.end * self.size < tokens:
                 if not pool.available:
@@ -113,32 +96,17 @@ class GroupedPool:
         return True
 
     def room(self, pages: Sequence[Held]) -> int:
-        """Tokens that the pages of a request have room for.
-
-        Args:
-            pages: its pages.
-        """
+        """Tokens that the pages of a request have room for."""
         return min(group.end for group in pages) * self.size
 
     def keep(self, pages: Sequence[Held], first: int, digests: Sequence[bytes]) -> None:
-        """Pages of a request are full, and can be found again.
-
-        Args:
-            pages: its pages.
-            first: the first that is newly full.
-            digests: of all that are full.
-        """
+        """Pages of a request are full, and can be found again."""
         for group, pool in zip(pages, self.pools, strict=True):
             for number in range(max(first, group.gone), len(digests)):
                 pool.keep(group.at(number), digests[number])
 
     def leave(self, pages: Sequence[Held], computed: int) -> None:
-        """A request gives pages back that no token to come sees.
-
-        Args:
-            pages: its pages.
-            computed: tokens whose keys and values there are.
-        """
+        """A request gives pages back that no token to come sees."""
         for group, group_pages, pool in zip(self.groups, pages, self.pools, strict=True):
             gone = behind(window=group.window, computed=computed, size=self.size)
             count = max(gone - group_pages.gone, 0)
@@ -152,9 +120,6 @@ class GroupedPool:
     def release(self, pages: Sequence[Held]) -> None:
         """A request gives all its pages back; the last one is taken by others first, since the
         others are of no use without the first.
-
-        Args:
-            pages: its pages; none where it waits.
         """
         for group, pool in zip(pages, self.pools, strict=False):
             for page in reversed(group.pages):

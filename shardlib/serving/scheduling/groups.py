@@ -101,20 +101,11 @@ class Groups:
         idlest.add(request)
 
     def end(self, request: Request, why: str) -> None:
-        """Ends a request between steps.
-
-        Args:
-            request: that waits or has a slot.
-            why: see `Request.ended`.
-        """
+        """Ends a request between steps."""
         self._group[request.number].end(request, why)
 
     def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
-        """What the next step computes.
-
-        Args:
-            drafts: see `Schedule.next`.
-        """
+        """What the next step computes."""
         shares: list[Share] = []
         for number, schedule in enumerate(self.each):
             first = number * len(schedule.slots)
@@ -123,12 +114,7 @@ class Groups:
         return shares
 
     def done(self, shares: Sequence[Share], accepted: Mapping[int, int] | None = None) -> None:
-        """A step has computed what `next` said.
-
-        Args:
-            shares: as `next` gave them.
-            accepted: see `Schedule.done`.
-        """
+        """A step has computed what `next` said."""
         for share in shares:
             self._group[share.request.number].done([share], accepted)
 
@@ -148,13 +134,7 @@ class Groups:
 
 
 def scheduled(groups: int, capacity: Capacity, chunk: int | None = None) -> Schedule | Groups:
-    """The schedule of some groups of devices.
-
-    Args:
-        groups: how many there are.
-        capacity: of each.
-        chunk: see `Schedule`.
-    """
+    """The schedule of some groups of devices."""
     if groups == 1:
         return Schedule(capacity, chunk=chunk)
     return Groups(groups, capacity, chunk)

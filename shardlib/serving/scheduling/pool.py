@@ -45,11 +45,7 @@ class Pool:
         return self._users[page]
 
     def take(self) -> int:
-        """A page for one request, whatever it held before.
-
-        Raises:
-            IndexError: there is none.
-        """
+        """A page for one request, whatever it held before."""
         if self._free:
             page = self._free.pop()
         else:
@@ -79,12 +75,7 @@ class Pool:
             self._free.append(page)
 
     def keep(self, page: int, digest: bytes) -> None:
-        """A page in use is full; the first of each digest can be found again.
-
-        Args:
-            page: that is full.
-            digest: of what it holds.
-        """
+        """A page in use is full; the first of each digest can be found again."""
         assert self._users[page] > 0, f"nobody uses page {page}"
         if digest not in self._page and page not in self._digest:
             self._page[digest], self._digest[page] = page, digest
@@ -95,11 +86,7 @@ class Pool:
         self._kept, self._digest, self._page = {}, {}, {}
 
     def held(self, digests: Sequence[bytes]) -> list[int]:
-        """Pages that hold a prefix, up to the first that is not there.
-
-        Args:
-            digests: of pages, the first in front.
-        """
+        """Pages that hold a prefix, up to the first that is not there."""
         pages: list[int] = []
         for digest in digests:
             if digest not in self._page:
@@ -108,18 +95,9 @@ class Pool:
         return pages
 
     def has(self, digests: Sequence[bytes]) -> list[bool]:
-        """Whether there is a page for each of some digests.
-
-        Args:
-            digests: of pages.
-        """
+        """Whether there is a page for each of some digests."""
         return [digest in self._page for digest in digests]
 
     def takes(self, pages: Sequence[int], more: int) -> bool:
-        """Whether so many more pages are there beside some that are shared.
-
-        Args:
-            pages: that `held` has found.
-            more: pages to take.
-        """
+        """Whether so many more pages are there beside some that are shared."""
         return more <= self.available - sum(page in self._kept for page in pages)

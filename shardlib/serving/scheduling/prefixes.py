@@ -22,14 +22,7 @@ import numpy as np
 def digests(
     tokens: Sequence[int], *, size: int, salt: str = "", before: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Digests of the pages that tokens fill, the first in front.
-
-    Args:
-        tokens: of a request, from its beginning.
-        size: tokens of a page.
-        salt: requests of other salts have other digests.
-        before: digests of the first pages, where they are known.
-    """
+    """Digests of the pages that tokens fill, the first in front."""
     listed = list(before)
     for page in range(len(listed), len(tokens) // size):
         last = listed[-1] if listed else hashlib.sha256(salt.encode()).digest()

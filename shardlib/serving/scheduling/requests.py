@@ -51,12 +51,7 @@ class Asked:
     form: Form | None = None
 
     def failures(self, *, vocab: int, room: int) -> list[str]:
-        """Why a model cannot serve it; empty where it can.
-
-        Args:
-            vocab: tokens are below it.
-            room: tokens of a request at most.
-        """
+        """Why a model cannot serve it; empty where it can."""
         failures = [] if self.prompt else ["the prompt is empty"]
         for what, tokens in (
             ("the prompt has", self.prompt),
@@ -186,13 +181,7 @@ class Request:
     def took(
         self, token: int, logprob: float, likeliest: tuple[tuple[int, float], ...] = ()
     ) -> None:
-        """Takes the next token.
-
-        Args:
-            token: as chosen.
-            logprob: of it.
-            likeliest: tokens in its place, see `Told`.
-        """
+        """Takes the next token."""
         if token in self.asked.stop:
             self.ended = STOP
             return

@@ -96,23 +96,13 @@ class Schedule:
         self.waiting.append(request)
 
     def end(self, request: Request, why: str) -> None:
-        """Ends a request between steps.
-
-        Args:
-            request: that waits or has a slot.
-            why: see `Request.ended`.
-        """
+        """Ends a request between steps."""
         request.ended = why
         self.release(request)
         self.waiting = [waiting for waiting in self.waiting if waiting is not request]
 
     def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
-        """What the next step computes; empty where there is nothing to do.
-
-        Args:
-            drafts: tokens that answers might have next, by number of the request; they are computed
-                where there is room.
-        """
+        """What the next step computes; empty where there is nothing to do."""
         self._end_cancelled()
         self._admit()
         shares: dict[int, Share] = {}
@@ -155,13 +145,7 @@ class Schedule:
         return list(shares.values())
 
     def done(self, shares: Sequence[Share], kept: Mapping[int, int] | None = None) -> None:
-        """A step has computed what `next` said; full pages can be shared from now on.
-
-        Args:
-            shares: as `next` gave them.
-            kept: how many of the drafted tokens have become part of the answer, by number of the
-                request; none where it says nothing.
-        """
+        """A step has computed what `next` said; full pages can be shared from now on."""
         for share in shares:
             request = share.request
             accepted = (kept or {}).get(request.number, 0)

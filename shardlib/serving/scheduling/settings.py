@@ -86,18 +86,10 @@ class Sampling:
 
 
 def whole(value: object) -> bool:
-    """Whether a value is a whole number, which no boolean is.
-
-    Args:
-        value: any.
-    """
+    """Whether a value is a whole number, which no boolean is."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def number(value: object) -> bool:
-    """Whether a value is a number, and finite; no boolean is.
-
-    Args:
-        value: any.
-    """
+    """Whether a value is a number, and finite; no boolean is."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -13,24 +13,13 @@ from dataclasses import dataclass, field
 
 
 def behind(*, window: int, computed: int, size: int) -> int:
-    """Pages, from the first on, that no token to come sees.
-
-    Args:
-        window: tokens that a token sees, itself included; 0 for all.
-        computed: tokens whose keys and values there are.
-        size: tokens of a page.
-    """
+    """Pages, from the first on, that no token to come sees."""
     return max(computed - window + 1, 0) // size if window else 0
 
 
 def longest(window: int, size: int, there: Sequence[bool]) -> int:
     """The most pages that a request may begin with, where some are there and some are not: those
     that its next token sees have to be.
-
-    Args:
-        window: see `behind`; not 0.
-        size: tokens of a page.
-        there: whether each page is.
     """
     pages = run = 0
     for count, present in enumerate(there, 1):
@@ -58,10 +47,6 @@ class Held:
         return self.gone + len(self.pages)
 
     def at(self, number: int) -> int:
-        """The page that holds some tokens.
-
-        Args:
-            number: of the page in the request, not below `gone`.
-        """
+        """The page that holds some tokens."""
         assert number >= self.gone, f"page {number} was given back"
         return self.pages[number - self.gone]

@@ -45,12 +45,7 @@ Field = (
 
 
 def text(fields: Mapping[str, Field], indent: str = "") -> str:
-    """A message in protobuf's text format.
-
-    Args:
-        fields: of the message, by name.
-        indent: of its lines.
-    """
+    """A message in protobuf's text format."""
     return "\n".join(line for name, value in fields.items() for line in _lines(name, value, indent))
 
 
@@ -77,10 +72,7 @@ def tensor(
     """An input or output.
 
     Args:
-        name: of it.
         dtype: a key of `TYPES`.
-        dims: of a row; -1 for any size.
-        optional: whether requests may lack it.
     """
     fields: dict[str, Field] = {"name": name, "data_type": Word(TYPES[dtype]), "dims": list(dims)}
     return fields | ({"optional": True} if optional else {})
@@ -99,13 +91,7 @@ def batched(
     """A model whose requests Triton puts together.
 
     Args:
-        name: of the model.
-        inputs, outputs: see `tensor`.
-        rows: of a batch at most.
-        instances: that run beside each other.
         delay_us: microseconds that a request waits for others.
-        warm: sizes of batches of zeros that are run before the first request; inputs of numbers
-            only.
     """
     fields: dict[str, Field] = {
         "name": name,
@@ -144,10 +130,6 @@ def decoupled(
 ) -> dict[str, Field]:
     """A model that answers a request many times, and schedules requests itself: one instance, since
     Triton does not batch for such models.
-
-    Args:
-        name: of the model.
-        inputs, outputs: see `tensor`.
     """
     return {
         "name": name,
@@ -172,9 +154,6 @@ def ensemble(
     """Models one after the other.
 
     Args:
-        name: of the whole.
-        inputs, outputs: see `tensor`.
-        rows: of a batch at most.
         steps: (model, its input -> ours, its output -> ours), where ours is an input, an output, or
             what an earlier step gave.
     """

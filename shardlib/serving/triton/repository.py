@@ -68,15 +68,7 @@ class Repository:
         return [*powers, self.rows]
 
     def write_pass(self, single: SinglePass) -> str:
-        """Writes a single pass; returns its name.
-
-        Args:
-            single: what is computed.
-
-        Raises:
-            ArgumentError: a name that no folder has, or a dtype that Triton has no word for.
-            ModelError, CheckpointError: see `write_artefact`.
-        """
+        """Writes a single pass; returns its name."""
         name = _checked(single.name)
         place = self._version(name)
         artefact = write_artefact(single, place, batch=self.rows if self.fixed else None)
@@ -105,14 +97,7 @@ class Repository:
         """Writes a language model, and its embeddings; returns the names of all.
 
         Args:
-            served: a reference transformer.
             source: folder that its tokenizer comes from; None where tokens are bytes.
-            capacity: fields of `Capacity`.
-            seq: tokens of a text that an embedding is made of, at most.
-
-        Raises:
-            ArgumentError, ModelError, CheckpointError, MissingPackageError: see `write_pass` and
-                `write_folder`.
         """
         name = _checked(served.name)
         place = self._version(name)

@@ -19,19 +19,7 @@ from shardlib.tracing.rewriting.derivatives import by_mesh
 
 
 def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) -> list[Value]:
-    """Runs one equation as it is, or with some of its parameters changed.
-
-    Args:
-        equation: what to run.
-        arguments: its operands, arrays or tracers.
-        changed: parameters of the primitive to replace, by name.
-
-    Returns:
-        Its results, in a list even of one.
-
-    Raises:
-        TracingError: JAX refuses to bind the primitive again.
-    """
+    """Runs one equation as it is, or with some of its parameters changed."""
     primitive = equation.eqn.primitive
     try:
         results = primitive.bind(
@@ -50,10 +38,6 @@ def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) ->
 def strong(value: Value, aval: Aval) -> Value:
     """An initial carry as an array of the carry's dtype; literals are Python numbers or NumPy
     scalars.
-
-    Args:
-        value: an array, or a literal.
-        aval: abstract value of the carry.
     """
     return (
         value
@@ -63,23 +47,13 @@ def strong(value: Value, aval: Aval) -> Value:
 
 
 def carried_avals(program: Program, first: int) -> list[Aval]:
-    """Abstract values of the carries of a loop's body.
-
-    Args:
-        program: the body.
-        first: position of its first carry among its inputs.
-    """
+    """Abstract values of the carries of a loop's body."""
     return [program.avals[number] for number in program.inputs[first:]]
 
 
 def as_array(program: Program, number: int, value: Value) -> Value:
     """A value of a program as an array: what is written in it, such as a metric 3.0, is a number of
     Python.
-
-    Args:
-        program: where the value is from.
-        number: of the value.
-        value: what it is.
     """
     return (
         value

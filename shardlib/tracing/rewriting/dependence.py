@@ -18,10 +18,6 @@ def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
     operands has their labels alone. Other inner programs than scans, remat and custom derivatives
     make each result from all operands.
 
-    Args:
-        program: any program.
-        inputs: labels of each input.
-
     Returns:
         Number of a value -> its labels; constants have none.
     """
@@ -43,14 +39,6 @@ def needed(
 ) -> tuple[list[Equation], set[int]]:
     """The equations that some values are made by where others are given, in order, and all values
     that these read or that are wanted, but for the given ones.
-
-    Args:
-        equations: in execution order.
-        targets: numbers of the values to make.
-        available: numbers of values that are known.
-
-    Returns:
-        The equations, in execution order, and numbers of values.
     """
     reads, chosen = set(targets).difference(available), []
     for equation in reversed(list(equations)):

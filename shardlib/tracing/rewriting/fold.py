@@ -86,12 +86,7 @@ class Folded:
         return avals
 
     def evaluate(self, args: Sequence[Value], *, remat: str = "none") -> list[Value]:
-        """Results of the program.
-
-        Args:
-            args: one per folded input.
-            remat: policy of repeated layers, those written out and those the user scans over.
-        """
+        """Results of the program."""
         walk = Walk(remat=remat, run=by_elements)
         if not self.loops:
             return evaluate_program(self.program, args, walk)
@@ -150,13 +145,7 @@ class Folded:
 
 
 def fold(program: Program, *parameters: set[int]) -> Folded:
-    """Folds every run of equal blocks that can be a scan; others stay written out.
-
-    Args:
-        program: forward program.
-        parameters: positions of the inputs that may be replaced by stacked ones; those of several
-            sets are not stacked together.
-    """
+    """Folds every run of equal blocks that can be a scan; others stay written out."""
     last = last_reads(program)
     loops = tuple(
         loop for run in find_repeats(program) if (loop := _loop(program, run, last)) is not None

@@ -47,20 +47,8 @@ def evaluate(
     """Runs a closed jaxpr again.
 
     Args:
-        closed_jaxpr: from `jax.make_jaxpr`.
-        args: one array or tracer per input.
-        place: called as `place(path, index, value)` on result `index` of the graph's op at `path`,
-            boundary ops of loops included ("3/carry/0" is carry 0 at the start of the body of the
-            scan at "3"); returns the value to go on with.
         run: called as `run(equation, operands)`; returns the results, or None for the equation to
             be run as it is.
-        remat: "none" (as written), "full" (nothing is saved inside a repeated layer) or "dots"
-            (results of matmuls with no batch dims are saved). Repeated layers are the bodies of
-            scans that contain a matmul, and runs of equal blocks; the program's own remat inside
-            them gives way to the policy.
-
-    Raises:
-        TracingError: an unknown policy, or a primitive that cannot be evaluated again.
     """
     return evaluate_program(
         flatten(closed_jaxpr), args, Walk(place=place, run=run, remat=check_policy(remat))

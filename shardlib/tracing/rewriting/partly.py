@@ -62,14 +62,8 @@ def in_parts(
     """Runs all parts of a loop.
 
     Args:
-        parts: in the order in which they run; together all layers.
         body: (carry, slices) -> (carry, results) of one layer.
-        init: carry of the first.
-        stacks: arrays with a leading dim of all layers.
         loop: (body, carry, slices, number of layers) -> (carry, stacked results).
-
-    Returns:
-        The last carry, and results of all layers in their order.
     """
     leaves, structure = jax.tree.flatten(stacks)
     fixed = [jax.lax.stop_gradient(leaf) if _by_number(leaf) else None for leaf in leaves]

@@ -9,15 +9,7 @@ from shardlib.tracing.program import Equation, Program, flatten
 
 
 def results_wanted(equations: Sequence[Equation], results: Iterable[int]) -> list[set[int]]:
-    """For every equation those of its results that some values are made from.
-
-    Args:
-        equations: in execution order.
-        results: numbers of the values.
-
-    Returns:
-        Numbers of results, one set for each equation; empty where it is not needed.
-    """
+    """For every equation those of its results that some values are made from."""
     reads, needed_results = set(results), list[set[int]]()
     for equation in reversed(equations):
         needed = reads.intersection(equation.outputs)
@@ -41,11 +33,6 @@ def _operands(equation: Equation, results: set[int]) -> set[int]:
 def closed(equation: Equation, body: Program, positions: set[int]) -> tuple[set[int], set[int]]:
     """Positions of results with those of the carries that they are made from, and all values of the
     body that these read.
-
-    Args:
-        equation: a scan.
-        body: its body.
-        positions: positions among the outputs of the body.
     """
     constants, carried = scan_counts(equation.params)
     while True:
@@ -69,12 +56,7 @@ def _reads(program: Program, positions: Collection[int]) -> set[int]:
 
 
 def positions_of(equation: Equation, numbers: set[int]) -> set[int]:
-    """Positions of the results of an equation that are among some numbers.
-
-    Args:
-        equation: the equation.
-        numbers: of values.
-    """
+    """Positions of the results of an equation that are among some numbers."""
     return {k for k, number in enumerate(equation.outputs) if number in numbers}
 
 

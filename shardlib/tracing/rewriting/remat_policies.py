@@ -63,11 +63,7 @@ POLICIES: Mapping[str, Callable[..., Any] | None] = {
 
 
 def check_policy(remat: str | None) -> str:
-    """The name of a remat policy.
-
-    Raises:
-        TracingError: there is none of that name.
-    """
+    """The name of a remat policy."""
     if remat is None or remat == "none" or remat in POLICIES:
         return remat or "none"
     raise TracingError(
@@ -87,11 +83,6 @@ def rematerialised(
 
     Args:
         function: arrays -> arrays.
-        remat: name of the policy.
-        prevent_cse: see `jax.checkpoint`.
-        in_pieces: whether some of its matmuls are made in shards (`Walk.together`).
-        offloaded: whether what is saved waits in host memory, the values called `LAYER_INPUT` among
-            it.
     """
     if remat == "none" and not offloaded:
         return function

@@ -104,14 +104,6 @@ class Split:
     def run_second(self, inputs: Sequence[Value], passed: Sequence[Value]) -> list[Value]:
         """Late results, for the inputs that are at hand (anything in place of the others) and what
         the first part passed on.
-
-        Args:
-            inputs: one for each input of the program; those that the second part does not read may
-                be anything.
-            passed: values that `run_first` handed on.
-
-        Returns:
-            The late results, in their order.
         """
         env: Values = {
             **self.program.constants,
@@ -129,14 +121,7 @@ class Split:
 def split(
     program: Program, early: Sequence[int], late: Sequence[int], at_hand: Collection[int]
 ) -> Split:
-    """Splits a program.
-
-    Args:
-        program: any program.
-        early: numbers of the results that are wanted early.
-        late: numbers of the results that can wait.
-        at_hand: numbers of the inputs that the second part has as well.
-    """
+    """Splits a program."""
     needed_early = results_wanted(program.equations, early)
     labels = dependence(
         program,

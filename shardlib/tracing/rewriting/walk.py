@@ -44,15 +44,7 @@ class Together:
     def members(
         self, equations: Sequence[Equation], available: Collection[int]
     ) -> tuple[list[Equation], dict[str, Equation]]:
-        """The equations themselves, and by path those that make what else they read.
-
-        Args:
-            equations: from the first of them on.
-            available: numbers of the values that are there.
-
-        Raises:
-            TracingError: they do not stand in one program.
-        """
+        """The equations themselves, and by path those that make what else they read."""
         members = [equation for equation in equations if equation.path in self.paths]
         if len(members) < len(self.paths):
             raise TracingError(
@@ -104,35 +96,16 @@ class Walk:
     inside: bool = False
 
     def policy(self, path: str, layers: int) -> tuple[str, int]:
-        """The policy of the repeated layers at a path, and how many of them follow it.
-
-        Args:
-            path: of the first equation of the first of these layers.
-            layers: how many there are.
-
-        Returns:
-            The remat policy, and a number of layers; "none" where it is 0.
-        """
+        """The policy of the repeated layers at a path, and how many of them follow it."""
         policy, count = self.apart.get(path, (self.remat, layers))
         return (policy, count) if count else ("none", layers)
 
     def put(self, path: str, index: int, value: Value) -> Value:
-        """The value after `place`.
-
-        Args:
-            path: of the op of the graph that makes the value.
-            index: of the value among the results of the op.
-            value: array or tracer.
-        """
+        """The value after `place`."""
         return value if self.place is None else self.place(path, index, value)
 
     def placed(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
-        """The results of an equation that is no loop, branch or remat after `place`.
-
-        Args:
-            equation: what made them.
-            results: arrays or tracers.
-        """
+        """The results of an equation that is no loop, branch or remat after `place`."""
         if self.place is None:
             return results
         paths = [

@@ -71,16 +71,7 @@ class Analysis:
     def run(
         self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
     ) -> list[Kind]:
-        """Kinds of the results of a program.
-
-        Args:
-            programs: the program, for the two numbers of rows.
-            arguments: kinds of its inputs.
-            editable: whether operands of its equations can be changed.
-
-        Raises:
-            Unlike: the traces differ by more than shapes and numbers.
-        """
+        """Kinds of the results of a program."""
         first_program, two = programs
         if [(e.path, e.name) for e in first_program.equations] != [
             (e.path, e.name) for e in two.equations

@@ -53,12 +53,7 @@ def own_dims(first_eqn: Eqn, two: Eqn) -> list[int]:
 
 
 def draw_of(first: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
-    """The rows of a draw; None where they cannot be drawn by their positions.
-
-    Args:
-        one, two: a primitive of `SHAPED` in the two traces.
-        sizes: rows in the two.
-    """
+    """The rows of a draw; None where they cannot be drawn by their positions."""
     keys: Any = (first.invars[0].aval, two.invars[0].aval)
     dims = own_dims(first, two)
     if len(dims) != 1 or keys[0].shape != keys[1].shape or not by_position(keys[0].dtype):
@@ -72,13 +67,6 @@ def draw_of(first: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
 def draws(first_program: Program, two: Program, sizes: tuple[int, int]) -> dict[str, Draw | None]:
     """Every draw whose shape the number of rows changes, by its path, those of loops included; None
     for one whose rows cannot be drawn by their positions.
-
-    Args:
-        one, two: the program for the two numbers of rows.
-        sizes: these.
-
-    Raises:
-        Unlike: they are different programs.
     """
     if [(e.path, e.name) for e in first_program.equations] != [
         (e.path, e.name) for e in two.equations

@@ -26,13 +26,7 @@ class Handed:
 
 
 def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -> Kind:
-    """What the whole batch says, as parts of it find it: a number, or one for each row.
-
-    Args:
-        shapes: of the value in the two traces.
-        kind: what is known of it.
-        sizes: rows in the two traces.
-    """
+    """What the whole batch says, as parts of it find it: a number, or one for each row."""
     if kind.family == "row":
         return kind.with_(power=Fraction(0), weighted=True) if kind.descent.weighted else kind
     if kind.family not in ("data", "sum"):

@@ -158,12 +158,7 @@ def free(**more: Trait) -> Kind:
 
 
 def row(place: Place, **more: Trait) -> Kind:
-    """A value whose elements look at one row each.
-
-    Args:
-        place: the dims that hold the rows.
-        more: other fields of `Kind` and of `Descent`.
-    """
+    """A value whose elements look at one row each."""
     return Kind(family="row", place=place).with_(**more)
 
 
@@ -172,18 +167,12 @@ def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
 
     Args:
         power: of the number of rows in its terms, see `Kind`; None where it has none.
-        more: other fields of `Kind` and of `Descent`.
     """
     return Kind(family="sum", power=power).with_(**more)
 
 
 def mixed(why: str, location: str) -> Kind:
-    """Rows that meet in what is learned.
-
-    Args:
-        why: what makes them meet, a clause.
-        location: the operation and the user's line.
-    """
+    """Rows that meet in what is learned."""
     return Kind(
         family="mixed",
         descent=Descent(learned=True),
@@ -195,7 +184,6 @@ def data(*, tag: Tag = None, cause: Cause | None = None) -> Kind:
     """What the whole batch says beforehand.
 
     Args:
-        tag: what it is known to hold, such as "positions".
         cause: what mixes its rows; None where no operation does.
     """
     return Kind(family="data", tag=tag, cause=cause)

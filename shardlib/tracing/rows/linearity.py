@@ -34,12 +34,7 @@ class NotLinear(Exception):
 
 
 def fault(program: Program, positions: Sequence[int]) -> str:
-    """What is not linear in some inputs of a program, by position; empty where all of it is.
-
-    Args:
-        program: what is looked at.
-        positions: positions of inputs; the others are constants.
-    """
+    """What is not linear in some inputs of a program, by position; empty where all of it is."""
     try:
         results = _run(
             program,
@@ -54,11 +49,7 @@ def fault(program: Program, positions: Sequence[int]) -> str:
 
 
 def _run(program: Program, arguments: Sequence[int]) -> list[int]:
-    """What the results of a program are.
-
-    Raises:
-        NotLinear: an operation is not linear.
-    """
+    """What the results of a program are."""
     values = {number: _of(constant) for number, constant in program.constants.items()} | dict(
         zip(program.inputs, arguments, strict=True)
     )

@@ -83,11 +83,7 @@ def prove(
     """Walks the trace of a loss beside one for another number of rows.
 
     Args:
-        first: its closed jaxpr for the batch.
         second: number of rows -> its closed jaxpr; may raise what tracing raises.
-        inputs: what its inputs are.
-        names: what its results are called.
-        rows: number of rows of the batch.
     """
     if rows < 2:
         return Proof(rows=_alike(Dependence(kind="mean"), names))
@@ -119,14 +115,6 @@ def prove_parts(
 ) -> Rows:
     """How the results depend on the rows, by the trace for one of so many parts of the batch;
     arguments as those of `prove`.
-
-    Args:
-        first: jaxpr for all rows.
-        second: makes the jaxpr for a number of rows.
-        inputs: what the inputs are.
-        names: of the metrics and states among the results.
-        rows: of the batch.
-        parts: number of microbatches; divides `rows`.
     """
     number = rows // parts
     try:
@@ -156,18 +144,7 @@ def compare(
     names: Names,
     sizes: tuple[int, int],
 ) -> Proof:
-    """What two traces say.
-
-    Args:
-        first: jaxpr for all rows.
-        second: jaxpr for another number of rows.
-        inputs: what the inputs are.
-        names: of the metrics and states among the results.
-        sizes: rows in the two.
-
-    Raises:
-        Unlike: they are different programs.
-    """
+    """What two traces say."""
     first_program, two = flatten(first), flatten(second)
     if len(first_program.inputs) != len(two.inputs) or len(first_program.outputs) != len(
         two.outputs

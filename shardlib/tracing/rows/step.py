@@ -86,10 +86,6 @@ class Step:
     def mixed(self, why: str, kinds: list[Kind]) -> Kind:
         """A result in which rows meet; where nothing is learned, the whole batch can say it
         beforehand.
-
-        Args:
-            why: what makes rows meet, a clause for messages.
-            kinds: of the operands.
         """
         if not any(kind.descent.learned for kind in kinds):
             return data(cause=Cause(why=why, where=self.where))

@@ -30,32 +30,15 @@ class Walk(Protocol):
     def run(
         self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
     ) -> list[Kind]:
-        """Kinds of the results of a program.
-
-        Args:
-            programs: the same program in the two traces.
-            arguments: kinds of its inputs.
-            editable: whether terms in it may be scaled, as in the outermost program alone.
-        """
+        """Kinds of the results of a program."""
         ...
 
     def inside(self, step: Step, of: Callable[[Eqn], Jaxpr]) -> tuple[Program, Program]:
-        """The programs inside of an equation.
-
-        Args:
-            step: the equation in both traces.
-            of: gives the inner jaxpr of an equation.
-        """
+        """The programs inside of an equation."""
         ...
 
     def inside_of(
         self, step: Step, jaxpr: Callable[[EqnParams], Jaxpr], word: str
     ) -> tuple[Program, Program]:
-        """The programs of a loop or branch.
-
-        Args:
-            step: the equation in both traces.
-            jaxpr: gives the inner jaxpr from the parameters of an equation.
-            word: what its path gets, "body/".
-        """
+        """The programs of a loop or branch."""
         ...

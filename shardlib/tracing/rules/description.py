@@ -77,12 +77,7 @@ class Factors:
         return dim
 
     def rule(self, operands: Sequence[Dims], results: Sequence[Dims]) -> FactorRule:
-        """The finished rule.
-
-        Args:
-            operands: factors of every dim of every operand.
-            results: the same of the results.
-        """
+        """The finished rule."""
         return FactorRule(
             sizes=tuple(self.sizes),
             operands=tuple(operands),

@@ -175,10 +175,6 @@ def _side_by_side(
 def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
     """A result of the operand's rank: dims of equal size that are not `touched` are shared, the
     others stay whole.
-
-    Args:
-        call: operands and results.
-        touched: dims whose elements change places.
     """
     operand, result = call.operands[0], call.results[0]
     factors = Factors()

@@ -97,14 +97,7 @@ class FoundLoss:
         }
 
     def function(self, leaves: Sequence[Value]) -> tuple[Value, Any]:
-        """(value, auxiliary results) of the loss, for any number of rows that it can be traced for.
-
-        Args:
-            leaves: arrays or tracers.
-
-        Raises:
-            TracingError: no trace of the step has a loss of such arrays.
-        """
+        """(value, auxiliary results) of the loss, for any number of rows that it can be traced for."""
         if not self.form.captured:
             return self.form.function(leaves)
         shapes = [jnp.shape(leaf) for leaf in leaves]
@@ -143,20 +136,7 @@ def found_losses(
     rows: Collection[tuple[int, int]],
     again: Again,
 ) -> tuple[FoundLoss, ...]:
-    """The marked losses of a step, in order.
-
-    Args:
-        calls: the custom calls of the step, by path.
-        graph: of the step; its first inputs are the state.
-        state: how many arrays the state has.
-        weights: numbers of those that the step computes with.
-        step: what to call it in messages.
-        rows: (value, dim) of dims of the graph that are rows of the batch.
-        again: traces the step for other batches.
-
-    Raises:
-        TracingError: params of a loss are made of no array of the state; all of them are listed.
-    """
+    """The marked losses of a step, in order."""
     marked = [
         (call, values) for call, values in calls.values() if isinstance(call.form, MarkedLoss)
     ]

@@ -18,11 +18,7 @@ from shardlib.propagation.ties import Classes, tie_graph
 
 
 def tied_rows(problem: Problem) -> Problem:
-    """A problem in whose graphs rows side by side are tied to those of its batch.
-
-    Args:
-        problem: of a loss.
-    """
+    """A problem in whose graphs rows side by side are tied to those of its batch."""
     names = {path: axes for path, _, _, axes in problem.batch}
 
     def tied(graph: Graph) -> Graph:
@@ -39,12 +35,7 @@ def tied_rows(problem: Problem) -> Problem:
 def rows_of(
     graph: Graph, input_axes: Iterable[tuple[int, LogicalAxes]]
 ) -> frozenset[tuple[int, int]]:
-    """(value, dim) of dims that some operations tie to the rows of the batch.
-
-    Args:
-        graph: of a step or a loss.
-        input_axes: inputs, and the names of their dims.
-    """
+    """(value, dim) of dims that some operations tie to the rows of the batch."""
     classes = Classes()
     tie_graph(classes, "", graph)
     roots = {
@@ -62,12 +53,7 @@ def rows_of(
 
 
 def tied_parts(graph: Graph, rows: frozenset[tuple[int, int]]) -> Graph:
-    """The graph with rows side by side tied to those of the batch.
-
-    Args:
-        graph: of a step.
-        rows: (value, dim) of rows of the batch.
-    """
+    """The graph with rows side by side tied to those of the batch."""
     parts_by_dim = dict.fromkeys(rows, 1)
     ops: list[Op] = []
     for op in graph.ops:

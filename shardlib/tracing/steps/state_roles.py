@@ -64,13 +64,7 @@ class StateRoles:
 
 
 def state_roles(graph: Graph, count: int, batch: frozenset[tuple[int, int]]) -> StateRoles:
-    """What each array of the state is.
-
-    Args:
-        graph: of the step; its first inputs are the state, its first outputs the new state.
-        count: arrays of the state.
-        batch: (value, dim) of dims that are rows of the batch.
-    """
+    """What each array of the state is."""
     state = graph.inputs[:count]
     used = _used(graph, state, batch)
     floats = [

@@ -38,12 +38,7 @@ def total_loss(
     """The sum of the marked losses: float32 scalar.
 
     Args:
-        program: the step.
         arguments: for its inputs, the state and the batch; None for what no loss needs.
-        losses: those that it marks.
-        weights: arrays of the state that are differentiated or frozen, by number.
-        unmarked: for weights by number, the values of the program that are gradients of them,
-            taken outside of the losses.
     """
     total = _Total(losses={loss.call.path: loss for loss in losses}, weights=weights)
     env = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}

@@ -111,19 +111,6 @@ def trace_step(
 
     Args:
         step: (state, batch) -> (new state, metrics), or the new state alone.
-        state: arrays or `jax.ShapeDtypeStruct`.
-        batch: the same, global sizes.
-        axes: logical axes of arrays of the state, beside those in its boxes and variables; see
-            `shardlib.annotation.names.beside`.
-        stacks: dims of each array of the state that a transform has added and not named.
-        batch_axes: as of `shardlib.plan`.
-        name: of the step.
-
-    Raises:
-        TracingError: it cannot be traced, or returns no pair.
-        StateError: the new state has another structure, other shapes or dtypes; all are listed.
-        AnnotationError: names do not fit the weights, or `axes` names what is not in the state.
-        BatchError: names do not fit the batch, or it has no rows.
     """
     if isinstance(step, FunctionType) and hasattr(step, "lower"):  # of `jax.jit` is no function
         raise TracingError(
@@ -185,9 +172,6 @@ def trace_step(
 def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array, or of a number, as JAX takes it: 64-bit numbers of NumPy are 32
     bits wide there.
-
-    Args:
-        leaf: of a state or a batch.
     """
     array = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
     typed_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
@@ -251,12 +235,7 @@ def _is_pair(state: Tree, out: Any, name: str) -> bool:
 
 
 def same_form(first: Tree, second: Tree) -> bool:
-    """Whether two trees have the same form, shapes and dtypes; functions may be made anew.
-
-    Args:
-        first: tree of abstract arrays.
-        second: the same.
-    """
+    """Whether two trees have the same form, shapes and dtypes; functions may be made anew."""
     same = not static_difference(jax.tree.structure(first), jax.tree.structure(second))
     return same and all(
         (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -37,11 +37,8 @@ def unmarked_gradients(
     """The gradients that a step takes outside of its marked losses; none where it marks none.
 
     Args:
-        program: the step; its first inputs are the state, the others the batch.
         values: number of a value of the program -> value of its graph.
         gradients: weight -> the value of the graph that is its gradient.
-        losses: that the step marks.
-        state: how many arrays the state has.
     """
     if not losses:
         return UnmarkedGradients()

@@ -69,11 +69,7 @@ class Moment:
     asks: Asks
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step; it is saved, and `Fitted.stopped` has the reason.
-
-        Args:
-            reason: in words.
-        """
+        """Ends the run after this step; it is saved, and `Fitted.stopped` has the reason."""
         self.asks.stop(reason)
 
     def save(self) -> None:
@@ -81,28 +77,15 @@ class Moment:
         self.asks.save()
 
     def log(self, **numbers: float) -> None:
-        """Adds numbers to what is written down of this step or validation.
-
-        Args:
-            numbers: by name.
-        """
+        """Adds numbers to what is written down of this step or validation."""
         self.asks.log(numbers)
 
     def say(self, text: str) -> None:
-        """Shows a line where the run is shown.
-
-        Args:
-            text: of the line.
-        """
+        """Shows a line where the run is shown."""
         self.asks.say(text)
 
     def note(self, event: str, **more: Json) -> None:
-        """Writes an event down, to all loggers.
-
-        Args:
-            event: its name.
-            more: plain data of it.
-        """
+        """Writes an event down, to all loggers."""
         self.asks.note(event, more)
 
 

@@ -29,11 +29,7 @@ class Watched:
         self.metric, self.mode, self.delta, self.best = metric, mode, delta, math.nan
 
     def seen(self, numbers: Mapping[str, float]) -> bool | None:
-        """Whether the metric is better than ever; None where it is not among the numbers.
-
-        Args:
-            numbers: by name.
-        """
+        """Whether the metric is better than ever; None where it is not among the numbers."""
         if self.metric not in numbers:
             return None
         value = numbers[self.metric]

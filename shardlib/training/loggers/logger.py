@@ -27,23 +27,11 @@ class LoggedRun:
     words: JsonMapping = field(default_factory=dict)
 
     def place(self, name: str) -> Path:
-        """Where a logger keeps its files: a folder of the run, or else of the working directory.
-
-        Args:
-            name: of the folder.
-        """
+        """Where a logger keeps its files: a folder of the run, or else of the working directory."""
         return (self.folder or Path()) / name
 
     def kept(self, name: str, make: Callable[[], str]) -> str:
-        """An identifier that all processes of a run share: that of the first one.
-
-        Args:
-            name: of the file in the folder of the run.
-            make: makes it, where there is none.
-
-        Raises:
-            RunError: it cannot be read or written.
-        """
+        """An identifier that all processes of a run share: that of the first one."""
         if self.folder is None:
             return make()
         path = self.folder / name
@@ -62,9 +50,5 @@ class Logger(Protocol):
     """A place where numbers go. It is opened in the first process alone."""
 
     def open(self, run: LoggedRun, /) -> Sink | None:
-        """What takes records; None where the run gives it no place.
-
-        Raises:
-            MissingPackageError: its package is not installed.
-        """
+        """What takes records; None where the run gives it no place."""
         ...

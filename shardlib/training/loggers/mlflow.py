@@ -34,11 +34,7 @@ class MLflow:
     name: str | None = None
 
     def open(self, run: LoggedRun, /) -> _Sink:
-        """Begins a run there, or goes on with it.
-
-        Raises:
-            MissingPackageError: a package is not installed.
-        """
+        """Begins a run there, or goes on with it."""
         try:
             tracking: Any = importlib.import_module("mlflow.tracking")
             entities: Any = importlib.import_module("mlflow.entities")

@@ -41,11 +41,7 @@ class WandB:
             raise ModelError(f"mode is {self.mode!r}\nTry: one of {', '.join(MODES)}")
 
     def open(self, run: LoggedRun, /) -> _Sink:
-        """Begins a run there, or goes on with it.
-
-        Raises:
-            MissingPackageError: the package wandb is not installed.
-        """
+        """Begins a run there, or goes on with it."""
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:

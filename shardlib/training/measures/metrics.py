@@ -93,13 +93,7 @@ class EventFiles:
             self._writer.add_scalar(name, value, step)
 
     def page(self, name: str, text: str, step: int) -> None:
-        """Writes a text of its own.
-
-        Args:
-            name: of the page.
-            text: Markdown.
-            step: that it stands at.
-        """
+        """Writes a text of its own."""
         self._writer.add_text(name, text, step)
 
     def close(self) -> None:
@@ -123,19 +117,12 @@ class Records:
 def read_records(path: Path) -> list[JsonObject]:
     """All records of a file in the order they were written; lines that are none are passed over
     (`read_lines` counts them).
-
-    Raises:
-        RunError: the file cannot be read.
     """
     return read_lines(path).records
 
 
 def read_lines(path: Path) -> Records:
-    """All records of a file, whatever else is in it.
-
-    Raises:
-        RunError: the file cannot be read.
-    """
+    """All records of a file, whatever else is in it."""
     try:
         lines = read_regular(path).decode("utf-8", errors="replace").split("\n")
     except FileNotFoundError:
@@ -178,11 +165,7 @@ def _record(line: str) -> JsonObject | None:
 
 
 def scalars(record: JsonMapping) -> dict[str, float]:
-    """The numbers of a step or a validation by name; of other events none.
-
-    Args:
-        record: as a sink takes it.
-    """
+    """The numbers of a step or a validation by name; of other events none."""
     if record.get("event", VALIDATION) != VALIDATION:
         return {}
     return {
@@ -193,11 +176,7 @@ def scalars(record: JsonMapping) -> dict[str, float]:
 
 
 def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
-    """The numbers of every validation that counts, by step.
-
-    Args:
-        records: in the order they were written.
-    """
+    """The numbers of every validation that counts, by step."""
     found: dict[int, dict[str, float]] = {}
     for record in records:
         if record.get("event") in ("resumed", "rolled-back"):
@@ -210,12 +189,7 @@ def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
 
 
 def number(record: JsonMapping, name: str) -> float:
-    """A number of a record; 0 where it has none that is finite.
-
-    Args:
-        record: a line of the metrics, as plain data.
-        name: of the number.
-    """
+    """A number of a record; 0 where it has none that is finite."""
     value = record.get(name)
     try:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

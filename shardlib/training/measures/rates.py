@@ -34,17 +34,7 @@ SEEN = {"linear": 32.0, "sqrt": 64.0}
 
 
 def scaled(rate: float, *, batch: int, base: int, rule: str) -> float:
-    """The rate for a batch, from that of a base batch.
-
-    Args:
-        rate: known to be good at `base`.
-        batch: examples of the global batch.
-        base: examples of the batch that `rate` is for.
-        rule: one of `RULES`.
-
-    Raises:
-        ModelError: numbers out of range or an unknown rule, all of them listed.
-    """
+    """The rate for a batch, from that of a base batch."""
     failures = [
         f"{name} is {value}; it must be at least 1"
         for name, value in (("batch", batch), ("base", base))
@@ -59,13 +49,6 @@ def scaled(rate: float, *, batch: int, base: int, rule: str) -> float:
 def warmed_up(rate: float, *, warm_up: int, steps: int, floor: float = 0.05) -> optax.Schedule:
     """A rate that rises in a line over `warm_up` steps, and falls along a cosine to `floor` of its
     peak at the last step.
-
-    Args:
-        rate: the peak.
-        warm_up: steps until it is reached, counted in steps of the optimizer; with larger batches
-            the same number of examples are fewer steps.
-        steps: in all.
-        floor: part of the peak at the end.
     """
     return optax.warmup_cosine_decay_schedule(
         rate / max(warm_up, 1), rate, warm_up, max(steps, warm_up + 1), rate * floor
@@ -80,18 +63,7 @@ def large_batch(
     clip: float | None = None,
     momentum: float = 0.9,
 ) -> optax.GradientTransformation:
-    """An optimizer for large batches, as optax has it.
-
-    Args:
-        name: one of `OPTIMIZERS`.
-        rate: number or schedule.
-        weight_decay: decoupled for adamw and lamb; added to the gradients for sgd and lars.
-        clip: largest global norm of the gradients.
-        momentum: of sgd and lars.
-
-    Raises:
-        ModelError: an unknown name.
-    """
+    """An optimizer for large batches, as optax has it."""
     if name == "sgd":
         chosen = optax.chain(
             optax.add_decayed_weights(weight_decay),
@@ -112,13 +84,7 @@ def large_batch(
 
 
 def batch_findings(*, batch: int, base: int, rule: str) -> tuple[Finding, ...]:
-    """A warning where a batch leaves the range in which a rule was seen to keep results.
-
-    Args:
-        batch: examples.
-        base: examples of the batch that the learning rate was tuned for.
-        rule: how the rate was scaled from there.
-    """
+    """A warning where a batch leaves the range in which a rule was seen to keep results."""
     if batch <= SEEN.get(rule, math.inf) * base:
         return ()
     return (

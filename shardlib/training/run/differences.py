@@ -36,12 +36,7 @@ class Difference:
 
 
 def unknown_names(allow: Sequence[str], identity: JsonMapping) -> list[str]:
-    """What is wrong with the names of what may be another; nothing where nothing is.
-
-    Args:
-        allow: the names.
-        identity: what is trained, in words.
-    """
+    """What is wrong with the names of what may be another; nothing where nothing is."""
     words = dict.fromkeys((*NAMES, *identity, UNKNOWN))
     unknown = sorted({*allow} - {*words})
     if not unknown:
@@ -60,14 +55,7 @@ def differences(
     before: JsonMapping,
     now: JsonMapping,
 ) -> list[Difference]:
-    """What of a run is not as it was traced before.
-
-    Args:
-        known: what the run was traced as; what is not there, nobody has written down.
-        wanted: as it is traced now.
-        before: versions of what traced then.
-        now: of what traces now.
-    """
+    """What of a run is not as it was traced before."""
     others = [
         f"{name} {before.get(name, 'of an unknown version')} -> {version}"
         for name, version in now.items()

@@ -122,17 +122,7 @@ class RunFolder:
         trace: JsonMapping | None = None,
         allow: Sequence[str] = (),
     ) -> Opened:
-        """Makes the folder, or checks that it is that of this run; for its owner.
-
-        Args:
-            identity: what is trained, as plain data: what two processes of one run have in common.
-            trace: what is traced (`shardlib.training.run.identity.traced`).
-            allow: names of what may be another than before; that is written down.
-
-        Raises:
-            RunError: it holds another run, all differences listed; or checkpoints of which nobody
-                knows what they are of; or it is no folder that can be written.
-        """
+        """Makes the folder, or checks that it is that of this run; for its owner."""
         wanted = json.loads(json.dumps(identity))
         try:
             known = read_manifest(self.manifest)
@@ -150,11 +140,7 @@ class RunFolder:
         )
 
     def write_plan(self, text: str) -> None:
-        """Keeps the plan of this process.
-
-        Raises:
-            RunError: the folder cannot be written.
-        """
+        """Keeps the plan of this process."""
         try:
             write_whole(self.plan, text)
         except OSError as error:
@@ -168,9 +154,6 @@ class RunFolder:
     ) -> None:
         """Looks at a part of what two processes have in common, before anything takes time; a
         folder without a run is fine, and nothing is touched.
-
-        Raises:
-            RunError: it holds another run, or checkpoints of which nobody knows what they are of.
         """
         known = read_manifest(self.manifest)
         if known is None:
@@ -186,20 +169,12 @@ class RunFolder:
             )
 
     def identity(self) -> JsonObject | None:
-        """What is trained, as it was written down; None where there is no run.
-
-        Raises:
-            RunError: the file cannot be understood.
-        """
+        """What is trained, as it was written down; None where there is no run."""
         known = read_manifest(self.manifest)
         return known["run"] if known is not None else None
 
     def changed(self) -> frozenset[str]:
-        """Names of what was changed on purpose since the run was begun.
-
-        Raises:
-            RunError: the file cannot be understood.
-        """
+        """Names of what was changed on purpose since the run was begun."""
         changes = (read_manifest(self.manifest) or {}).get("changes", [])
         return (
             frozenset(
@@ -214,11 +189,7 @@ class RunFolder:
         )
 
     def require(self) -> JsonObject:
-        """What is trained.
-
-        Raises:
-            MissingFileError: there is no run.
-        """
+        """What is trained."""
         found = self.identity() if self.path.is_dir() else None
         if found is None:
             raise MissingFileError(
@@ -234,9 +205,6 @@ class RunFolder:
     def probe(self) -> None:
         """Looks whether the folder can be made, or written to, before anything takes time; what
         this makes for it is gone afterwards.
-
-        Raises:
-            RunError: it cannot.
         """
         probe(self.path)
 

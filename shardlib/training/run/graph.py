@@ -97,10 +97,6 @@ def drawn(function: Function, *arguments: Tree) -> Drawn:
 def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJaxpr:
     """The jaxpr itself; where it has operations with derivatives of their own, that of its
     gradient, in which they stand.
-
-    Args:
-        closed: of a loss, which is its first result.
-        parameters: how many of its first arguments to differentiate for.
     """
     if not has_custom(closed.jaxpr):
         return closed

@@ -47,11 +47,6 @@ class Held:
     ) -> Held:
         """Takes a folder into hand until the end of `stack`; to be called by all processes of the
         job. That it has to wait is said to `say`.
-
-        Raises:
-            ModelError: `allow` has names that nothing is called by.
-            RunError: it holds another run, or cannot be written.
-            OwnedError: another process writes to it.
         """
         for wrong in unknown_names(allow, identity):
             raise ModelError(wrong)

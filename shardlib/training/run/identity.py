@@ -45,13 +45,7 @@ NUMBERS = 64
 def traced(
     programs: Sequence[tuple[int, AnyProgram]], data: Rows | Callable[[int], Tree], seed: int
 ) -> JsonObject:
-    """What is traced, as plain data.
-
-    Args:
-        programs: those of the run, with the steps before each.
-        data: a dataset, or a function of the step.
-        seed: of the run.
-    """
+    """What is traced, as plain data."""
     program = programs[0][1]
     if isinstance(program, StepProgram):
         return _of_step(program, data, seed)

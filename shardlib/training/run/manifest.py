@@ -21,11 +21,7 @@ class OtherRunError(RunError):
 
 
 def read_manifest(path: Path) -> JsonObject | None:
-    """All of a `run.json`; None where there is none.
-
-    Raises:
-        RunError: it cannot be read, or is no description of a run.
-    """
+    """All of a `run.json`; None where there is none."""
     try:
         data = json.loads(read_regular(path).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -64,14 +60,6 @@ def unknown_checkpoints(
 ) -> tuple[Difference, ...]:
     """What there is to say of checkpoints that stand in a folder without `run.json`; nothing
     where there are none.
-
-    Args:
-        manifest: `run.json`, which is not there.
-        saved: steps of the checkpoints beside it.
-        allow: names of what may be another.
-
-    Raises:
-        RunError: there are some, and nobody has said that they may be of anything.
     """
     if not saved:
         return ()
@@ -103,14 +91,7 @@ def allowed_differences(
     """Differences between a run and what is wanted now that are allowed.
 
     Args:
-        path: folder of the run.
-        known: what its `run.json` says.
-        wanted: what is trained, in words.
         trace: what is traced; None where that is not known yet.
-        allow: names of what may be another.
-
-    Raises:
-        RunError: there are others.
     """
     words = [
         Difference(name=word, text=text)

@@ -141,16 +141,7 @@ class Status:
 
 
 def status(path: str | Path, *, events: int = 5) -> Status:
-    """Reads the folder of a run.
-
-    Args:
-        path: the folder.
-        events: how many of the last events to read.
-
-    Raises:
-        MissingFileError: there is no run.
-        RunError: its description cannot be understood.
-    """
+    """Reads the folder of a run."""
     folder = RunFolder(Path(path))
     run = folder.require()
     records = read_records(folder.metrics)

@@ -13,9 +13,6 @@ from shardlib.errors import RunError
 def probe(path: Path) -> None:
     """Looks whether the folder can be made, or written to, before anything takes time; what
     this makes for it is gone afterwards.
-
-    Raises:
-        RunError: it cannot.
     """
     place = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
     trial = place / f".shardlib-{secrets.token_hex(8)}"
@@ -30,10 +27,6 @@ def probe(path: Path) -> None:
 def unwritable(path: Path, error: OSError) -> RunError:
     """The error where something of the folder could not be written: what stands in the way, and
     what helps.
-
-    Args:
-        path: the folder of the run.
-        error: of the system.
     """
     what = [
         str(name) for name in (error.filename2, error.filename) if name and str(name) != str(path)

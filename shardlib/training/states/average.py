@@ -50,13 +50,6 @@ def with_average(
 
     Updates are those of the optimizer, to the bit. With `moment_dtype` pinned to fewer bits than
     float32, the average is stored so, too, and a slow one then no longer moves.
-
-    Args:
-        optimizer: an optax transformation.
-        decay: between 0 and 1, or a function of the updates done, such as `warmed_up_decay(0.999)`.
-
-    Raises:
-        ModelError: the decay is out of range.
     """
     if not callable(decay) and not 0 <= decay < 1:
         raise ModelError(f"decay is {decay!r}; it must be at least 0 and below 1")
@@ -90,9 +83,6 @@ def with_average(
 def warmed_up_decay(decay: float) -> Callable[[Index], jax.Array]:
     """A decay that is small at the beginning, when parameters are far from where they will be:
     min(decay, (1 + n) / (10 + n)) after n updates, as `tf.train.ExponentialMovingAverage` has it.
-
-    Args:
-        decay: between 0 and 1, that it tends to.
     """
     return lambda count: jnp.minimum(decay, (1.0 + count) / (10.0 + count))
 
@@ -101,13 +91,6 @@ def averaged(program: Program, state: TrainState) -> TrainState:
     """A state with the average in place of the trained parameters, where these are and in their
     dtypes: for `program.evaluate`, `program.module`, for serving and for writing folders. The state
     that is given stays usable; training goes on from that one.
-
-    Args:
-        program: whose optimizer is one of `with_average`.
-        state: of it.
-
-    Raises:
-        StateError: the state has no average, or was donated to a step.
     """
     require_present("averaged", state.inference)
     found = [

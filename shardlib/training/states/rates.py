@@ -15,9 +15,6 @@ def learning_rate(state: Tree) -> float | None:
     """The learning rate of the step that made a state, where the optimizer keeps it, as that of
     `optax.inject_hyperparams` does; waits for the state.
 
-    Args:
-        state: of a program; or the optimizer's own.
-
     Returns:
         The rate; None where no array of the state is called `learning_rate`.
     """
@@ -27,9 +24,6 @@ def learning_rate(state: Tree) -> float | None:
 def steps_done(state: Tree) -> int | None:
     """The steps that are done, by the state's own count: `TrainState.step`, or else an integer that
     is called "step" or "count".
-
-    Args:
-        state: of a program.
 
     Returns:
         The number; None where there is none.

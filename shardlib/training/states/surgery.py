@@ -62,14 +62,7 @@ class Surgery:
         return "\n".join(lines)
 
     def state(self, seed: int = 0) -> TrainState:
-        """The state of the new program.
-
-        Args:
-            seed: of what is new.
-
-        Raises:
-            StateError: the old state was donated meanwhile.
-        """
+        """The state of the new program."""
         require_present("surgery", self.old)
         fresh = self.program.init(seed)
         before = named_leaves(self.old)
@@ -85,19 +78,7 @@ class Surgery:
 def operate(
     program: Program, state: TrainState, *, resize: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Surgery:
-    """What becomes of a state under the program of a changed model.
-
-    Args:
-        program: of the changed model, with a plan of its own.
-        state: of another program; it stays usable.
-        resize: paths of parameters, "embed.embedding", that may have another shape: the part that
-            both have is taken over, with its moments, and the rest is new.
-        drop: paths of parameters that may be gone.
-
-    Raises:
-        StateError: parameters of the state are gone, or have another shape, and are not named; all
-            of them are listed.
-    """
+    """What becomes of a state under the program of a changed model."""
     before, after = named_leaves(state), named_leaves(program.state)
     kept, resized, new, failures = list[str](), list[str](), list[str](), list[str]()
     for path, leaf in after.items():

@@ -45,12 +45,7 @@ BatchOf = Callable[[int], Tree]
 
 
 def opened(data: Rows | BatchOf, *, ahead: int = 2) -> Opens:
-    """What opens streams of some data.
-
-    Args:
-        data: a dataset, or a function of the step.
-        ahead: batches that are made before they are asked for.
-    """
+    """What opens streams of some data."""
     if callable(data):
         return lambda batch, start: _Ahead(data, start, ahead)
     return lambda batch, start: Loader(data, batch, start=start, ahead=ahead)

@@ -50,15 +50,7 @@ class Equipment:
     profiler: Profiler
 
     def agree_and_examine(self, task: Task, say: Callable[[str], None]) -> None:
-        """Makes sure that all processes mean the same, and that several find their hosts sound.
-
-        Args:
-            task: what the run is to do.
-            say: shows a line.
-
-        Raises:
-            LaunchError: they do not, or are missing, or something is wrong with a host.
-        """
+        """Makes sure that all processes mean the same, and that several find their hosts sound."""
         with self.watchdog.phase("agree", patience=10):
             meant = task.meant(self.held.trace if self.held is not None else None)
             agree("program", {**versions(), **user_code(), **meant})
@@ -72,17 +64,7 @@ class Equipment:
             say(str(finding))
 
     def open_records(self, task: Task, step: int, stack: contextlib.ExitStack) -> None:
-        """Opens the records of the folder and loggers, and says what was changed in it on purpose.
-
-        Args:
-            task: what the run is to do.
-            step: steps that are done.
-            stack: closes the records.
-
-        Raises:
-            RunError: they cannot be written.
-            MissingPackageError: a logger needs a package that is not installed.
-        """
+        """Opens the records of the folder and loggers, and says what was changed in it on purpose."""
         self.records.open(self.folder, step, stack, task.settings.loggers, task.words)
         if self.held is None:
             return
@@ -98,17 +80,7 @@ class Equipment:
 
 
 def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]) -> Equipment:
-    """Opens all of it, until the end of `stack`.
-
-    Args:
-        task: what the run is to do.
-        stack: closes all of it at its end.
-        say: shows a line.
-
-    Raises:
-        RunError: the folder holds another run, or cannot be written.
-        OwnedError: another process writes to it.
-    """
+    """Opens all of it, until the end of `stack`."""
     settings = task.settings
     folder = RunFolder(Path(settings.run)) if settings.run is not None else None
     held = _held(task, folder, stack, say) if folder is not None else None

@@ -19,12 +19,7 @@ class Feed:
         self._stream: Stream | None = None
 
     def next(self, step: int, offset: int) -> Tree:
-        """The batch of a step.
-
-        Args:
-            step: steps that are done.
-            offset: batches that were left out before.
-        """
+        """The batch of a step."""
         if self._stream is None:
             task = self._task
             abstract = (

@@ -18,11 +18,7 @@ from shardlib.processes.values import idle_processes
 
 
 def is_idle(program: object) -> bool:
-    """Whether this process owns no device of a program's mesh.
-
-    Args:
-        program: that trains.
-    """
+    """Whether this process owns no device of a program's mesh."""
     mesh = None if jax.process_count() == 1 else getattr(program, "mesh", None)
     return isinstance(mesh, Mesh) and jax.process_index() in idle_processes(mesh.devices.flat)
 
@@ -30,12 +26,6 @@ def is_idle(program: object) -> bool:
 def idle_text(program: Program | StepProgram) -> str:
     """Which processes own no device of a program's mesh, on which hosts, and the fastest plan that
     leaves none idle; empty where all own one. To be called by all processes.
-
-    Args:
-        program: that trains.
-
-    Raises:
-        LaunchError: processes are missing.
     """
     plan, mesh = program.plan, program.mesh
     idle = idle_processes(mesh.devices.flat) if isinstance(mesh, Mesh) else ()

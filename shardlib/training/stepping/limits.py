@@ -23,14 +23,7 @@ S = TypeVar("S", TrainState, IslandsState)
 
 
 def require_judged(task: Task) -> None:
-    """Makes sure that a program has what its policy needs.
-
-    Args:
-        task: what the run is to do.
-
-    Raises:
-        ModelError: it has not.
-    """
+    """Makes sure that a program has what its policy needs."""
     policy, program = task.settings.policy, task.program
     if policy.action == "skip" and not has_limit(program):
         raise ModelError(
@@ -62,12 +55,7 @@ def has_limit(program: Program | IslandsProgram | StepProgram) -> bool:
 
 
 def limited_to(state: S, limit: float) -> S:
-    """The state with a limit for the loss of the next step, the same on all islands.
-
-    Args:
-        state: of a program with such a guard.
-        limit: the largest loss that is no spike.
-    """
+    """The state with a limit for the loss of the next step, the same on all islands."""
     if isinstance(state, IslandsState):
         return replace(state, islands=tuple(limited(one, limit) for one in state.islands))
     return limited(state, limit)

@@ -32,11 +32,6 @@ class Pending:
 def numbers_of(metrics: Tree, judged: str = "loss") -> dict[str, float]:
     """The scalars among the metrics of a step, by name; of several islands the means, and the loss
     of each. Waits for the step.
-
-    Args:
-        metrics: of a step; of a step of the user's own any tree, whose inner names are joined by
-            dots, or a scalar, which is the loss.
-        judged: name of the metric that stands for the loss, where none is called so.
     """
     found = {
         name: number
@@ -52,11 +47,7 @@ def numbers_of(metrics: Tree, judged: str = "loss") -> dict[str, float]:
 
 
 def named_metrics(metrics: Tree) -> dict[str, Tree]:
-    """The metrics of a step by name.
-
-    Args:
-        metrics: see `numbers_of`.
-    """
+    """The metrics of a step by name."""
     if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
         return {
             f"{name}.{inner}".removesuffix("."): one
@@ -74,10 +65,6 @@ def named_metrics(metrics: Tree) -> dict[str, Tree]:
 def meetings(plan: Plan, step: int) -> dict[str, int]:
     """How often islands have met, what they sent having arrived, by name; nothing where there is
     one.
-
-    Args:
-        plan: that the run has.
-        step: steps that are done.
     """
     exchange = plan.exchange
     if isinstance(exchange, Exact):

@@ -58,14 +58,6 @@ class Records:
 
         Args:
             folder: of the run; None where nothing is kept.
-            step: steps that are done.
-            stack: closes the sinks.
-            loggers: where numbers go beside the lines in the folder.
-            words: what is trained, for loggers.
-
-        Raises:
-            RunError: the metrics cannot be written.
-            MissingPackageError: a logger needs a package that is not installed.
         """
         if folder is not None:
             self._read(folder, step)
@@ -111,22 +103,11 @@ class Records:
         self.validations = {kept: one for kept, one in self.validations.items() if kept <= step}
 
     def event(self, event: str, step: int, **more: Json) -> None:
-        """Writes down what happened.
-
-        Args:
-            event: "saved", "skipped" and the like.
-            step: steps done.
-            more: plain data of the event.
-        """
+        """Writes down what happened."""
         self.write({"event": event, "step": step, "time": time.time(), **more})
 
     def skipped(self, step: int, share: float) -> None:
-        """Writes down, and says, that a step was left out.
-
-        Args:
-            step: which.
-            share: of islands that left it out.
-        """
+        """Writes down, and says, that a step was left out."""
         self.event("skipped", step)
         where = " on some islands" if share < 1 else ""
         self.say(
@@ -137,9 +118,6 @@ class Records:
     def write(self, record: JsonMapping) -> None:
         """Writes a record down; that there is no room for it is said once, and training goes on.
         Only whoever owns the folder writes.
-
-        Raises:
-            OwnedError: another process has taken the folder.
         """
         if self._sinks and self.owner is not None:
             self.owner.require()

@@ -64,9 +64,6 @@ class Saving:
     def restore(self) -> Restored:
         """The newest good checkpoint; where the optimizer was changed on purpose, and has other
         arrays, with that as before its first step.
-
-        Raises:
-            CheckpointError: none can be restored.
         """
         try:
             return self.checkpoints.restore(self.task.program)
@@ -89,17 +86,7 @@ class Saving:
         )
 
     def save(self, step: int, state: TrainState, extra: JsonMapping, *, wait: bool = False) -> bool:
-        """Saves a state; whether that was begun.
-
-        Args:
-            step: steps that are done.
-            state: after them.
-            extra: what the loop needs to go on from there.
-            wait: until it is on the disk.
-
-        Raises:
-            CheckpointError: with `wait`, it could not be saved.
-        """
+        """Saves a state; whether that was begun."""
         begin, begun = time.perf_counter(), False
         with self.watchdog.phase("save", patience=10):
             try:
@@ -125,11 +112,7 @@ class Saving:
         return begun
 
     def wait(self) -> None:
-        """Waits for the save that is under way.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Waits for the save that is under way."""
         with self.watchdog.phase("save", patience=10):
             self.checkpoints.wait()
 

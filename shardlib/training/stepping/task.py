@@ -108,11 +108,7 @@ class Task:
 
 
 def _check_alike(programs: Sequence[tuple[int, Program]]) -> None:
-    """Raises where programs that follow one another cannot hand over a state.
-
-    Raises:
-        LayoutError: all differences, by program.
-    """
+    """Raises where programs that follow one another cannot hand over a state."""
     wanted = jax.tree_util.tree_leaves_with_path(programs[0][1].state)
     failures = (
         []

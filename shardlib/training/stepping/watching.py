@@ -58,15 +58,7 @@ class Watching:
         return asked is not None and (step % asked.every == 0 or step == self.task.steps)
 
     def validate(self, step: int, state: Tree) -> None:
-        """Validates a state and writes the numbers down.
-
-        Args:
-            step: steps that are done.
-            state: after them.
-
-        Raises:
-            ShardlibError: the validation fails.
-        """
+        """Validates a state and writes the numbers down."""
         begin = time.perf_counter()
         before = max(start for start in self._validators if start <= max(step - 1, 0))
         with self._failing():
@@ -83,11 +75,7 @@ class Watching:
         self._call("end", step, {}, state)
 
     def ended(self, step: int) -> None:
-        """Says why callbacks have ended the run.
-
-        Args:
-            step: steps that are done.
-        """
+        """Says why callbacks have ended the run."""
         self.records.event("ended", step, reason=self.reason)
         self.display.say(f"the run ends after step {step} of {self.task.steps}: {self.reason}")
 
@@ -145,11 +133,7 @@ class Watching:
 
     @contextlib.contextmanager
     def _failing(self, what: str = "", step: int = 0) -> Iterator[None]:
-        """Notes that what is done inside has failed, and says what it was.
-
-        Raises:
-            TrainingError: a callback raised what is no error of shardlib.
-        """
+        """Notes that what is done inside has failed, and says what it was."""
         try:
             yield
         except ShardlibError:

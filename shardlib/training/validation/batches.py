@@ -17,15 +17,7 @@ from shardlib.training.validation.asked import Validation
 
 
 def batches_of(asked: Validation, usual: int) -> Iterator[Tree]:
-    """The batches of a validation, in order.
-
-    Args:
-        asked: what is validated.
-        usual: rows of a batch of the training.
-
-    Raises:
-        BatchError: the set has no rows, or arrays of it have different numbers of rows.
-    """
+    """The batches of a validation, in order."""
     data, rows = asked.data, asked.rows
     if callable(data):
         return iter(cast("Callable[[], Iterable[Tree]]", data)())
@@ -40,11 +32,7 @@ def dims_and_rows(batch: Tree, batch_axes: Tree) -> tuple[tuple[int | None, ...]
     are.
 
     Args:
-        batch: arrays, or abstract ones.
         batch_axes: logical axes, a tree like it; None for those by convention.
-
-    Raises:
-        BatchError: it has no rows, or arrays of it have different numbers of rows.
     """
     dims, sizes = rows_of(describe_batch(shapes_of_batch(batch), batch_axes))
     if len(sizes) != 1 or not sizes[0]:

@@ -56,12 +56,7 @@ def is_metric(value: object) -> bool:
 
 
 def named_numbers(name: str, value: Tree) -> dict[str, float]:
-    """The numbers of a metric by name; none where it is an array.
-
-    Args:
-        name: of the metric.
-        value: a scalar, or what has `compute`, which gives a scalar or a mapping of them.
-    """
+    """The numbers of a metric by name; none where it is an array."""
     found = value.compute() if is_metric(value) else value
     if isinstance(found, Mapping):
         return {
@@ -81,12 +76,7 @@ class Combination:
     )
 
     def add(self, rows: int, metrics: Mapping[str, Tree]) -> None:
-        """Takes the metrics of a batch.
-
-        Args:
-            rows: of the batch.
-            metrics: by name; scalars are fetched, which waits for the devices.
-        """
+        """Takes the metrics of a batch."""
         values = {
             name: one if is_metric(one) else float(one)
             for name, one in metrics.items()
@@ -95,15 +85,7 @@ class Combination:
         self._batches.append((rows, values))
 
     def result(self, proof: Callable[[], Rows]) -> dict[str, float]:
-        """The metrics of all rows, by name.
-
-        Args:
-            proof: how metrics depend on rows; asked where there was more than one batch.
-
-        Raises:
-            BatchError: there was no batch, or metrics cannot be put together from batches; all of
-                them are listed.
-        """
+        """The metrics of all rows, by name."""
         if not self._batches:
             raise BatchError("the validation has no rows\nTry: at least one batch")
         names = [name for name in self._batches[0][1] if not name.startswith((TOTAL, WEIGHT))]

@@ -59,13 +59,6 @@ class Validator:
     def validate(self, state: Tree) -> dict[str, float]:
         """The metrics of the whole set by name, "validation/loss" among them; the state stays
         usable.
-
-        Args:
-            state: of the program that trains.
-
-        Raises:
-            BatchError: there are no rows, or metrics cannot be put together from batches.
-            ShardlibError: the loss cannot be evaluated, see `Program.evaluate`.
         """
         held, found, seen = self.state_of(state), Combination(), list[_Rows]()
         for batch in batches_of(self.asked, self.usual):
@@ -93,16 +86,7 @@ class Validator:
 
 
 def validator(asked: Validation, program: AnyProgram) -> Validator:
-    """What validates states of a program.
-
-    Args:
-        asked: what is validated.
-        program: that trains.
-
-    Raises:
-        ModelError: the program is a step of the user's own, and there is no loss; or the average is
-            asked for of that or of several islands.
-    """
+    """What validates states of a program."""
     if asked.average and not isinstance(program, Program):
         raise ModelError(
             "the average of parameters is validated of programs of shardlib.compile alone\nTry:"

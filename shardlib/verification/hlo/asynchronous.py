@@ -29,10 +29,6 @@ def continued(instruction: Instruction, body: Computation) -> bool:
 
     The pieces share a `chain_id`; the first feeds a custom call AsyncCollectiveStart, the last one
     AsyncCollectiveDone.
-
-    Args:
-        instruction: of a fusion.
-        body: the computation that it stands in.
     """
     if "chain_id=" not in instruction.attribute("frontend_attributes"):
         return False

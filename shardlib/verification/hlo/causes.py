@@ -48,10 +48,6 @@ class Causes:
     def of(self, instruction: Instruction, body: Computation) -> str:
         """The arguments that the collective moves, where it moves such; else the operation of the
         user's program.
-
-        Args:
-            instruction: a collective.
-            body: the computation that it stands in.
         """
         moved = [
             self.argument(body.by_name[name], body)
@@ -68,10 +64,6 @@ class Causes:
     def argument(self, instruction: Instruction, body: Computation) -> str:
         """Follows the one array that an instruction moves back to an argument of the program; empty
         where it is none.
-
-        Args:
-            instruction: where to begin.
-            body: the computation that it stands in.
         """
         for _ in range(32):
             if instruction.opcode == "parameter":
@@ -104,12 +96,7 @@ class Causes:
         return ""
 
     def carry(self, loop: Instruction, around: Computation) -> None:
-        """Remembers which arguments of the program a loop carries, before its body is read.
-
-        Args:
-            loop: a while instruction.
-            around: the computation that it stands in.
-        """
+        """Remembers which arguments of the program a loop carries, before its body is read."""
         carried = around.by_name.get(loop.operands[0]) if loop.operands else None
         if carried is not None and carried.opcode == "tuple" and "body" in loop.called:
             names = {

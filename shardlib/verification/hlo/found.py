@@ -17,9 +17,7 @@ def wire_bytes(kind: str, size: int, members: int) -> float:
     doc/PERFORMANCE.md).
 
     Args:
-        kind: one of `KINDS`.
         size: bytes that a device holds of the result.
-        members: devices of a group.
     """
     share = (members - 1) / members
     return size * {

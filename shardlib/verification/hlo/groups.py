@@ -33,16 +33,7 @@ _AXIS = re.compile(r"^'?(.*?)'?(?::\((\d+)\)(\d+))?$")
 
 
 def replica_groups(text: str, devices: int) -> Groups:
-    """Groups as integers [groups, members]; an empty list means everyone.
-
-    Args:
-        text: the attribute of an instruction, as a list or in the compact form with a
-            transposition.
-        devices: of the program.
-
-    Raises:
-        HloError: a form that is not known, groups of different sizes, or devices that do not exist.
-    """
+    """Groups as integers [groups, members]; an empty list means everyone."""
     compact = text.strip()
     if compact in ("", "{}"):
         groups = np.arange(devices, dtype=np.int64)[None]
@@ -140,15 +131,7 @@ def _device_ids(text: str | None, devices: int) -> Groups:
 
 
 def source_target_pairs(text: str, devices: int) -> Groups:
-    """Pairs as integers [pairs, 2], those to oneself left out.
-
-    Args:
-        text: the attribute of an instruction, "{{0,1},{1,0}}".
-        devices: of the program.
-
-    Raises:
-        HloError: no list of pairs, or devices that do not exist.
-    """
+    """Pairs as integers [pairs, 2], those to oneself left out."""
     rows = [_numbers(row) for row in re.findall(r"\{([\d,\s]+)\}", text)]
     if not rows or any(len(row) != 2 or max(row) >= devices for row in rows):
         raise HloError(f"source-target pairs {text[:80]!r} are not pairs of the {devices} devices")
@@ -163,7 +146,6 @@ def axes_of_groups(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
 
     Args:
         groups: numbers of devices, int [groups, members].
-        mesh: sizes of the mesh axes; devices are numbered through it, the last axis fastest.
     """
     varying = _varying(groups, mesh)
     covered = groups.shape[1] == mesh.ways(varying)
@@ -175,10 +157,6 @@ def axes_of_pairs(pairs: Groups, mesh: MeshShape) -> tuple[str, ...]:
 
     Args:
         pairs: numbers of devices, int [pairs, 2].
-        mesh: sizes of the mesh axes.
-
-    Returns:
-        In the order of `MESH_AXES`; () where no pair is left.
     """
     return _varying(pairs, mesh) if pairs.size else ()
 

@@ -52,12 +52,7 @@ class Scheduled:
 
 
 def scheduled(text: str | Module, mesh: MeshShape) -> tuple[Scheduled, ...]:
-    """The collectives of a compiled program, in the order of its text.
-
-    Args:
-        text: the optimised program, scheduled, or what was read of it.
-        mesh: the mesh that it runs on.
-    """
+    """The collectives of a compiled program, in the order of its text."""
     reader = _Reader(module=parse(text) if isinstance(text, str) else text, mesh=mesh)
     return tuple(
         collective

@@ -25,11 +25,7 @@ class Event:
 
 
 def stage_devices(mesh: Mesh) -> list[int]:
-    """Number of the first device of every stage.
-
-    Raises:
-        VerificationError: they are not all of this process.
-    """
+    """Number of the first device of every stage."""
     parts = parts_of(mesh, ("stage",))
     order = [mesh.axis_names.index(part) for part in parts] + [
         k for k, name in enumerate(mesh.axis_names) if name not in parts
@@ -47,12 +43,7 @@ def stage_devices(mesh: Mesh) -> list[int]:
 
 
 def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
-    """Executions of the instructions of a module, by number of the device, in order of time.
-
-    Args:
-        profile: what the profiler wrote (XSpace).
-        module: name of the compiled program.
-    """
+    """Executions of the instructions of a module, by number of the device, in order of time."""
     events_by_device: dict[int, list[Event]] = defaultdict(list)
     for plane, line, event, begin, duration, stats in _jax_compat.profile_events(profile):
         match = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane)

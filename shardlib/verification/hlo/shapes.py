@@ -71,11 +71,7 @@ def elements(shape: str) -> tuple[str, ...]:
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, dims) of every array of a type.
-
-    Raises:
-        HloError: a dtype or a dim that this reader does not know.
-    """
+    """(dtype, dims) of every array of a type."""
     typed_dims: list[tuple[str, tuple[int, ...]]] = []
     for dtype, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", shape)):
         if dtype not in BITS:
@@ -87,9 +83,5 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def array_bytes(shape: str) -> int:
-    """Bytes of all arrays of a type, without padding.
-
-    Raises:
-        HloError: as `arrays`.
-    """
+    """Bytes of all arrays of a type, without padding."""
     return sum(-(-BITS[dtype] * math.prod(dims) // 8) for dtype, dims in arrays(shape))

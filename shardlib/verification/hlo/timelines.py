@@ -41,20 +41,7 @@ _ARRIVED = frozenset({"collective-permute", "collective-permute-done"})
 def measure_timeline(
     program: Program, state: TrainState, batch: Tree
 ) -> tuple[Timeline, TrainState]:
-    """Does two steps, the second under the profiler.
-
-    Args:
-        program: a program with pipeline stages.
-        state: from `init` or the step before; its buffers are donated.
-        batch: as for `Program.step`.
-
-    Returns:
-        The timeline of the second step, and the state after it.
-
-    Raises:
-        VerificationError: the program has no stages, its devices are of other processes, or the
-            profile does not show its ticks.
-    """
+    """Does two steps, the second under the profiler."""
     table, groups = program.parts.run.table, program.plan.accumulation
     if table is None:
         raise VerificationError(
@@ -96,18 +83,7 @@ def measure_timeline(
 def timeline(
     table: Timetable, module: Module, events: list[list[Event]], *, title: str, groups: int = 1
 ) -> Timeline:
-    """The timeline of a step.
-
-    Args:
-        table: its schedule, or that of each group of microbatches.
-        module: the compiled program.
-        events: of one device of every stage.
-        title: what runs where.
-        groups: of microbatches, one after the other.
-
-    Raises:
-        VerificationError: the events do not show the ticks of the schedule.
-    """
+    """The timeline of a step."""
     hops = {kind: _hops(module, scope) for kind, scope in HOPS.items()}
     ticks = [
         list(_ticks(table, groups, module, hops, stage_events, stage))

@@ -19,9 +19,6 @@ def timed(
     the seconds of all their executions.
 
     Args:
-        traffic: the collectives as they stand in the program.
-        mesh: sizes of the mesh axes.
-        topology: the machine whose links they run on.
         order: of the mesh axes on these links; by default the usual one.
     """
     seconds: defaultdict[Collective, float] = defaultdict(float)

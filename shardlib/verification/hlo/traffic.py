@@ -86,14 +86,7 @@ def read_traffic(
     arguments: Sequence[str] = (),
     slices: Sequence[Sequence[int]] = (),
 ) -> Traffic:
-    """Reads a compiled program.
-
-    Args:
-        text: `compiled.as_text()`, or what was read of it.
-        mesh: the mesh whose devices run it, in order.
-        arguments: names of the program's arguments, for the causes of collectives.
-        slices: for several TPU slices, the mesh positions of the devices of each, in order.
-    """
+    """Reads a compiled program."""
     return _Reader(parse(text) if isinstance(text, str) else text, mesh, arguments, slices).read()
 
 

@@ -28,14 +28,7 @@ _FIRST = re.compile(r"step-(\d+)$")
 
 
 def newest_profile(run: Path) -> Path:
-    """The newest profile of a run.
-
-    Args:
-        run: the folder of the run, or a folder with profiles, or one profile.
-
-    Raises:
-        MissingFileError: there is none.
-    """
+    """The newest profile of a run."""
     if run.is_file():
         return run
     paths = sorted(run.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
@@ -48,15 +41,7 @@ def newest_profile(run: Path) -> Path:
 
 
 def recorded_steps(profile: Path, digest: str) -> tuple[MeasuredStep, ...]:
-    """The steps of a plan in a profile, in order of time.
-
-    Args:
-        profile: what the profiler wrote (XSpace, *.xplane.pb).
-        digest: of the plan.
-
-    Raises:
-        VerificationError: the file is no profile, or shows no step of the plan.
-    """
+    """The steps of a plan in a profile, in order of time."""
     executed, others = _executions(profile, digest)
     longest = max((len(step) for step in executed), default=0)
     complete = [step for step in executed if len(step) > _WHOLE * longest]

@@ -20,10 +20,6 @@ def trial_name(trial: Trial) -> str:
 def search_counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int], ...]:
     """Outcomes of the search, with how many plans were compiled and how many of these the compiler
     refuted.
-
-    Args:
-        plan: with the counts of its search.
-        trials: the plans that were compiled.
     """
     refuted = sum(not trial.survived for trial in trials)
     return (
@@ -35,12 +31,7 @@ def search_counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int
 
 @diagnostic
 def refine_findings(record: Refined, chosen: int) -> list[Finding]:
-    """What refinement changed: another plan than predicted, plans that were cut, the bound.
-
-    Args:
-        record: all trials.
-        chosen: number of the trial that was chosen.
-    """
+    """What refinement changed: another plan than predicted, plans that were cut, the bound."""
     findings: list[Finding] = []
     first, best = record.trials[0], record.trials[chosen]
     if chosen and first.survived:

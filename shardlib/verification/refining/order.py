@@ -16,15 +16,7 @@ SLACK = 1.25
 
 
 def one_of_each_policy(ranking: Iterable[Ranked]) -> Iterator[Ranked]:
-    """Plans in the order in which they are compiled.
-
-    Args:
-        ranking: plans, the fastest first.
-
-    Yields:
-        The fastest of each remat policy that is within `SLACK` of the fastest of all; then the
-        others. Both in the order of the ranking.
-    """
+    """Plans in the order in which they are compiled."""
     plans = iter(ranking)
     fastest, later = dict[str, Ranked](), list[Ranked]()
     for plan in plans:

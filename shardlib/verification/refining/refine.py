@@ -46,23 +46,7 @@ Verify = Callable[[Plan], Verification]
 
 
 def refine(ranking: Iterable[Ranked], count: int, topology: Topology, verify: Verify) -> Plan:
-    """The best of the first plans of a ranking that the compiler confirms.
-
-    Args:
-        ranking: plans by predicted time, `shardlib.planning.search.search.ranked`.
-        count: how many plans must survive before they are ranked again, at least 1.
-        topology: the machine.
-        verify: has a plan compiled for it.
-
-    Returns:
-        The plan with the shortest step by the compiler's figures, with `refined` and findings that
-        say so.
-
-    Raises:
-        InfeasibleError: every plan that was compiled is out of memory.
-        VerificationError: no plan survived, for this or other reasons.
-        MissingPackageError: the compiler is not installed.
-    """
+    """The best of the first plans of a ranking that the compiler confirms."""
     bench = _Bench(count=count, topology=topology, verify=verify)
     for entry in one_of_each_policy(ranking):
         if bench.full:

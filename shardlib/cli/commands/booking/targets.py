@@ -43,11 +43,7 @@ class Terms:
 
 
 def prices(words: Sequence[str]) -> dict[str, float]:
-    """Chips and what an hour of one costs.
-
-    Raises:
-        PlanError: something else is written there, or a chip stands there twice.
-    """
+    """Chips and what an hour of one costs."""
     costs: dict[str, float] = {}
     for word in (part.strip() for text in words for part in text.split(",")):
         match = re.fullmatch(r"([\w-]+)=(.+)", word)
@@ -59,11 +55,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
 
 
 def failures(text: str | None) -> Failures | None:
-    """How often machines fail.
-
-    Raises:
-        PlanError: it does not say of how many devices, or no duration.
-    """
+    """How often machines fail."""
     if text is None:
         return None
     interval, separator, devices = text.partition("@")

@@ -41,11 +41,7 @@ class Limits:
     ] = None
 
     def parts(self) -> dict[str, float]:
-        """The part of each figure that may be added, by its word.
-
-        Raises:
-            PlanError: a limit is no percentage.
-        """
+        """The part of each figure that may be added, by its word."""
         limits: dict[str, float] = {}
         for field in fields(self):
             text = getattr(self, field.name)

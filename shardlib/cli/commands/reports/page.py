@@ -47,16 +47,7 @@ class Page:
     ] = None
 
     def write(self, plan: Plan, answers: Answers | None) -> None:
-        """Writes the page, where one was asked for.
-
-        Args:
-            plan: the plan.
-            answers: answers to questions about it.
-
-        Raises:
-            PlanError: there is evidence, and no page to show it on.
-            VerificationError, MissingFileError, RunError: the evidence cannot be read.
-        """
+        """Writes the page, where one was asked for."""
         if self.svg is not None:
             from shardlib.hardware.topology import topology
             from shardlib.planning.pictures.overview import plan_svg
@@ -104,11 +95,7 @@ class Page:
 
 
 def _held_to(plan: Plan, stored: Mapping[str, Any], source: Path) -> None:
-    """What stands beside a prediction has to be of the same plan.
-
-    Raises:
-        PlanError: it is of another one.
-    """
+    """What stands beside a prediction has to be of the same plan."""
     digest = str(stored.get("digest", ""))
     if digest != plan.digest:
         raise PlanError(

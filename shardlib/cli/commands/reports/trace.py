@@ -18,16 +18,8 @@ def write_trace(
     """Writes the trace of a plan, beside what a run recorded of its steps.
 
     Args:
-        plan: the plan.
         timeline: of its stages; None where it has none.
-        trace: where to write it.
         run: with profiles; None for the prediction alone.
-
-    Returns:
-        Seconds of the steps that are in it, "predicted" first.
-
-    Raises:
-        MissingFileError, VerificationError: the run has no profile of the plan.
     """
     from shardlib.planning.pictures.step_trace import step_trace
     from shardlib.verification.profiles.recorded_steps import newest_profile, recorded_steps
@@ -46,22 +38,13 @@ def told(steps: Mapping[str, float], trace: Path) -> str:
 
     Args:
         steps: seconds of its steps.
-        trace: where it is.
     """
     rows = [f"{name}: {seconds_text(seconds)} a step" for name, seconds in steps.items()]
     return "\n".join([*rows, f"{trace}: open it with https://ui.perfetto.dev", ""])
 
 
 def timeline_of(plan: Plan, *, needed: bool) -> Timeline | None:
-    """The timeline of the plan's stages; None where it has none and none is needed.
-
-    Args:
-        plan: the plan.
-        needed: whether it is an error that there is none.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """The timeline of the plan's stages; None where it has none and none is needed."""
     try:
         return plan.timeline()
     except PlanError:

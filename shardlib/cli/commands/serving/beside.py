@@ -61,18 +61,7 @@ class Adapted:
 def beside(
     word: str, served: Served, guesses: Guesses, adapters: Mapping[str, str]
 ) -> tuple[Served, Beside]:
-    """A model with what is served beside it.
-
-    Args:
-        word: that names the model.
-        served: what it names.
-        guesses: options.
-        adapters: folders by name.
-
-    Raises:
-        ArgumentError: the model has no names for what adapters change.
-        ModelError, MissingFileError, CheckpointError: there is no such model or adapter.
-    """
+    """A model with what is served beside it."""
     from shardlib.serving.folders.adapter import adapted
     from shardlib.serving.folders.folder import is_folder
     from shardlib.serving.hosting.beside import Beside
@@ -91,14 +80,7 @@ def beside(
 
 
 def folders_of(words: list[str] | None) -> dict[str, str]:
-    """Folders of adapters by name.
-
-    Args:
-        words: NAME=FOLDER each.
-
-    Raises:
-        ArgumentError: a word without a name, or two of one.
-    """
+    """Folders of adapters by name."""
     folders: dict[str, str] = {}
     for word in words or []:
         name, _, folder = word.partition("=")

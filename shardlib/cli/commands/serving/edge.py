@@ -54,23 +54,14 @@ class Running:
     ] = False
 
     def check(self) -> None:
-        """Refuses what contradicts itself, before anything is planned.
-
-        Raises:
-            ArgumentError: options of a run without one, or places without a secret.
-        """
+        """Refuses what contradicts itself, before anything is planned."""
         if self.run is None and (self.simulated or self.elastic or self.at):
             raise ArgumentError("--simulated, --elastic and --at are of --run N")
         if bool(self.at) != (self.secret_file is not None):
             raise ArgumentError("--at and --secret-file go together: other hosts know the secret")
 
     def workers(self) -> Workers | None:
-        """Processes on other hosts; None for some of this machine.
-
-        Raises:
-            ArgumentError: a place that is none.
-            MissingFileError: the secret cannot be read.
-        """
+        """Processes on other hosts; None for some of this machine."""
         from shardlib.serving.edge.places import read_address, read_secret
         from shardlib.serving.edge.workers import Workers
 

@@ -59,14 +59,7 @@ class Serving:
     ] = False
 
     def asked(self, **training: object) -> bool:
-        """Whether a server is planned.
-
-        Args:
-            training: options that only training has.
-
-        Raises:
-            PlanError: options of both are given.
-        """
+        """Whether a server is planned."""
         options = [f"--{name}" for name, value in training.items() if value]
         if self.serve and options:
             raise PlanError(
@@ -94,16 +87,7 @@ def plan_to_serve(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Plans a server and prints it.
-
-    Args:
-        spec: MODEL.
-        topology: the machine.
-        serving: what is asked for.
-        pins: KEY=VALUE.
-        out: where the plan goes.
-        as_json: whether JSON is printed.
-    """
+    """Plans a server and prints it."""
     from shardlib.hardware import topology as find_topology
 
     machine, pin = find_topology(topology), _pins(pins)
@@ -145,13 +129,7 @@ def plan_to_serve(
 
 
 def explain_serving(file: Path, as_json: bool, *, others: bool) -> bool:
-    """Prints a plan of a server; False where the file is none.
-
-    Args:
-        file: of a plan.
-        as_json: whether JSON is printed.
-        others: whether questions are asked that only plans of training answer.
-    """
+    """Prints a plan of a server; False where the file is none."""
     try:
         text = read_regular(file, LIMITS.bytes).decode(errors="replace")
     except OSError:

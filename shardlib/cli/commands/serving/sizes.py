@@ -100,12 +100,7 @@ class Sizes:
 
 
 def devices_of(space: Room) -> int:
-    """Devices that each model has; simulated ones are there afterwards.
-
-    Raises:
-        TopologyError: there is no such topology, or it cannot be simulated any more.
-        ArgumentError: groups that do not divide them.
-    """
+    """Devices that each model has; simulated ones are there afterwards."""
     if space.topology is None:
         if space.groups > 1:
             raise ArgumentError(
@@ -127,17 +122,7 @@ def devices_of(space: Room) -> int:
 
 
 def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Sizes:
-    """How a model is served.
-
-    Args:
-        served: the model.
-        room, planned: options.
-        devices: that it has.
-
-    Raises:
-        ArgumentError: sizes that do not fit each other, or the model.
-        PlanError, InfeasibleError: a plan that cannot be read or made, or is for more devices.
-    """
+    """How a model is served."""
     from shardlib.serving.scheduling.capacity import Capacity
 
     longest = space.longest or min(served.longest, LONGEST)

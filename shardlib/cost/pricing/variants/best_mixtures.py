@@ -56,10 +56,6 @@ class Pattern:
 def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
     """Every pattern, the ones with the fewest classes in two parts first; corners with one policy
     for all are no mixtures.
-
-    Args:
-        policies: remat policies to choose from.
-        classes: number of layer groups.
     """
     listed = [
         Pattern(corner=corner, partly=partly)
@@ -84,9 +80,6 @@ def best_mixture(
     """The fastest mixture that fits, by candidate.
 
     Args:
-        prices: of every corner.
-        choices: patterns.
-        layers: of the fullest stage, by class and candidate.
         capacity: usable bytes of a device; infinite to ask for the fastest whatever it takes.
         total: layers that rematerialise, of all classes; None as many as are best.
     """

@@ -83,10 +83,6 @@ class Saving:
 def loops(facts: Facts, choice: Choice) -> list[Loop]:
     """The collectives of a step that loops can take the place of: those that matmuls of weights
     need which tensor shards, and nothing else.
-
-    Args:
-        facts: of the step.
-        choice: what shards colours.
     """
     candidates = [
         (transfer, ops)
@@ -136,15 +132,7 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
 def saving(
     facts: Facts, choice: Choice, placement: Placement, c: Candidates, pricer: Pricer, classes: int
 ) -> Saving:
-    """What loops save in one candidate, without stages; nothing where there are none.
-
-    Args:
-        facts: of the step graph.
-        choice: the chosen colours.
-        placement, c: where the candidate lies; exactly one.
-        pricer: the machine and the software.
-        classes: number of layer groups.
-    """
+    """What loops save in one candidate, without stages; nothing where there are none."""
     assert len(c) == 1
     prices = _Prices(facts, choice, placement, c, pricer, classes)
     exposed = compute = 0.0
@@ -268,7 +256,6 @@ def looped(totals: Totals, saved: Saving | None) -> Totals:
     """The price with what loops save; None where there are none.
 
     Args:
-        totals: the price without loops.
         saved: seconds of a step that loops save, by part.
     """
     if saved is None:

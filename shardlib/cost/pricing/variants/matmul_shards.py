@@ -17,13 +17,6 @@ from shardlib.propagation.assignment import Choice, has
 def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards: int) -> Compute:
     """The kernel of one of the shards that a matmul of a weight, or of the gradient of one, is made
     in: it reads the weight, or reads and writes sums in float32.
-
-    Args:
-        facts: of the step.
-        index: number of the matmul.
-        term: its kernel as a whole.
-        choice: what shards colours.
-        shards: number of shards.
     """
     op = facts.graph.ops[index]
     side = next((i for i, value in enumerate(op.operands) if value in facts.weights), 2)

@@ -51,15 +51,7 @@ class Tallies:
 def composed(
     corner: Corner, parts: Mapping[str, Tallies], moments: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, list[Array]]:
-    """The tallies of a corner: of work, and of memory at each point where it may peak.
-
-    Args:
-        corner: the policies.
-        parts: tallies by policy.
-        moments: class of each moment, or `OUTSIDE_LAYERS`.
-        counts: layers of each class; what lies outside of all layers is between the policies in
-            proportion to them.
-    """
+    """The tallies of a corner: of work, and of memory at each point where it may peak."""
     work = sum(
         (
             parts[policy].work * (count / sum(counts))
@@ -84,22 +76,13 @@ def composed(
 
 
 def corners(policies: Sequence[str], classes: int) -> list[Corner]:
-    """Every corner: a remat policy for each layer group.
-
-    Args:
-        policies: to choose from.
-        classes: number of layer groups.
-    """
+    """Every corner: a remat policy for each layer group."""
     return list(itertools.product(policies, repeat=classes))
 
 
 def blended(weighed: Sequence[tuple[Array, Totals]]) -> Totals:
     """Prices between corners: averages by weight, but of memory that is no saved activation the
     largest.
-
-    Args:
-        weighed: weight of each corner by candidate, all above 0 where a corner is listed, and its
-            price.
     """
 
     def average(value: Callable[[Totals], Array]) -> Array:
@@ -133,14 +116,7 @@ def between(
     layers: Sequence[Array],
     price: Callable[[Corner], Totals],
 ) -> Totals:
-    """The price of candidates whose classes follow policies in part.
-
-    Args:
-        each: policy of every class, and how many of its layers follow it, all of them at most; by
-            candidate where they differ.
-        layers: of the fullest stage, by class and candidate.
-        price: of a corner.
-    """
+    """The price of candidates whose classes follow policies in part."""
     options: list[list[tuple[str, Array]]] = []
     for (policy, number), count in zip(each, layers, strict=True):
         share = number / count

@@ -30,12 +30,6 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Candidates
 
     Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them
     takes no time here.
-
-    Args:
-        totals: the price without.
-        what: "optimizer" or "disk", "activations", or two of them.
-        pricer: of a chip that can reach host memory, where that is asked for.
-        c: the candidates.
     """
     rate = pricer.topology.chip.host_bytes_per_s
     seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
@@ -64,11 +58,6 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Candidates
 def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
     """The price when a part of the layers rematerialises, as in `rematerialised`, and the others
     do not: in between, with the larger of the temporaries.
-
-    Args:
-        fast: the price with no layer rematerialised.
-        rematerialised: the price with all of them.
-        share: part of the layers that are, 0 to 1, [candidates].
     """
 
     def between(a: Array, b: Array) -> Array:
@@ -95,16 +84,7 @@ def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
 
 
 def fullest(knobs: Knobs, model: Model, c: Candidates) -> Array:
-    """Layers of the stage that has the most, of all classes.
-
-    Args:
-        knobs: with the virtual stages.
-        model: counts of layers.
-        c: candidates.
-
-    Returns:
-        Array [candidates].
-    """
+    """Layers of the stage that has the most, of all classes."""
     return sum(fullest_by_class(knobs, model, c), np.zeros(len(c)))
 
 
@@ -113,31 +93,12 @@ def rematerialised_share(
 ) -> Array:
     """Part of the layers of the fullest stage that rematerialise where so many are to: in lockstep
     all chunks of a stage are one program, so that as many layers of each do.
-
-    Args:
-        number: of layers of the fullest stage.
-        knobs: with the virtual stages.
-        model: counts of layers.
-        c: candidates.
-        profile: framework profile, which says whether stages move in lockstep.
-
-    Returns:
-        Array [candidates].
     """
     alike = chunks_of(knobs, c) if profile.pipeline == "lockstep" else np.ones(len(c))
     return np.ceil(number / alike) * alike / fullest(knobs, model, c)
 
 
 def fullest_by_class(knobs: Knobs, model: Model, c: Candidates) -> list[Array]:
-    """Layers of the stage that has the most, of each class.
-
-    Args:
-        knobs: with the virtual stages.
-        model: counts of layers.
-        c: candidates.
-
-    Returns:
-        Arrays [candidates], one per layer group.
-    """
+    """Layers of the stage that has the most, of each class."""
     virtual = chunks_of(knobs, c)
     return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]

@@ -41,16 +41,6 @@ def replicated(
 ) -> Mapping[tuple[str, ...], Mapping[str, float]]:
     """Seconds a step of matmuls and convolutions on one device, by the mesh axes that do not divide
     them and by what they are.
-
-    Args:
-        work: step graphs under the remat policies that layers follow, with the part of each segment
-            that does.
-        choice: the chosen colours.
-        knobs: the other decisions.
-        mesh: the mesh.
-        c: exactly one candidate.
-        model: layers.
-        pricer: the machine and the software.
     """
     assert len(c) == 1
     shares = shares_of(knobs, model, c, pricer.profile)[:, 0]

@@ -26,12 +26,7 @@ def lower_losses(
     """Lowers the marked losses of a step.
 
     Args:
-        step: that the plan was made for.
-        plan: to be carried out.
         devices: to run on; None for none, where it is only compiled.
-
-    Raises:
-        PinError, PlanError, LayoutError: as of `shardlib.compile`.
     """
     programs = [
         lower(
@@ -51,12 +46,7 @@ def lower_losses(
 
 
 def loss_plan(plan: Plan, loss: SingleLoss) -> Plan:
-    """The plan of a step as one of a marked loss alone.
-
-    Args:
-        plan: of the step.
-        loss: that it marks.
-    """
+    """The plan of a step as one of a marked loss alone."""
     planned = {one.path: one for one in plan.parameters}
     shapes = {path: shape for path, shape, _, _ in loss.model.traced.problem.batch}
     frozen = loss.model.model.frozen

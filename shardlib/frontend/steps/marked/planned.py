@@ -40,14 +40,7 @@ class MarkedStep:
 
     @staticmethod
     def of(traced: TracedStep) -> MarkedStep:
-        """A traced step as it is planned.
-
-        Args:
-            traced: a step that marks losses.
-
-        Raises:
-            TracingError: a loss is no float scalar.
-        """
+        """A traced step as it is planned."""
         problem = total_problem(traced)
         named = _named(traced, problem)
         colouring = colour(named.problem)
@@ -85,16 +78,7 @@ class MarkedStep:
         return f"{', '.join(sorted(self.traced.others))} is called outside of the marked losses"
 
     def searched(self, machine: Topology, pin: PinMapping | None) -> tuple[MarkedStep, Plan]:
-        """The plan, and the step with what the search taught of its rows.
-
-        Args:
-            machine: to plan for.
-            pin: decisions fixed by hand.
-
-        Raises:
-            PinError: the pins allow no plan, or ask for what this step cannot have.
-            InfeasibleError: nothing fits.
-        """
+        """The plan, and the step with what the search taught of its rows."""
         pins = marked_pins(pin, self.unstaged, self.unsharded)
         plan = search(self.problem, machine, pins)
         if plan.microbatches > 1:

@@ -64,11 +64,7 @@ class SingleLoss:
         return tuple(places[at] for at in range(len(places)))
 
     def arguments(self, leaves: Sequence[Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-        """(params, batch) of the model for the leaves of the loss.
-
-        Args:
-            leaves: of (params, batch, *rest).
-        """
+        """(params, batch) of the model for the leaves of the loss."""
         return (
             {path: leaves[at] for path, at in self.params},
             {path: leaves[at] for path, at in self.batch},
@@ -76,16 +72,7 @@ class SingleLoss:
 
 
 def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> SingleLoss:
-    """A marked loss of a step by itself.
-
-    Args:
-        traced: the step.
-        found: one of its losses.
-        colouring: of the step's problem.
-
-    Raises:
-        TracingError: it is no float scalar.
-    """
+    """A marked loss of a step by itself."""
     names, form = colouring.forward, found.form
     shapes = form.shapes
     weights = [*found.trained, *found.frozen]
@@ -154,11 +141,7 @@ def _pure(
 
 
 def written_name(name: str) -> str:
-    """The name of an auxiliary result as the user wrote it; "" of the only one.
-
-    Args:
-        name: as of a metric of a `SingleLoss`.
-    """
+    """The name of an auxiliary result as the user wrote it; "" of the only one."""
     return name.partition(".")[2]
 
 
@@ -207,9 +190,6 @@ def _named(
     """The names of an array beside the params.
 
     Args:
-        names: that the colouring of the step gives.
-        shape: of the array.
-        position: among the leaves of the loss.
         count: rows of the batch, None where it has several numbers.
         rows: dims of rows by position; None where they are read off names and sizes.
     """

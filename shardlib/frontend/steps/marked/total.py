@@ -25,11 +25,7 @@ STATE = "state:"
 
 
 def total_problem(traced: TracedStep) -> Problem:
-    """The sum of the marked losses of a step as a problem; how it depends on rows is not known.
-
-    Args:
-        traced: a step that marks losses.
-    """
+    """The sum of the marked losses of a step as a problem; how it depends on rows is not known."""
     weights = {
         at: path
         for at, path in enumerate(traced.paths)

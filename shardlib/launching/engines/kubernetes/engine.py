@@ -43,14 +43,7 @@ def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submissi
     """A JobSet and the command that creates it.
 
     Args:
-        job: what to run.
         settings: of the cluster; by default those of `KubernetesSettings()`.
-
-    Returns:
-        A JobSet as YAML, and the command that creates it.
-
-    Raises:
-        LaunchError: Kubernetes cannot run this job.
     """
     settings = settings or KubernetesSettings()
     check_job(job, "Kubernetes", _failures(job, settings), hint="see docs/launching.md")
@@ -94,12 +87,7 @@ class Kubernetes:
         return {}
 
     def submission(self, job: Job, settings: KubernetesSettings) -> Submission:
-        """See `kubernetes`.
-
-        Args:
-            job: what to run.
-            settings: of the cluster.
-        """
+        """See `kubernetes`."""
         return kubernetes(job, settings)
 
 

@@ -35,12 +35,7 @@ UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 
 
 def jobset(job: Job, settings: KubernetesSettings) -> JsonObject:
-    """The JobSet as plain data.
-
-    Args:
-        job: what to run.
-        settings: of the cluster.
-    """
+    """The JobSet as plain data."""
     exclusive = settings.exclusive_topology or (NODE_POOL if is_tpu(job) else None)
     metadata = {
         "name": job.name,

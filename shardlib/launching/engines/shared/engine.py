@@ -45,13 +45,5 @@ class Engine(Protocol):
         ...
 
     def submission(self, job: Job, settings: EngineSettings) -> Submission:
-        """Files and commands that hand a job over.
-
-        Args:
-            job: what to run.
-            settings: a value of `self.settings`.
-
-        Raises:
-            LaunchError: the engine cannot run this job.
-        """
+        """Files and commands that hand a job over."""
         ...

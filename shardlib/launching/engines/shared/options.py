@@ -27,17 +27,7 @@ TRUTH: Mapping[str, bool] = {"true": True, "false": False}
 def settings_of(
     kind: type[Settings], words: Sequence[str], defaults: JsonMapping | None = None
 ) -> Settings:
-    """Settings of an engine from the words of a command line.
-
-    Args:
-        kind: the class of the settings.
-        words: KEY=VALUE.
-        defaults: of fields that no word names.
-
-    Raises:
-        LaunchError: a word is no KEY=VALUE, names no field, has a value of another kind, or names a
-            field of one value twice; all are listed.
-    """
+    """Settings of an engine from the words of a command line."""
     hints = get_type_hints(kind)
     table: Any = kind
     kinds = {field.name: hints[field.name] for field in fields(table)}

@@ -65,10 +65,6 @@ def host_script(job: Job, host: str) -> list[str]:
     A signal goes on to all of them. The first failure is the code of the script, and ends the
     others, as they would wait for it for ever; those that were stopped and have saved end by
     themselves.
-
-    Args:
-        job: its processes of a host are started.
-        host: number of this host, as bash has it, "$JOB_COMPLETION_INDEX".
     """
     if job.host_processes == 1:
         return [f"export SHARDLIB_PROCESS={host} SHARDLIB_HOST_PROCESS=0", 'exec "$@"']
@@ -121,7 +117,6 @@ def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
 
     Args:
         job: with its seconds.
-        words: of the command.
     """
     return (
         ("timeout", "--signal=TERM", f"--kill-after={SAVE_SECONDS}", str(job.seconds), *words)
@@ -146,10 +141,6 @@ def inside(folder: str | None, path: str) -> str:
 def check_plain(settings: object, names: Iterable[str]) -> list[str]:
     """What is wrong with fields that are text, or several texts, and stand in a script as they
     are.
-
-    Args:
-        settings: with the fields.
-        names: of the fields.
     """
     failures: list[str] = []
     for name in names:
@@ -181,17 +172,7 @@ def check_one_line(settings: DataclassInstance) -> list[str]:
 
 
 def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") -> None:
-    """Refuses a job that an engine cannot run.
-
-    Args:
-        job: what to run.
-        engine: what to call the engine in the message.
-        failures: what the engine finds wrong.
-        hint: what the user could try.
-
-    Raises:
-        LaunchError: there are failures.
-    """
+    """Refuses a job that an engine cannot run."""
     problems = list(failures)
     if job.command[0] == "train" and job.run is not None and "://" in job.run:
         problems.append(

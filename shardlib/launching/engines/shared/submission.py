@@ -99,16 +99,7 @@ def _write_all(files: Mapping[str, str], folder: Path) -> None:
 
 
 def submit(submission: Submission, folder: Path) -> str:
-    """Writes the files into `folder`, runs the commands there, and gives what they printed.
-
-    Args:
-        submission: files and commands.
-        folder: where the files go; made if it is not there.
-
-    Raises:
-        MissingPackageError: a program of the engine is not installed; nothing was written.
-        LaunchError: the files cannot be written, or a command failed, with what it said.
-    """
+    """Writes the files into `folder`, runs the commands there, and gives what they printed."""
     missing = sorted({words[0] for words in submission.commands if shutil.which(words[0]) is None})
     if missing:
         raise MissingPackageError(

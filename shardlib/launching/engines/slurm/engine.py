@@ -49,11 +49,7 @@ def slurm(job: Job, settings: SlurmSettings | None = None) -> Submission:
     """A batch script and the commands that submit it.
 
     Args:
-        job: what to run.
         settings: of the cluster; by default those of `SlurmSettings()`.
-
-    Raises:
-        LaunchError: Slurm cannot run this job.
     """
     settings = settings or SlurmSettings()
     failures = (
@@ -118,10 +114,5 @@ class Slurm:
         return {"workdir": str(Path.cwd())}
 
     def submission(self, job: Job, settings: SlurmSettings) -> Submission:
-        """See `slurm`.
-
-        Args:
-            job: what to run.
-            settings: of the cluster.
-        """
+        """See `slurm`."""
         return slurm(job, settings)

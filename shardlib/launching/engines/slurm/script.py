@@ -20,12 +20,7 @@ TASK = 'export SHARDLIB_PROCESS=$SLURM_PROCID SHARDLIB_HOST_PROCESS=$SLURM_LOCAL
 
 
 def options(job: Job, settings: SlurmSettings) -> list[str]:
-    """The options that stand in the script.
-
-    Args:
-        job: what to run.
-        settings: of the cluster.
-    """
+    """The options that stand in the script."""
     values = {
         "job-name": job.name,
         "partition": settings.partition,
@@ -79,10 +74,6 @@ def start() -> list[str]:
 
 def run_folder(job: Job, settings: SlurmSettings) -> str | None:
     """The folder of the run, where nodes see it as a folder.
-
-    Args:
-        job: what to run.
-        settings: with the working folder.
 
     Returns:
         None where the job has none, or one in object storage.

@@ -40,15 +40,7 @@ from shardlib.untrusted.json_types import JsonMapping
 
 
 def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
-    """A script for every host, and the commands that bring it there.
-
-    Args:
-        job: what to run.
-        settings: of the TPU.
-
-    Raises:
-        LaunchError: Cloud TPU cannot run this job.
-    """
+    """A script for every host, and the commands that bring it there."""
     check_job(
         job,
         "Cloud TPU",
@@ -125,12 +117,7 @@ class TpuVm:
         return {}
 
     def submission(self, job: Job, settings: TpuVmSettings) -> Submission:
-        """See `tpu_vm`.
-
-        Args:
-            job: what to run.
-            settings: of the TPU.
-        """
+        """See `tpu_vm`."""
         return tpu_vm(job, settings)
 
 
@@ -215,12 +202,7 @@ def _stop(job: Job) -> str:
 
 
 def host_text(job: Job, settings: TpuVmSettings) -> str:
-    """The script of every host.
-
-    Args:
-        job: what to run.
-        settings: of the TPU.
-    """
+    """The script of every host."""
     environment = {**job.environment, **({"SHARDLIB_PROCESSES": AUTO} if job.processes > 1 else {})}
     words = timed(job, supervised(job))
     lines = [

@@ -77,9 +77,6 @@ class DiskArray:
 
         Args:
             memory_kind: the memory of the devices; by default that of the layout.
-
-        Raises:
-            DiskError: it is deleted, or cannot be read, or was not written.
         """
         return self.placed(self.read(), memory_kind)
 
@@ -101,7 +98,6 @@ class DiskArray:
         """What was read as an array on the devices.
 
         Args:
-            read: shards of this process by their index.
             memory_kind: memory of the devices; by default that of the sharding.
         """
         sharding = (
@@ -176,13 +172,6 @@ class Writer:
     def put(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
         """Copies an array to memory of the host, begins to write it, and returns what stands for
         it; to be called from one thread.
-
-        Args:
-            array: on the devices.
-            sums: uint32 [2], its sums.
-
-        Raises:
-            DiskError: there is no room, or an array before it could not be written.
         """
         while len(self._under_way) >= self.behind:
             self._under_way.popleft().result()

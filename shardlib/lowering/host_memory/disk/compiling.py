@@ -80,15 +80,6 @@ class Where:
 
         What goes to disk is no other value of the function too. Behind the results are its sums,
         where they are asked for.
-
-        Args:
-            context: context in which it is traced.
-            function: of `inputs`.
-            inputs: abstract arrays, or trees of them.
-            summed: whether checksums of what goes to disk are made, too.
-
-        Returns:
-            The program, and the structure of its results.
         """
         leaves, structure = jax.tree.flatten(inputs)
         treedefs: list[Any] = []
@@ -118,12 +109,7 @@ class Where:
 
 
 def total(array: jax.Array, replicated: NamedSharding) -> jax.Array:
-    """The sums of an array, see `shardlib.lowering.runtime.checksums`.
-
-    Args:
-        array: on devices.
-        replicated: sharding of the result.
-    """
+    """The sums of an array, see `shardlib.lowering.runtime.checksums`."""
     return _total(array.sharding, replicated)(array)
 
 
@@ -135,11 +121,6 @@ def _total(sharding: NamedSharding, replicated: NamedSharding) -> Callable[[jax.
 def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
     """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the
     pieces of the update.
-
-    Args:
-        target: what it is compiled for.
-        step: the step as a whole.
-        batch: abstract, with shardings.
     """
     program, results = target.traced(
         _jax_compat.in_mesh(target.mesh), step, target.state, batch, summed=True
@@ -234,9 +215,7 @@ def init_calls(
     while it compiles.
 
     Args:
-        target: shardings of the state, and which of its leaves are on disk.
         init: seed -> state.
-        seed: abstract, of an integer or of the data of a key.
     """
     program, results = target.traced(no_mesh(), init, seed, summed=False)
     stored, cuts = [program.outputs[k] for k in target.stored], target.shardings(program)

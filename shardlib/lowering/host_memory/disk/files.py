@@ -47,11 +47,7 @@ class File:
     holders: int = 1
 
     def write(self, data: np.ndarray) -> None:
-        """Writes all of the file.
-
-        Raises:
-            DiskError: it cannot be written.
-        """
+        """Writes all of the file."""
         raw = _raw(data)
         try:
             with self.path.open("r+b") as file:
@@ -67,11 +63,7 @@ class File:
         """Reads all of the file.
 
         Args:
-            shape: elements per dim.
             dtype: of the array.
-
-        Raises:
-            DiskError: it cannot be read, or is not what was written.
         """
         try:
             raw = np.fromfile(self.path, np.uint8)
@@ -107,11 +99,7 @@ class Folder:
     _count: int = 0
 
     def file(self, size: int) -> File:
-        """A file of some size that nothing reads: one that was let go of, or a new one.
-
-        Raises:
-            DiskError: there is no room.
-        """
+        """A file of some size that nothing reads: one that was let go of, or a new one."""
         with self._lock:
             if self._free.get(size):
                 free = self._free[size].pop()
@@ -153,9 +141,6 @@ def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
     Args:
         parent: a folder on a disk of this host; by default what `VARIABLE` says, or else the
             system's folder for temporary files.
-
-    Raises:
-        DiskError: it cannot be written.
     """
     root = Path(parent or os.environ.get(VARIABLE) or tempfile.gettempdir())
     try:

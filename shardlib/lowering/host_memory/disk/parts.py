@@ -52,12 +52,7 @@ class Pieces:
 
 
 def pieces(program: Program, stored: Collection[int]) -> Pieces:
-    """Cuts a step.
-
-    Args:
-        program: the step over the leaves of state and batch.
-        stored: those inputs that are on disk.
-    """
+    """Cuts a step."""
     labels = dependence(
         program,
         [

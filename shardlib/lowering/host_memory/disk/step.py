@@ -41,11 +41,7 @@ AHEAD = 2
 
 
 def writer(parent: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding, ...]]:
-    """What puts arrays on disk, in a new folder below another one, and what is to be said of that.
-
-    Raises:
-        DiskError: the folder cannot be written.
-    """
+    """What puts arrays on disk, in a new folder below another one, and what is to be said of that."""
     created = folder(parent)
     kind = in_memory(created.path)
     finding = Finding(
@@ -108,7 +104,6 @@ class DiskStep:
 
         Args:
             init: parameters -> optimizer state.
-            params: arrays on the devices.
         """
         abstract, structure = jax.tree.flatten(self.where.state.opt_state)
         first = len(
@@ -126,18 +121,7 @@ class DiskStep:
         return structure.unflatten(leaves)
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step; deletes the state that it is given.
-
-        Args:
-            state: before the step; its arrays are gone afterwards.
-            batch: placed on the devices.
-
-        Returns:
-            (next state, metrics).
-
-        Raises:
-            DiskError: the disk is full, or cannot be read or written.
-        """
+        """One step; deletes the state that it is given."""
         calls = self._step.calls
         values: dict[int, Any] = dict(
             zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True)

@@ -23,11 +23,6 @@ def quantised(
 
     Args:
         by: dtype and block.
-        islands: their number.
-        sums: shards of gradient and residual.
-
-    Returns:
-        What all islands update by, and residuals.
     """
     rows = joined(sums, by.dtype, islands, by.block)
     bits = packed(rows, by.dtype, by.block)
@@ -45,16 +40,7 @@ def quantised(
 def signs(
     gradients: Sequence[Gradient], islands: int, sums: Sequence[Value]
 ) -> tuple[list[Value], list[Value]]:
-    """What is sent of gradients: their signs, times the mean of their absolute numbers.
-
-    Args:
-        gradients: of what the shards are.
-        islands: their number.
-        sums: shards of gradient and residual.
-
-    Returns:
-        What all islands update by, and residuals.
-    """
+    """What is sent of gradients: their signs, times the mean of their absolute numbers."""
     scales = [_scale(*one) for one in zip(gradients, sums, strict=True)]
     mine = [_signs(one, scale) for one, scale in zip(sums, scales, strict=True)]
     bits = [_bits(one) for one in sums]

@@ -22,16 +22,7 @@ SHIFT, LEAST = 1e-6, 1e-30
 def low_rank(
     gradients: Sequence[Gradient], sums: Sequence[Value], factors: Sequence[Value]
 ) -> tuple[list[Value], list[Value], list[Value]]:
-    """What is sent of gradients.
-
-    Args:
-        gradients: of what the shards are.
-        sums: shards of gradient and residual.
-        factors: shards of Q of the step before; of what is no matrix a scalar.
-
-    Returns:
-        What all islands update by, residuals, and Q.
-    """
+    """What is sent of gradients."""
     found = [_sent(*one) for one in zip(gradients, sums, factors, strict=True)]
     means, residuals, after = (list(one) for one in zip(*found, strict=True))
     return means, residuals, after

@@ -31,14 +31,7 @@ class Gradient:
 
     @staticmethod
     def of(shape: tuple[int, ...], stacked: bool, state: NamedSharding, by: Compressor) -> Gradient:
-        """The gradient of a parameter.
-
-        Args:
-            shape: of the whole.
-            stacked: see above.
-            state: see above.
-            by: how gradients are compressed.
-        """
+        """The gradient of a parameter."""
         matrix = isinstance(by, PowerSGD) and low_rank(shape, stacked, by.rank)
         return Gradient(shape=shape, stacked=stacked, state=state, matrix=matrix)
 
@@ -76,11 +69,7 @@ class Gradient:
         return math.prod(layers), math.prod(rows), math.prod(columns)
 
     def factor(self, rank: int) -> tuple[tuple[int, ...], tuple[Axes, ...]]:
-        """Shape and mesh axes of Q: layers where there are some, the columns' dims, the rank.
-
-        Args:
-            rank: of what is sent.
-        """
+        """Shape and mesh axes of Q: layers where there are some, the columns' dims, the rank."""
         first, at = int(self.stacked), self._split
         return (
             (*self.shape[:first], *self.shape[at:], rank),

@@ -30,12 +30,7 @@ class CompressedProgram(IslandsProgram):
     exchange: Compressed
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
-        """Does one step; see `IslandsProgram.step`.
-
-        Args:
-            state: from `init` or the step before; its buffers are donated.
-            batch: of all islands, host arrays, or what `put` gave.
-        """
+        """Does one step; see `IslandsProgram.step`."""
         require_islands(state, len(self.programs))
         require_present("step", (state.islands[0].params, _residual(state).residual))
         rows = batch if isinstance(batch, IslandBatches) else self.put(batch)
@@ -45,25 +40,13 @@ class CompressedProgram(IslandsProgram):
         return after, IslandMetrics(tuple(metrics))
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
-        """Refused: gradients cross within a step.
-
-        Args:
-            state: of this program.
-            meeting: any.
-
-        Raises:
-            StateError: always.
-        """
+        """Refused: gradients cross within a step."""
         raise StateError(
             f"islands under {self.exchange} do not meet: gradients cross in every step"
         )
 
     def outer(self, state: IslandsState) -> TrainState:
-        """The state of the first island; parameters are alike on all.
-
-        Args:
-            state: of this program; it stays usable.
-        """
+        """The state of the first island; parameters are alike on all."""
         require_islands(state, len(self.programs))
         require_present("outer", (state.islands[0].inference,))
         return state.islands[0]

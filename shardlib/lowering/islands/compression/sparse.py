@@ -23,19 +23,7 @@ def largest(
     residuals: Sequence[Value],
     momenta: Sequence[Value],
 ) -> tuple[list[Value], list[Value], list[Value]]:
-    """What is sent of gradients.
-
-    Args:
-        by: how many, and the momentum.
-        stage: of the warm-up.
-        islands: their number.
-        gradients: shards of an island's gradients.
-        residuals: shards of v, the sums that were not sent.
-        momenta: shards of u.
-
-    Returns:
-        What all islands update by, v and u.
-    """
+    """What is sent of gradients."""
     us = [by.momentum * u + g for g, u in zip(gradients, momenta, strict=True)]
     vs = [v + u for v, u in zip(residuals, us, strict=True)]
     places = [_places(v, by.sent(math.prod(v.shape), stage)) for v in vs]

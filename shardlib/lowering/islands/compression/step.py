@@ -50,13 +50,7 @@ class CompressedStep:
     def __call__(
         self, states: Sequence[TrainState], kept: ResidualState, batches: Sequence[Tree]
     ) -> tuple[list[TrainState], ResidualState, list[Metrics]]:
-        """Does a step; donates states and what is kept.
-
-        Args:
-            states: of the islands.
-            kept: residuals, with the number of the step that this is.
-            batches: of the islands, placed.
-        """
+        """Does a step; donates states and what is kept."""
         found = [
             half.call(state.params, state.model_state, rows)
             for (half, _), state, rows in zip(self._halves, states, batches, strict=True)
@@ -101,13 +95,7 @@ class CompressedStep:
 def exchanges_of(
     exchange: Compressed, program: Program, mesh: Mesh | AbstractMesh
 ) -> tuple[GradientExchange, ...]:
-    """The exchanges of gradients that differ.
-
-    Args:
-        exchange: how they are compressed.
-        program: of one island; an abstract one will do.
-        mesh: of all islands.
-    """
+    """The exchanges of gradients that differ."""
     trained = program.model.partition.trained(program.state.params)
     planned = {one.path: one for one in program.plan.parameters if one.trained}
     leaves: list[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(trained)

@@ -13,12 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 def delivered(rows: Sequence[jax.Array]) -> list[list[jax.Array]]:
     """What every island has of all: each device sends what it holds to the device in its place on
     every other island. Nothing waits for the copies but what uses them.
-
-    Args:
-        rows: of the islands, sharded alike over their devices.
-
-    Returns:
-        For each island the rows of all islands, in their order.
     """
     places = [_sharding(one) for one in rows]
     return [[_copied(one, place) for one in rows] for place in places]
@@ -57,20 +51,11 @@ class Flights:
     rows: list[list[jax.Array]] = field(default_factory=list)
 
     def start(self, sent: jax.Array, rows: Sequence[jax.Array]) -> None:
-        """Starts copies.
-
-        Args:
-            sent: of the state that they are made for.
-            rows: of the islands.
-        """
+        """Starts copies."""
         self.sent, self.rows = sent, delivered(rows)
 
     def land(self, sent: jax.Array) -> list[list[jax.Array]]:
-        """For each island the rows of all; empty where there are no copies for this state.
-
-        Args:
-            sent: of the state.
-        """
+        """For each island the rows of all; empty where there are no copies for this state."""
         rows = self.rows if self.sent is sent else []
         self.sent, self.rows = None, []
         return rows

@@ -47,15 +47,7 @@ class DelayedProgram(IslandsProgram):
     exchange: DiLoCo
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
-        """Refused: a meeting begins after one step, and ends after another.
-
-        Args:
-            state: of this program.
-            meeting: any.
-
-        Raises:
-            StateError: always.
-        """
+        """Refused: a meeting begins after one step, and ends after another."""
         raise StateError(
             f"islands under {self.exchange} meet by their steps: what they send arrives"
             f" {self.exchange.delay} steps later"
@@ -195,13 +187,7 @@ class DelayedProgram(IslandsProgram):
 
 
 def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> tuple[Calls, ...]:
-    """What an island runs for each fragment.
-
-    Args:
-        exchange: how islands meet.
-        program: of the island; an abstract one will do.
-        mesh: of the island.
-    """
+    """What an island runs for each fragment."""
 
     def made(about: list[Shared]) -> Calls:
         return (
@@ -214,25 +200,13 @@ def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> t
 
 
 def checked_calls(exchange: DiLoCo, program: Program) -> tuple[IslandCall, ...]:
-    """What an island runs beside steps and what its devices could communicate in, abstract.
-
-    Args:
-        exchange: how islands meet.
-        program: of one island; an abstract one will do.
-    """
+    """What an island runs beside steps and what its devices could communicate in, abstract."""
     every = calls_of(exchange, program, program.mesh)
     return tuple(one for sending, _, arriving in every for one in (sending, arriving))
 
 
 def flying_of(state: IslandsState) -> FlyingState:
-    """What is outer, and what is on the way.
-
-    Args:
-        state: of islands that meet with a delay.
-
-    Raises:
-        StateError: it is of others.
-    """
+    """What is outer, and what is on the way."""
     if not isinstance(state.exchange, FlyingState):
         raise StateError(
             "the state has nothing that is on the way between islands, and the program meets with a"

@@ -78,20 +78,12 @@ class Packing(IslandCall):
 
 
 def over_all(call: IslandCall) -> NamedSharding:
-    """How rows of all devices of an island are sharded: each has its own.
-
-    Args:
-        call: of the island.
-    """
+    """How rows of all devices of an island are sharded: each has its own."""
     return NamedSharding(call.mesh, PartitionSpec(tuple(call.mesh.axis_names)))
 
 
 def wire(call: IslandCall) -> jax.ShapeDtypeStruct:
-    """What an island sends of a fragment, abstract.
-
-    Args:
-        call: about the fragment.
-    """
+    """What an island sends of a fragment, abstract."""
     kind = call.exchange.wire
     count = sum(spaces(kind, [math.prod(shape) for shape in shards(call)]))
     dtypes = {"float32": jnp.float32, "bfloat16": jnp.uint16}
@@ -101,11 +93,7 @@ def wire(call: IslandCall) -> jax.ShapeDtypeStruct:
 
 
 def shards(call: IslandCall) -> list[tuple[int, ...]]:
-    """Shapes of what a device holds of the parameters of a fragment, sharded as optimizer state is.
-
-    Args:
-        call: about the fragment.
-    """
+    """Shapes of what a device holds of the parameters of a fragment, sharded as optimizer state is."""
     found: list[tuple[int, ...]] = []
     for one, state in zip(call.about, call.states, strict=True):
         shape = state.shard_shape(one.leaf.shape)

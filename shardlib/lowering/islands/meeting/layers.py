@@ -20,14 +20,7 @@ def taken(
     shardings: Sequence[NamedSharding],
     rows: Sequence[Rows],
 ) -> list[jax.Array]:
-    """The rows of arrays.
-
-    Args:
-        mesh: of the program.
-        arrays: whole ones.
-        shardings: of them.
-        rows: of each, on every device.
-    """
+    """The rows of arrays."""
     return [
         array
         if some is None
@@ -45,15 +38,7 @@ def put(
     shardings: Sequence[NamedSharding],
     rows: Sequence[Rows],
 ) -> list[jax.Array]:
-    """Arrays with new rows.
-
-    Args:
-        mesh: of the program.
-        arrays: whole ones.
-        new: their rows, as `taken` gives them.
-        shardings: of the arrays.
-        rows: of each, on every device.
-    """
+    """Arrays with new rows."""
     return [
         after
         if some is None
@@ -69,23 +54,12 @@ def put(
 
 
 def rows_of(rows: Sequence[Rows], arrays: Sequence[Value]) -> list[Value]:
-    """On one device: the rows of what it holds.
-
-    Args:
-        rows: of each array.
-        arrays: what it holds of them.
-    """
+    """On one device: the rows of what it holds."""
     return [_rows(some, array) for some, array in zip(rows, arrays, strict=True)]
 
 
 def with_rows(rows: Sequence[Rows], arrays: Sequence[Value], new: Sequence[Value]) -> list[Value]:
-    """On one device: what it holds, with new rows.
-
-    Args:
-        rows: of each array.
-        arrays: what it holds of them.
-        new: the rows.
-    """
+    """On one device: what it holds, with new rows."""
     return [_with_rows(*one) for one in zip(rows, arrays, new, strict=True)]
 
 

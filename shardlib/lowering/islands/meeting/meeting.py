@@ -43,11 +43,7 @@ class Shared:
     rows: Rows = None
 
     def of(self, rows: Rows) -> Shared:
-        """The same about some rows.
-
-        Args:
-            rows: on each device.
-        """
+        """The same about some rows."""
         return replace(self, rows=rows)
 
 

@@ -19,13 +19,7 @@ from shardlib.planning.islands.meeting import fragments_of
 def meetings_of(
     exchange: Meets, program: Program, mesh: Mesh | AbstractMesh
 ) -> tuple[Meeting, ...]:
-    """All meetings that differ.
-
-    Args:
-        exchange: how islands meet.
-        program: of one island; an abstract one will do.
-        mesh: of all islands.
-    """
+    """All meetings that differ."""
     return tuple(
         Meeting(exchange=exchange, number=number, mesh=mesh, about=about)
         for number, about in enumerate(shared_of(exchange, program))
@@ -33,12 +27,7 @@ def meetings_of(
 
 
 def shared_of(exchange: Meets, program: Program) -> list[list[Shared]]:
-    """The parameters of each meeting.
-
-    Args:
-        exchange: how islands meet.
-        program: of one island; an abstract one will do.
-    """
+    """The parameters of each meeting."""
     trained = program.model.partition.trained(program.state.params)
     leaves = jax.tree_util.tree_leaves_with_path(trained)
     states = jax.tree.leaves(program.parts.params.state)
@@ -56,10 +45,6 @@ def shared_of(exchange: Meets, program: Program) -> list[list[Shared]]:
 def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array]:
     """The mean of the parameters of all islands, sharded as optimizer state is and alike on all
     islands.
-
-    Args:
-        meeting: about all parameters.
-        thetas: those of all islands, stacked; they stay usable.
     """
     mesh = meeting.mesh
     stacks = [stacked_sharding(one.state, mesh) for one in meeting.about]
@@ -86,12 +71,6 @@ def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array
 
 
 def replaced(arrays: list[jax.Array], places: list[int], new: list[jax.Array]) -> list[jax.Array]:
-    """Arrays with others in some places.
-
-    Args:
-        arrays: of all parameters.
-        places: of those that a meeting was about.
-        new: of these.
-    """
+    """Arrays with others in some places."""
     changed = dict(zip(places, new, strict=True))
     return [changed.get(place, array) for place, array in enumerate(arrays)]

@@ -26,12 +26,7 @@ Update = Callable[[Shards, Shards, Shards], tuple[Shards, Shards, Shards]]
 
 
 def update_of(exchange: Meets, meeting: int) -> Update:
-    """What a device does at a meeting.
-
-    Args:
-        exchange: how islands meet.
-        meeting: which of its meetings.
-    """
+    """What a device does at a meeting."""
     if isinstance(exchange, Gossip):
         return partial(_averaged, exchange, meeting)
     return partial(_outer_step, exchange)
@@ -50,14 +45,7 @@ def _outer_step(
 def outer_update(
     exchange: DiLoCo, gradients: Shards, outer: Shards, momentum: Shards
 ) -> tuple[Shards, Shards]:
-    """Outer parameters and momentum after an update, in Nesterov's form.
-
-    Args:
-        exchange: how islands meet.
-        gradients: outer gradients, means over islands.
-        outer: outer parameters.
-        momentum: of the outer update.
-    """
+    """Outer parameters and momentum after an update, in Nesterov's form."""
     decay, rate = exchange.momentum, exchange.rate
     momentum = [g + decay * v for g, v in zip(gradients, momentum, strict=True)]
     outer = [

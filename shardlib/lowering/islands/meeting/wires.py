@@ -29,9 +29,7 @@ def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
     whole tiles, and sends them so.
 
     Args:
-        arrays: float32.
         wire: dtype that crosses.
-        islands: their number.
     """
     if wire == "float32":
         return [jax.lax.pmean(one.reshape(-1), ISLAND.name).reshape(one.shape) for one in arrays]
@@ -46,13 +44,7 @@ def joined(arrays: Sequence[Value], wire: str, islands: int, block: int = BLOCK)
     """Arrays one after the other, each in whole blocks, as rows for every island.
 
     Args:
-        arrays: float32.
         wire: dtype that crosses.
-        islands: their number.
-        block: numbers that share a scale.
-
-    Returns:
-        (islands, numbers).
     """
     sizes = [math.prod(one.shape) for one in arrays]
     room = spaces(wire, sizes, block)
@@ -68,10 +60,7 @@ def split(rows: Value, like: Sequence[Value], wire: str, block: int = BLOCK) -> 
     """The arrays of what `joined` gave.
 
     Args:
-        rows: (islands, numbers).
-        like: arrays of the shapes that are wanted.
         wire: dtype that crosses.
-        block: numbers that share a scale.
     """
     flat, found, start = rows.reshape(-1), list[Value](), 0
     sizes = [math.prod(one.shape) for one in like]
@@ -85,12 +74,7 @@ def packed(rows: Value, wire: str, block: int = BLOCK) -> Value:
     """Rows of numbers as integers that cross: of each row the numbers, then their scales.
 
     Args:
-        rows: float32, (rows, numbers), whole blocks.
         wire: dtype that crosses.
-        block: numbers that share a scale.
-
-    Returns:
-        (rows, integers).
     """
     if not blocks(wire):
         return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
@@ -108,9 +92,7 @@ def unpacked(rows: Value, wire: str, block: int = BLOCK) -> Value:
     """The float32 numbers of what `packed` gave.
 
     Args:
-        rows: (rows, integers).
         wire: dtype that crosses.
-        block: numbers that share a scale.
     """
     if not blocks(wire):
         return jax.lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)

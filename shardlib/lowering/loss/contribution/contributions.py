@@ -43,15 +43,7 @@ from shardlib.tracing.rows.proof import Inputs, compare
 
 
 def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: BatchDims) -> Whole:
-    """The loss of the whole batch.
-
-    Args:
-        traced: it.
-        rows: how it depends on the rows.
-        model: the model.
-        batch: abstract.
-        dims: for each array of the batch, by path, its dim of rows.
-    """
+    """The loss of the whole batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     row_dims = tuple(
         dim if isinstance(dim := dims[batch_path(path)], int) else None for path, _ in leaves
@@ -84,19 +76,7 @@ def contribution(
     share: Share,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
-    """What a microbatch contributes.
-
-    Args:
-        plan: the decisions.
-        full_loss: the loss of the whole batch.
-        share: the loss of a microbatch, as it was traced.
-        mesh: the mesh of the program.
-
-    Raises:
-        PinError: the rows of the batch meet before the end, so that no part of it contributes by
-            itself.
-        TracingError: a microbatch computes other operations than the batch.
-    """
+    """What a microbatch contributes."""
     if plan.microbatches == 1:
         return as_it_is(share.traced, share.dims, share.shardings)
     if full_loss.rows.asserted:

@@ -25,15 +25,7 @@ _LOW = 0xFFFFFFFF
 def drawn(
     eqn: Eqn, keys: jax.Array, rows: jax.Array, draw: Draw, parts: int
 ) -> tuple[jax.Array, ...]:
-    """The results of a draw.
-
-    Args:
-        eqn: of the program of a microbatch, a primitive of `shardlib.tracing.rows.draws.SHAPED`.
-        keys: its operand.
-        rows: positions of the microbatch's rows in the whole batch, uint32.
-        draw: where they are in the shape that is drawn.
-        parts: number of microbatches.
-    """
+    """The results of a draw."""
     shape = tuple(eqn.params["shape"])
     if eqn.primitive.name == "random_bits":
         return (bits(keys, rows, draw, shape=shape, parts=parts, width=eqn.params["bit_width"]),)
@@ -44,14 +36,7 @@ def drawn(
 def bits(
     keys: jax.Array, rows: jax.Array, draw: Draw, *, shape: Sequence[int], parts: int, width: int
 ) -> jax.Array:
-    """Random bits [*keys.shape, *shape] as `jax.random.bits` draws them for the whole batch.
-
-    Args:
-        keys: typed Threefry keys.
-        rows, draw, parts: as those of `drawn`.
-        shape: that a microbatch draws from each key.
-        width: bits of a number, 8, 16, 32 or 64.
-    """
+    """Random bits [*keys.shape, *shape] as `jax.random.bits` draws them for the whole batch."""
     high, low = _threefry(keys, rows, draw, shape, parts)
     if width == 64:
         return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)

@@ -62,14 +62,7 @@ class Edits:
 
     @staticmethod
     def of(proof: Proof, parts: int, full_loss: Whole, draws: Mapping[str, Draw]) -> Edits:
-        """What must be changed in a loss whose terms are sums over rows.
-
-        Args:
-            proof: how the results depend on the rows.
-            parts: number of microbatches.
-            full_loss: the loss of the whole batch.
-            draws: see `Edits`.
-        """
+        """What must be changed in a loss whose terms are sums over rows."""
         analysis = proof.analysis
         assert analysis is not None
         states = len(full_loss.names.states)
@@ -113,14 +106,7 @@ class Edits:
         share: Share,
         mesh: Mesh | AbstractMesh,
     ) -> Contribution:
-        """The changed loss, and what belongs to it.
-
-        Args:
-            plan: the decisions.
-            full_loss: the loss of the whole batch.
-            share: the loss of one microbatch.
-            mesh: of the program.
-        """
+        """The changed loss, and what belongs to it."""
         part, dims, shardings = share.traced, share.dims, share.shardings
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(full_loss.traced.closed_jaxpr, remat=True)
@@ -207,10 +193,6 @@ class Edits:
     def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         """Divides weighted means, and gives counts and truth values back in their dtypes, which
         means over microbatches are not.
-
-        Args:
-            part: the loss of one microbatch.
-            vouched: number of weighted means among the results.
 
         Returns:
             (results, gradients) of all microbatches -> the same.

@@ -53,14 +53,7 @@ class Rewriting:
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[jax.Array], prefix: str, scope: str
     ) -> list[jax.Array]:
-        """Results of a jaxpr.
-
-        Args:
-            jaxpr: closed or open.
-            arguments: one for each of its inputs.
-            prefix: goes before the paths of its equations.
-            scope: name scopes around it.
-        """
+        """Results of a jaxpr."""
         inner, constants = open_jaxpr(jaxpr)
         env = dict(zip(inner.constvars, constants, strict=True))
         env.update(zip(inner.invars, arguments, strict=True))
@@ -209,23 +202,12 @@ def _bound(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def times(leaf: jax.Array, factor: float) -> jax.Array:
-    """A value times a number, in its own dtype; itself for 1.
-
-    Args:
-        leaf: array or scalar.
-        factor: the number.
-    """
+    """A value times a number, in its own dtype; itself for 1."""
     return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
 
 
 def part_of_value(aval: Aval, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
-    """What a microbatch gets of a value.
-
-    Args:
-        aval: abstract value for the whole batch.
-        handed: which dim of it has the rows.
-        parts: number of microbatches.
-    """
+    """What a microbatch gets of a value."""
     shape = tuple(aval.shape)
     if handed.dim is not None:
         shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
@@ -235,11 +217,6 @@ def part_of_value(aval: Aval, handed: Handed, parts: int) -> jax.ShapeDtypeStruc
 def dealt_by_rows(leaf: jax.Array, handed: Handed, parts: int) -> jax.Array:
     """A value in an order of which every part-th element of the dim of rows makes a part: whole
     rows of several elements each.
-
-    Args:
-        leaf: the value for the whole batch.
-        handed: which dim of it has the rows.
-        parts: number of microbatches.
     """
     if handed.dim is None or handed.inner == 1:
         return leaf
@@ -249,12 +226,7 @@ def dealt_by_rows(leaf: jax.Array, handed: Handed, parts: int) -> jax.Array:
 
 
 def numbers_of(program: Program, values: Sequence[Handed]) -> list[int]:
-    """The numbers of values in the whole batch's program.
-
-    Args:
-        program: of the whole batch.
-        values: with the equations that make them.
-    """
+    """The numbers of values in the whole batch's program."""
     results = {
         (equation.path, position): number
         for equation in program.equations

@@ -75,13 +75,7 @@ class Share:
 
 
 def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contribution:
-    """A loss whose mean over microbatches is that of the whole batch.
-
-    Args:
-        traced: the loss of one microbatch.
-        dims: dim of the rows of each array of the batch, by path.
-        shardings: of the batch, a tree like it.
-    """
+    """A loss whose mean over microbatches is that of the whole batch."""
     return Contribution(
         traced=traced,
         prologue=lambda state, batch: batch,

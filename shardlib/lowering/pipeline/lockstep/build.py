@@ -69,22 +69,7 @@ def pipeline(
     """Cuts a loss into the stages of a plan.
 
     Args:
-        plan: a plan with stages.
-        traced: the loss of one microbatch.
-        state: the model state.
-        mesh: the mesh of the program.
-        params: shardings of the parameters.
-        layouts: of activations.
-        keys: see `cut`.
         exchange: how partial sums of gradients are exchanged; by default as the plan says.
-        same_state: the `repeated` of `shardlib.lowering.loss.contribution.share.Contribution`.
-
-    Returns:
-        The pipeline, and what the user should know about it.
-
-    Raises:
-        PlanError: the loss has no layers that stages could share, or too few, or there are too few
-            microbatches.
     """
     written, states = traced, len(jax.tree.leaves(state))
     traced, layouts, findings = _with_loop(plan, traced, states, params, layouts)
@@ -145,15 +130,7 @@ def _with_loop(
     params: ParameterShardings,
     layouts: StagedLayouts,
 ) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
-    """The loss with a loop over its layers, and the layouts of its activations.
-
-    Args:
-        plan, traced, params, layouts: as those of `pipeline`.
-        states: arrays of the model state.
-
-    Raises:
-        PlanError: the layers are written out, and what the plan does needs a loop.
-    """
+    """The loss with a loop over its layers, and the layouts of its activations."""
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
     if looped is traced:
         return traced, layouts, findings
@@ -169,11 +146,7 @@ def _with_loop(
 
 
 def _timetable(plan: Plan, loss_cut: Cut) -> Timetable:
-    """The schedule of one group of microbatches.
-
-    Raises:
-        PlanError: there are too few layers or microbatches for it.
-    """
+    """The schedule of one group of microbatches."""
     table = Timetable(
         schedule=plan.schedule,
         stages=plan.mesh["stage"],
@@ -256,12 +229,7 @@ def _stages(
 
 
 def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
-    """The mesh as it is in a region that is manual over some axes.
-
-    Args:
-        mesh: of the program.
-        axes: the manual ones.
-    """
+    """The mesh as it is in a region that is manual over some axes."""
     return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(
         dict.fromkeys(axes, AxisType.Manual)
     )

@@ -32,12 +32,7 @@ def repeated(stages: Stages) -> tuple[Finding, ...]:
 
 @diagnostic
 def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and nothing can be gathered beforehand.
-
-    Args:
-        stages: of the pipeline.
-        plan: the decisions.
-    """
+    """A finding where the plan gathers once, and nothing can be gathered beforehand."""
     gathered = stages.chunk.known
     if plan.gather != "once" or (gathered is not None and gathered.operands):
         return ()
@@ -62,10 +57,6 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
 def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
     """A finding where the plan gathers once, and layers have frozen sharded weights, which are
     gathered at every use.
-
-    Args:
-        loss_cut: the loss, with its layers taken out.
-        plan: the decisions.
     """
     if plan.gather != "once" or plan.zero < 3 or not loss_cut.frozen_tables:
         return ()

@@ -87,12 +87,7 @@ class Sums:
     reductions: GradientReductions
 
     def zeros(self, leaf: Leaf, lead: tuple[int, ...] = ()) -> Value:
-        """Where gradients of an array are summed, [*lead, ...].
-
-        Args:
-            leaf: array or abstract array.
-            lead: sizes of dims that come before its own.
-        """
+        """Where gradients of an array are summed, [*lead, ...]."""
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
     def empty(self, derived: Made) -> Carry:
@@ -180,10 +175,5 @@ class Sums:
 
 
 def plus(sums: Tree, more: Tree) -> Tree:
-    """Sums with more added to them, in the dtypes of the sums.
-
-    Args:
-        sums: a tree.
-        more: a tree like it.
-    """
+    """Sums with more added to them, in the dtypes of the sums."""
     return jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, more)

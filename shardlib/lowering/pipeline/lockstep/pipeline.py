@@ -156,7 +156,6 @@ class Pipeline:
         """((loss, (metrics, state)), gradients), averaged over the microbatches.
 
         Args:
-            params, state: stored parameters, and model state.
             parts: arrays of the batch, [microbatches, ...].
             join: slices of these -> the batch of one microbatch.
         """
@@ -557,12 +556,6 @@ class Ticks:
     ) -> Carry:
         """Runs equal ticks; in rounds, where every round gathers the chunk that its ticks begin,
         and reduces the gradients of the one that the last round has done.
-
-        Args:
-            tick: one tick.
-            carry: what ticks hand on.
-            start, stop: the first, and the one after the last.
-            going: whether they are forward ticks.
         """
 
         def run(carry: Carry, start: Any, count: int, edges: Edges) -> Carry:

@@ -89,12 +89,7 @@ class Stages:
         )
 
     def spread_out(self, array: Value, position: int) -> Value:
-        """A stage activation as it is sharded outside of the pipeline.
-
-        Args:
-            array: the activation.
-            position: its number among the activations.
-        """
+        """A stage activation as it is sharded outside of the pipeline."""
         dim, layout = self.spread[position], self.outside[position]
         if layout is not None:
             return jax.lax.with_sharding_constraint(
@@ -119,19 +114,13 @@ class Stages:
 
         Args:
             arrays: [stages, ...].
-            position: its number among the activations.
         """
         return self.spread_out(
             jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
         )
 
     def whole(self, array: Value, position: int) -> Value:
-        """The same as every stage needs it: no longer sharded over the stages.
-
-        Args:
-            array: as `spread_out` gives it.
-            position: its number among the activations.
-        """
+        """The same as every stage needs it: no longer sharded over the stages."""
         dim = self.spread[position]
         if dim is None:
             return array
@@ -221,11 +210,7 @@ class Stages:
         return bool(self.table.rounds and gathered and gathered.operands)
 
     def gather(self, resident: Held) -> Arrays:
-        """The operands that are gathered beforehand, [stages, chunks, layers, ...].
-
-        Args:
-            resident: what each stage has for the whole step.
-        """
+        """The operands that are gathered beforehand, [stages, chunks, layers, ...]."""
         if self.chunk.known is None:
             return []
         return self._manual(self._gather, (self._held(),), OWN)(resident)
@@ -233,11 +218,6 @@ class Stages:
     def gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
         """The operands that are gathered beforehand [stages, window, layers, ...], with those of
         one chunk in its slot.
-
-        Args:
-            resident: what each stage has for the whole step.
-            ready: those of other chunks.
-            chunk: number of the chunk, int32 scalar.
         """
         replicated = PartitionSpec()
         return self._manual(self._gather_over, (self._held(), OWN, replicated), OWN)(
@@ -247,10 +227,6 @@ class Stages:
     def reduce(self, resident: Held, sums: Arrays) -> Arrays:
         """Gradients of weights for the partial sums of what is gathered beforehand, [stages,
         chunks, layers, ...].
-
-        Args:
-            resident: what each stage has for the whole step.
-            sums: partial sums, in the order of what is gathered.
         """
         if self.chunk.known is None:
             return []
@@ -261,9 +237,7 @@ class Stages:
         with zeros there).
 
         Args:
-            resident: what each stage has for the whole step.
             sums: partial sums [stages, window, layers, ...], in the order of what is gathered.
-            slot: number of the slot, int32 scalar.
         """
         run = self._manual(self._reduce_out, (self._held(), OWN, PartitionSpec()), (OWN, OWN))
         return run(resident, sums, slot)
@@ -338,15 +312,7 @@ class Stages:
         """One tick forward.
 
         Args:
-            tick: its number.
-            resident: see `Held`.
-            hop: what came from the stage before.
-            entering: of the microbatch that enters the first stage.
             ring: [stages, slots, ...], what the stages remember; empty where nothing goes back.
-
-        Returns:
-            `hop` and `ring` after the tick, and what left the last stage, in the order of
-            `leaving`, for `handed_out`.
         """
         replicated = PartitionSpec()
         run = self._manual(
@@ -367,10 +333,6 @@ class Stages:
         """One tick backward.
 
         Args:
-            tick, held, ring: as for the forward tick.
-            hop: cotangents from the stage after, in the order of `moving`.
-            leaving: cotangents of what left the last stage, in the order of those of `leaving` that
-                gradients flow through.
             sums: gradients summed so far: of weights [stages, chunks, layers, ...], of shared
                 parameters [stages, ...], and the partial sums [stages, chunks, layers, ...].
             passed: [stages, stages, ...], what waits for the making of gradients of weights; empty

@@ -14,10 +14,6 @@ from shardlib.planning.plan import Plan
 def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
     of the layers for every layer.
-
-    Args:
-        loss_cut: the loss, with its layers taken out.
-        layers: how many there are.
     """
     avals = [loss_cut.program.avals[number] for number in loss_cut.entering]
     buffers = [

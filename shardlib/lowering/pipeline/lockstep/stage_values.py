@@ -72,7 +72,6 @@ def slot_of(ring: Arrays, slot: Index) -> Arrays:
 
     Args:
         ring: activation stash, arrays [its stage, slots, ...].
-        slot: number of the slot, int32 scalar.
     """
     return [jax.lax.dynamic_index_in_dim(slots[0], slot, 0, keepdims=False) for slots in ring]
 
@@ -82,8 +81,6 @@ def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
 
     Args:
         ring: activation stash, arrays [its stage, slots, ...].
-        arrays: what comes into the slot.
-        slot: number of the slot, int32 scalar.
     """
     return [
         jax.lax.dynamic_update_index_in_dim(slots[0], leaf, slot, 0)[None]
@@ -92,12 +89,7 @@ def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
 
 
 def only_if(condition: Value, array: Value) -> Value:
-    """An array where a condition holds, otherwise zeros.
-
-    Args:
-        condition: boolean scalar.
-        array: any.
-    """
+    """An array where a condition holds, otherwise zeros."""
     return jnp.where(condition, array, jnp.zeros_like(array))
 
 
@@ -106,9 +98,6 @@ def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) ->
 
     Args:
         total: [chunks, ...].
-        gradient: [...].
-        chunk: number of the chunk, int32 scalar.
-        works: whether there is work, boolean scalar; otherwise nothing is added.
     """
     before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(
@@ -123,8 +112,6 @@ def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: 
     Args:
         totals: arrays [its stage, slots, layers, ...].
         gradients: arrays [layers, ...].
-        slot: number of the slot, int32 scalar.
-        works: whether there is work, boolean scalar; otherwise nothing is added.
     """
     if not totals:
         return []

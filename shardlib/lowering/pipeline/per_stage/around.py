@@ -83,12 +83,6 @@ def in_turn(
 ) -> None:
     """Does all tasks, each as soon as its stage has its parameters and its neighbours have done
     what it reads; where none can be done, it waits for the first one's parameters.
-
-    Args:
-        turns: (stage, task), in an order in which every task comes after what it reads.
-        ready: whether a task has what neighbours make for it.
-        do: does it.
-        arriving: the parameters.
     """
     left = list(turns)
     while left:

@@ -39,21 +39,7 @@ def stage_programs(
     dims: BatchDims,
     prologue: Callable[[Tree, Tree], Tree] = lambda state, batch: batch,
 ) -> StagePrograms:
-    """The stages of a plan as programs of their own.
-
-    Args:
-        plan: a plan with stages.
-        pipeline: its loss, cut.
-        mesh: the mesh of the program.
-        params: shardings of the parameters.
-        batch: shardings of the batch.
-        dims: batch dim of each array of the batch, by path.
-        prologue: see `Opening`.
-
-    Raises:
-        PlanError: devices that this process does not have, or a schedule that has no order of this
-            kind.
-    """
+    """The stages of a plan as programs of their own."""
     places, order = Places.of(_with_devices(mesh)), _order(plan)
     dealing = Dealing(
         layers=pipeline.cut.layers, stages=len(places.stages), virtual=plan.virtual_stages
@@ -79,9 +65,6 @@ def stage_programs(
 def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
     """The mesh, if this process is alone: of several, those without a device would have no part in
     it.
-
-    Raises:
-        PlanError: it has not.
     """
     others = f"there are {jax.process_count()} processes"
     if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
@@ -94,11 +77,7 @@ def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
-    """What each stage does, one after the other: the schedule, once for each group of microbatches.
-
-    Raises:
-        PlanError: the schedule has no order of this kind.
-    """
+    """What each stage does, one after the other: the schedule, once for each group of microbatches."""
     try:
         group = orders(
             plan.schedule,
@@ -121,13 +100,7 @@ def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
 
 
 def _work(number: int, opening: Opening, alone: Plan) -> Work:
-    """The work of one chunk of layers, on the mesh of its stage.
-
-    Args:
-        number: of the chunk.
-        opening: of the pipeline.
-        alone: the plan without stages.
-    """
+    """The work of one chunk of layers, on the mesh of its stage."""
     pipeline, dealing, stages = opening.pipeline, opening.dealing, opening.places.stages
     cut, layers, here = pipeline.cut, dealing.counts[number], stages[number % len(stages)]
     moved = jax.tree.map(lambda sharding: NamedSharding(here, sharding.spec), vars(opening.params))

@@ -54,7 +54,6 @@ def part_of_microbatch(leaf: Value, micro: Index) -> Value:
 
     Args:
         leaf: [microbatches, ...].
-        micro: number of the microbatch, int32 scalar.
     """
     return jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)
 
@@ -282,11 +281,6 @@ class Work:
     def forward(self, resident: Held, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember); what enters the first
         chunk is made here.
-
-        Args:
-            resident: what the stage has for the whole step.
-            micro: number of the microbatch, int32 scalar.
-            entering: stage activations that enter the chunk.
         """
         return self.chunk.forward(
             self._operands(resident, micro), self._entering(resident, micro, entering)
@@ -302,20 +296,7 @@ class Work:
         early: Early,
         late: Late,
     ) -> tuple[Early, Late, Arrays]:
-        """The whole backward pass.
-
-        Args:
-            resident: see `Held`.
-            micro: number of the microbatch.
-            left: what left the last chunk; empty for others.
-            stashed: what `forward` gave.
-            back: cotangents of what left, in the order of `moving`; empty for the last chunk.
-            early, late: sums so far.
-
-        Returns:
-            The sums, and cotangents of what entered, in the order of `moving`; none for the first
-            chunk.
-        """
+        """The whole backward pass."""
         early, back = self._after_layers(resident, micro, left, back, early)
         gradients, entered = self.chunk.backward(
             self._operands(resident, micro), self._like(), stashed, back
@@ -363,10 +344,6 @@ class Work:
     def reduced(self, resident: Held, late: Late) -> Late:
         """Gradients of all stacked parameters, with what the partial sums make of them, once all
         microbatches are done.
-
-        Args:
-            resident: what the stage has for the whole step.
-            late: sums over all microbatches.
         """
         gathered, positions = self.chunk.known, self.cut.roles.weights
         assert gathered is not None
@@ -486,12 +463,7 @@ class Work:
 
 
 def flat(function: Callable[..., Tree], arguments: tuple[Tree, ...]) -> Callable[..., Arrays]:
-    """A function of trees as one of lists of leaves, for trees like the given ones.
-
-    Args:
-        function: of trees.
-        arguments: tuple of trees, arrays or abstract.
-    """
+    """A function of trees as one of lists of leaves, for trees like the given ones."""
     structure = jax.tree.structure(arguments)
     return lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
 

@@ -94,16 +94,7 @@ class Inputs:
 def chunk_programs(
     work: Work, arguments_in: Inputs, mesh: Mesh, name: str, *, split: bool, at_once: bool
 ) -> ChunkPrograms:
-    """Compiles the programs of a chunk.
-
-    Args:
-        work: what it does.
-        arguments_in: what it is given.
-        mesh: the devices of its stage.
-        name: of the programs.
-        split: whether gradients of weights are made apart.
-        at_once: whether it goes back at once after it has gone forward.
-    """
+    """Compiles the programs of a chunk."""
     around, arguments_in = _around(work, arguments_in, mesh, name)
     start = (arguments_in.held, arguments_in.micro, list(arguments_in.entering))
     forward = Draft.of(flat(work.forward, start), jax.tree.leaves(start), mesh)
@@ -282,12 +273,7 @@ def _both(
 
 
 def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
-    """What leaves one stage as it enters another.
-
-    Args:
-        leaves: abstract arrays of the stage before.
-        mesh: of the stage after.
-    """
+    """What leaves one stage as it enters another."""
     specs = [
         leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         for leaf in leaves

@@ -80,12 +80,7 @@ class Dispatch:
         )
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
-        """(state, metrics) after a step; the state is donated.
-
-        Args:
-            state: before the step.
-            batch: placed on the devices.
-        """
+        """(state, metrics) after a step; the state is donated."""
         opened: Opened = jax.tree.unflatten(
             self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
         )
@@ -95,14 +90,7 @@ class Dispatch:
         return self.update.step(state, (opened.after, run.summed()))
 
     def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: Arriving) -> Step:
-        """All work of a step whose parameters are on their way, queued; nothing is updated.
-
-        Args:
-            params: arrays that stand for parameters, and those that are none.
-            inputs: model state as the loss takes it.
-            batch: placed on the devices.
-            arriving: the parameters.
-        """
+        """All work of a step whose parameters are on their way, queued; nothing is updated."""
         leaves = jax.tree.leaves((params, inputs, batch))
         run = Step(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
         in_turn(self.turns, run.ready, run.do, arriving)
@@ -135,21 +123,11 @@ class Step:
         self.work = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
 
     def do(self, stage: int, task: Task) -> None:
-        """Queues a task.
-
-        Args:
-            stage: that does it.
-            task: what it does.
-        """
+        """Queues a task."""
         self.work[task.kind](task.chunk * self.ways + stage, task.microbatch)
 
     def ready(self, stage: int, task: Task) -> bool:
-        """Whether neighbours have made what a task reads.
-
-        Args:
-            stage: that does it.
-            task: what it does; the stage has done what comes before.
-        """
+        """Whether neighbours have made what a task reads."""
         chunk = task.chunk * self.ways + stage
         program, unit = self.programs.chunks[chunk], (chunk, task.microbatch)
         if task.kind == FORWARD or (task.kind == BACKWARD and program.both is not None):

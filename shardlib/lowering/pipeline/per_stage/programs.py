@@ -161,13 +161,7 @@ class StagePrograms:
         update: Callable[[Made], Update],
         name: str,
     ) -> Dispatch:
-        """Compiles all programs.
-
-        Args:
-            state, batch: abstract, with shardings.
-            update: what makes the next state, compiled for what it is given, abstract.
-            name: of the programs.
-        """
+        """Compiles all programs."""
         opening, places = self.opening, self.opening.places
         arguments = (state.params, state.inputs, batch)
         structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))

@@ -130,13 +130,7 @@ class Opening:
         )
 
     def opened(self, params: Tree, state: Tree, batch: Tree) -> Opened:
-        """What all microbatches work with.
-
-        Args:
-            params: stored parameters.
-            state: model state.
-            batch: the global batch.
-        """
+        """What all microbatches work with."""
         values = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
@@ -155,10 +149,6 @@ class Opening:
     ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
         """((loss, (metrics, state)), gradients), averaged over the microbatches, for what the
         stages have summed.
-
-        Args:
-            params, state: stored parameters, and model state.
-            pieces: model state after the last microbatch, and the sums.
         """
         after, summed = pieces
         leaves, structure = jax.tree.flatten(params)
@@ -203,10 +193,6 @@ class Opening:
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
         """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and
         [stages, ...] of others.
-
-        Args:
-            number: of the value in the program.
-            layers: whether it is a stack of layers.
         """
         owner = self.pipeline.cut.owners.get(number)
         cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec

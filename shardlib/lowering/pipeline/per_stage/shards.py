@@ -58,12 +58,7 @@ class Places:
         return (lead if isinstance(lead, tuple) else (lead,)) == self.axis
 
     def at(self, sharding: NamedSharding, stage: int) -> NamedSharding:
-        """A sharding over all devices as one over those of a stage.
-
-        Args:
-            sharding: over all devices.
-            stage: number of the stage.
-        """
+        """A sharding over all devices as one over those of a stage."""
         return NamedSharding(self.stages[stage], sharding.spec)
 
     def shape(self, leaf: jax.ShapeDtypeStruct | jax.Array) -> tuple[int, ...]:
@@ -77,12 +72,7 @@ class Places:
         )
 
     def like(self, leaf: jax.ShapeDtypeStruct, stage: int) -> jax.ShapeDtypeStruct:
-        """What one stage has of an abstract array.
-
-        Args:
-            leaf: abstract array with a sharding over all devices.
-            stage: number of the stage.
-        """
+        """What one stage has of an abstract array."""
         assert isinstance(leaf.sharding, NamedSharding)
         return jax.ShapeDtypeStruct(
             self.shape(leaf), leaf.dtype, sharding=self.at(leaf.sharding, stage)

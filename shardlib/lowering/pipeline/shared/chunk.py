@@ -107,8 +107,6 @@ class Chunk:
         of the layers' own results, [all layers, ...].
 
         Args:
-            operands: what it works with.
-            activations: what enters it.
             sums: arrays whose gradients are the partial sums for what is gathered beforehand,
                 [layers, ...]; by default those are lost.
         """
@@ -197,25 +195,13 @@ class Chunk:
     def backward(
         self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Gradients, Arrays]:
-        """Gradients, and those of the floating-point part of what entered.
-
-        Args:
-            operands: as for the forward pass.
-            activations: arrays like those that entered, of any value.
-            stashed: what `forward` gave.
-            cotangents: of the floating-point part of what left the chunk.
-        """
+        """Gradients, and those of the floating-point part of what entered."""
         return self._linearised(operands, activations).pull(stashed)(cotangents)
 
     def backward_inputs(
         self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Arrays, Arrays]:
-        """The part of `backward` that the stage before waits for.
-
-        Returns:
-            Gradients of the floating-point part of what entered, and what `backward_weights` has to
-            be given.
-        """
+        """The part of `backward` that the stage before waits for."""
         return self._linearised(operands, activations).early(stashed, cotangents)
 
     def backward_weights(

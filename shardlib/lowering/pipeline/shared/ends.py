@@ -48,13 +48,7 @@ class Ends:
         return no_sums(self.uses, self.mesh)
 
     def walk(self, walk: Walk, ready: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
-        """A walk whose operations use gathered operands and leave gradients to `sums`.
-
-        Args:
-            walk: through the operations outside of the layers.
-            ready: gathered operands, by path of the operation.
-            sums: where gradients go, in the order of `uses`.
-        """
+        """A walk whose operations use gathered operands and leave gradients to `sums`."""
         return leaving_sums(self.uses, walk, sums, ready)
 
     def reduce(self, sums: Sequence[Value]) -> Values:
@@ -69,13 +63,7 @@ class Ends:
 
 
 def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
-    """Finds the operations outside of the layers that can leave their gradients to the end.
-
-    Args:
-        placing: how values are laid out there.
-        cut: the loss around its loop.
-        mesh: the mesh of the program.
-    """
+    """Finds the operations outside of the layers that can leave their gradients to the end."""
     machine, derived = placing.machine(mesh), set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, Deferred] = {}

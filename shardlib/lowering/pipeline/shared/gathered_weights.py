@@ -94,7 +94,6 @@ class Gathered:
         Args:
             weights: stacks [layers, ...], in the order of `sources`.
             slots: arrays [slots, layers, ...], in the order of `operands`.
-            slot: number of the slot, int32 scalar.
         """
 
         def layer(index: Index, slots: Arrays) -> Arrays:
@@ -131,7 +130,6 @@ class Gathered:
         Args:
             weights: stacks [layers, ...], in the order of `sources`.
             sums: arrays [slots, layers, ...], in the order of `uses`.
-            slot: number of the slot, int32 scalar.
         """
 
         def layer(sums: Arrays, index: Value) -> tuple[Arrays, Arrays]:
@@ -169,10 +167,6 @@ class Gathered:
     def walk(self, walk: Walk, sums: Sequence[Value]) -> Walk:
         """A walk through one layer whose operations leave the gradients of these weights to
         `sums`.
-
-        Args:
-            walk: through one layer.
-            sums: where gradients go, in the order of `uses`.
         """
         return leaving_sums(self.uses, walk, sums)
 
@@ -180,13 +174,7 @@ class Gathered:
 def no_sums(
     uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
 ) -> Arrays:
-    """Where partial sums go, [*lead, ...], each device's at the device.
-
-    Args:
-        uses: operations whose gradients wait.
-        mesh: of the program.
-        lead: sizes of dims that come before those of the sums.
-    """
+    """Where partial sums go, [*lead, ...], each device's at the device."""
     zeros = [
         (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
     ]
@@ -235,11 +223,6 @@ def operand(use: Deferred) -> int:
 def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
     """What can be gathered beforehand; None where nothing can, or where gradients do not wait
     for the end of the step.
-
-    Args:
-        placing: how values are laid out.
-        cut: the loss around its loop.
-        mesh: the mesh around the layers.
     """
     if placing.reductions.when != DEFERRED:
         return None

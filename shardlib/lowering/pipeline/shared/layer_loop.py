@@ -47,15 +47,7 @@ class Roles:
 
 
 def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation:
-    """The scan over layers.
-
-    Args:
-        program: a loss.
-        labels: what each value of the loss is made from.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """The scan over layers."""
     loops = [
         equation
         for equation in program.equations
@@ -86,16 +78,7 @@ def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation
 
 
 def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int]) -> Roles:
-    """What the operands of the loop over layers are.
-
-    Args:
-        loop: it.
-        labels: what each value of the loss is made from.
-        alone: values that are known with the parameters.
-
-    Raises:
-        PlanError: an operand is something that stages cannot be handed.
-    """
+    """What the operands of the loop over layers are."""
     constants, carried = scan_counts(loop.params)
     scanned = {
         k: _role(number, labels[number], alone, k, loop)

@@ -48,11 +48,7 @@ class Saved:
         return layers if self.count is None else min(layers, self.count)
 
     def ways(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
-        """What becomes of a layer that follows the policy, and of one that does not.
-
-        Args:
-            prevent_cse: see `jax.checkpoint`.
-        """
+        """What becomes of a layer that follows the policy, and of one that does not."""
         following, saving_all = (
             partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
             for policy in (self.policy, "none")
@@ -75,10 +71,6 @@ def as_loop(
     """Runs the layers as a loop, or as two where only the first of them follow the policy.
 
     Args:
-        body: one layer.
-        saved: what layers save.
-        layers: how many there are.
-        carry: what enters the first.
         scanned: tree of arrays [layers, ...].
 
     Returns:

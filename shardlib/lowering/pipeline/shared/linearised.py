@@ -50,20 +50,11 @@ class Linearised:
     def early(self, stashed: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         """Of the backward pass in two parts: (gradients of what entered, what the late part has to
         be given).
-
-        Args:
-            stashed: activation stash of the chunk.
-            cotangents: of what left the chunk.
         """
         return self._halves(cotangents).run_first([*self._wants(stashed), *cotangents])
 
     def late(self, stashed: Arrays, passed: Arrays) -> Arrays:
-        """The other gradients.
-
-        Args:
-            stashed: activation stash of the chunk.
-            passed: what `early` gave for it.
-        """
+        """The other gradients."""
         cotangents = [
             leaf for leaf in self.left if is_floating(leaf)
         ]  # of any value: the late part does not read them

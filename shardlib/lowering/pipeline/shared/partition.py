@@ -135,20 +135,7 @@ def cut(
     keys: Collection[int] = (),
     frozen: Collection[int] = (),
 ) -> Cut:
-    """Cuts a loss around its loop over layers.
-
-    Args:
-        program: the loss over the leaves of (params, state, batch).
-        parameters: how many inputs are parameters.
-        state: how many are model state.
-        results: how many outputs are loss and metrics; the rest is model state.
-        keys: positions of inputs that are random keys of a whole microbatch.
-        frozen: positions of the parameters that are not trained.
-
-    Raises:
-        PlanError: there is no such loop, or its layers are tied together by more than what can
-            travel between stages.
-    """
+    """Cuts a loss around its loop over layers."""
     labels = dependence(program, _kinds(len(program.inputs), parameters, state, keys, frozen))
     loop = loop_over_layers(program, labels)
     constants, carried = scan_counts(loop.params)

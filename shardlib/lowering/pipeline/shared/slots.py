@@ -12,8 +12,6 @@ def layer_of(stack: Value, slot: Index, layer: Index) -> Value:
 
     Args:
         stack: [slots, layers, ...].
-        slot: number of the slot, int32 scalar.
-        layer: its number in the slot, int32 scalar.
     """
     shape = stack.shape[2:]
     start = (slot, layer, *(0 for _ in shape))
@@ -25,9 +23,6 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
 
     Args:
         stack: [slots, layers, ...].
-        leaf: [...].
-        slot: number of the slot, int32 scalar.
-        layer: its number in the slot, int32 scalar.
     """
     start = (slot, layer, *(0 for _ in leaf.shape))
     return jax.lax.dynamic_update_slice(stack, leaf[None, None], start)

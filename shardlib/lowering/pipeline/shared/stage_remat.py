@@ -50,13 +50,7 @@ class StageRemat:
         return self._saved(math.ceil(self.count / self.virtual))
 
     def of_chunk(self, number: int, layers: int) -> Saved:
-        """What the layers of one chunk save, where it has a program of its own.
-
-        Args:
-            number: of the chunk, among those of its stage.
-            layers: how many it has; where that is fewer than others have, fewer are
-                rematerialised.
-        """
+        """What the layers of one chunk save, where it has a program of its own."""
         rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
         missing = self.layers // self.virtual - layers
         return self._saved(max(0, rematerialised - missing))
@@ -68,19 +62,7 @@ class StageRemat:
 def stage_remat(
     plan: Plan, cut: Cut, program: Program, loss: LossReading, paths: Sequence[str]
 ) -> StageRemat:
-    """What the layers of the stages of a plan save.
-
-    Args:
-        plan: a plan with stages.
-        cut: the loss around the loop whose layers the stages share.
-        program: the loss before layers that are written out were made a loop, with its frozen
-            parameters known.
-        loss: it as it was read.
-        paths: of the parameters.
-
-    Raises:
-        PlanError: the loss has no layers that a class of the plan could be.
-    """
+    """What the layers of the stages of a plan save."""
     fullest = fullest_stage(plan, cut.layers)
     policies = apart(plan, program, loss, paths)
     uniform = StageRemat(

@@ -28,15 +28,7 @@ OWN = (
 
 
 def require_state(asked: str, state: object) -> None:
-    """Refuses what is no state at all.
-
-    Args:
-        asked: what it is given to.
-        state: whatever was given.
-
-    Raises:
-        StateError: it is none.
-    """
+    """Refuses what is no state at all."""
     if not isinstance(state, TrainState):
         raise StateError(
             f"{asked} was given"
@@ -52,14 +44,7 @@ def require_own(
     """Refuses a state of another program; does nothing where it is one of this program.
 
     Args:
-        asked: what the state is given to.
-        found: the state, or a part of it.
-        wanted: the same of the program, abstract, with shardings.
-        error: what has failed because of that.
         laid_out: whether arrays must have the dtypes and shardings of the program too.
-
-    Raises:
-        StateError: arrays differ; the first ones are named.
     """
     others = _structure(found, wanted) or _arrays(found, wanted, laid_out=laid_out)
     moved = [] if others or not laid_out else _layouts(found, wanted)

@@ -20,15 +20,7 @@ OTHER = "the batch is not the one that the program was compiled for"
 
 
 def require(batch: Tree, asked: Tree) -> None:
-    """Refuses a batch that is not the one that a program was compiled for.
-
-    Args:
-        batch: what was given.
-        asked: abstract.
-
-    Raises:
-        BatchError: tree, shapes or dtypes differ; all arrays concerned are listed.
-    """
+    """Refuses a batch that is not the one that a program was compiled for."""
     expected, structure = jax.tree_util.tree_flatten_with_path(asked)
     if jax.tree.structure(batch) != structure:
         _refuse(batch, asked)

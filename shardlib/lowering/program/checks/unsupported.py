@@ -15,28 +15,13 @@ from shardlib.tracing.program import has_matmul
 
 
 def require_lowered(plan: Plan) -> None:
-    """Raises where no program can be made of a plan, whatever the loss and on all chips.
-
-    Raises:
-        PinError: the plan decides something that lowering cannot carry out.
-    """
+    """Raises where no program can be made of a plan, whatever the loss and on all chips."""
     require(facts(plan), "the plan decides for what has no lowering", on_chips(vendor=""))
     require_products(plan)
 
 
 def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
-    """Raises where the loss has not what a plan decides about.
-
-    Args:
-        plan: the decisions.
-        loss: of one microbatch.
-        lost: whether the layouts of the plan are not those of this loss.
-
-    Raises:
-        PinError: the loss has no layers under a scan, or no call of a function, that the plan
-            needs.
-        PlanError: what runs on its devices needs layouts that were lost.
-    """
+    """Raises where the loss has not what a plan decides about."""
     forms = [site.call.form for site in loss.calls.values()]
     along, routed = plan.context in ("ring", "ulysses"), plan.experts != "none"
     if "activations" in plan.offload and not any(

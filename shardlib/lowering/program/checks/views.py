@@ -12,30 +12,14 @@ from shardlib.lowering.runtime.state import TrainState
 
 
 def require_model(asked: str, state: TrainState, own: TrainState) -> None:
-    """Refuses a state whose parameters and model state are gone or have other shapes.
-
-    Args:
-        asked: the method that was called, for the message.
-        state: that was given.
-        own: abstract, of the program.
-
-    Raises:
-        StateError: it is no state, of another program, or donated.
-    """
+    """Refuses a state whose parameters and model state are gone or have other shapes."""
     require_state(asked, state)
     require_present(asked, state.inference)
     require_own(asked, state.inference, own.inference, laid_out=False)
 
 
 def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
-    """Parameters and model state by dotted path, parameters first; nothing is copied.
-
-    Args:
-        state: of any program.
-
-    Raises:
-        StateError: two arrays share a path.
-    """
+    """Parameters and model state by dotted path, parameters first; nothing is copied."""
     found: dict[str, jax.Array] = {}
     for tree in (state.params, state.model_state):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -29,12 +29,7 @@ def updated(
     """The state after the optimizer's update, with nothing that devices keep.
 
     Args:
-        parts: of the step.
-        state: before it.
-        loss: for optimizers that ask for it.
         gradients: of the trained parameters, in the dtypes of the update.
-        model_state: after the step.
-        chosen: what is kept of (new, old) trees.
     """
     optimizer = optax.with_extra_args_support(parts.optimizer)
     stored = parts.partition.trained(state.params)

@@ -37,11 +37,7 @@ class Constants:
     _made: dict[int, Value | None] = field(default_factory=dict[int, "Value | None"])
 
     def of(self, number: int) -> Value | None:
-        """A value; None where it is not known, or follows from the position of the token.
-
-        Args:
-            number: of the value.
-        """
+        """A value; None where it is not known, or follows from the position of the token."""
         if number in self.program.constants:
             return self.program.constants[number]
         if number not in self._made:
@@ -71,12 +67,7 @@ class Constants:
         self._made.update(zip(equation.outputs, results, strict=True))
 
     def iterations(self, loop: Equation, body: Program) -> Iterator[Constants]:
-        """The constants of each iteration of a loop, in the order in which they run.
-
-        Args:
-            loop: an equation of the program, a scan.
-            body: what it runs.
-        """
+        """The constants of each iteration of a loop, in the order in which they run."""
         fixed, carried = scan_counts(loop.params)
         length, before = loop.params["length"], None
         for turn in range(length):
@@ -94,12 +85,7 @@ class Constants:
             yield before
 
     def inside(self, equation: Equation, body: Program) -> Constants:
-        """The constants of a program that an equation runs once.
-
-        Args:
-            equation: of the program, such as remat.
-            body: what it runs.
-        """
+        """The constants of a program that an equation runs once."""
         pairs = zip(body.inputs, equation.inputs, strict=True)
         return Constants(
             program=body, given={number: _asked(self, outer) for number, outer in pairs}
@@ -122,7 +108,6 @@ def kept_windows(window: int, everywhere: Sequence[Value | None]) -> tuple[int, 
     """Tokens that each layer of a call keeps; 0 for all.
 
     Args:
-        window: of the call.
         everywhere: whether a layer sees all tokens; None where that is not known.
     """
     return tuple(

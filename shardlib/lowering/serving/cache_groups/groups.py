@@ -89,11 +89,7 @@ class Where:
 
     @staticmethod
     def specs(tokens: PartitionSpec) -> Tree:
-        """Specs of the arrays, as a tree like it.
-
-        Args:
-            tokens: of those that groups of devices have rows of.
-        """
+        """Specs of the arrays, as a tree like it."""
         many = dict.fromkeys(("position", "entry", "table", "chunks"), tokens)
         replicated = dict.fromkeys(("first", "pages", "columns"), PartitionSpec())
         specs: dict[str, Tree] = {**many, **replicated}
@@ -114,12 +110,7 @@ class Layers:
 
     @classmethod
     def of(cls, windows: Sequence[int], groups: Sequence[CacheGroup]) -> Layers:
-        """Layers, each in its group (`kept_pages.group_of`).
-
-        Args:
-            windows: tokens that each layer sees; 0 for all.
-            groups: the one that keeps the most tokens first.
-        """
+        """Layers, each in its group (`kept_pages.group_of`)."""
         group_windows = [group.window for group in groups]
         return cls(
             groups=tuple(group_of(window, group_windows) for window in windows),
@@ -139,12 +130,7 @@ class Layers:
         return 1, sum(self.pages[group] for group in self.groups)
 
     def where(self, layer: Index, token: Token) -> tuple[Index, Where]:
-        """The row of the arrays that holds a layer, and where tokens stand in it.
-
-        Args:
-            layer: number of the layer, in the order in which they run.
-            token: where the tokens stand.
-        """
+        """The row of the arrays that holds a layer, and where tokens stand in it."""
         if self.alike:
             return layer, _in_group(token, self.groups[0], 0, self.pages)
         firsts = np.cumsum([0, *(self.pages[group] for group in self.groups)], dtype=np.int32)

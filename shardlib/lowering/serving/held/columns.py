@@ -67,13 +67,7 @@ class Columns:
 
 
 def in_columns(array: Value, *, summed: tuple[int, ...], parts: int) -> Columns:
-    """Holds an array as the first operand of products.
-
-    Args:
-        array: weights.
-        summed: dims that all its products sum over, ascending.
-        parts: at most so many.
-    """
+    """Holds an array as the first operand of products."""
     free = tuple(dim for dim in range(array.ndim) if dim not in summed)
     rows = math.prod(array.shape[dim] for dim in free)
     flat = array.transpose(*free, *summed).reshape(rows, -1)
@@ -87,34 +81,20 @@ def in_columns(array: Value, *, summed: tuple[int, ...], parts: int) -> Columns:
 
 
 def whole(columns: Columns) -> Value:
-    """The array that columns stand for.
-
-    Args:
-        columns: columns.
-    """
+    """The array that columns stand for."""
     order = *columns.free, *columns.summed
     flat = jnp.concatenate(columns.parts).reshape([columns.shape[dim] for dim in order])
     return flat.transpose(*(order.index(dim) for dim in range(len(order))))
 
 
 def converted(columns: Columns, equation: Equation) -> Columns:
-    """Columns in another dtype.
-
-    Args:
-        columns: columns.
-        equation: of the conversion.
-    """
+    """Columns in another dtype."""
     parts = tuple(bind(equation, [part])[0] for part in columns.parts)
     return Columns(parts=parts, summed=columns.summed, shape=columns.shape)
 
 
 def product(equation: Equation, operands: Sequence[Value | Columns]) -> Value:
-    """What a product with columns gives.
-
-    Args:
-        equation: of the product, without batch dims.
-        operands: of it; one is columns, which sums over `summed`.
-    """
+    """What a product with columns gives."""
     position = 0 if isinstance(operands[0], Columns) else 1
     columns, rows = operands[position], operands[1 - position]
     assert isinstance(columns, Columns) and not isinstance(rows, Columns)

@@ -20,12 +20,6 @@ def summed_dims(
 ) -> Mapping[int, tuple[int, ...]]:
     """Of each input that is only a factor of products, all over the same dims and without batch
     dims: these dims, ascending. Of what a loop takes rows of: `ROW` and those of a row.
-
-    Args:
-        program: the forward pass.
-        loops: paths of the loops that are walked into, one held row after another.
-        latents: what keys and values of calls are made of, by path: a cache computes with that
-            otherwise.
     """
     uses_by_number = _uses(program, frozenset(loops), latents)
     return {

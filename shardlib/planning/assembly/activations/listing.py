@@ -29,15 +29,7 @@ MOST = 64
 def activation_layouts(
     facts: Facts, choice: Choice, mesh: MeshShape, context: str, groups: Sequence[str]
 ) -> tuple[ActivationLayout, ...]:
-    """The main activations of a step, in the order of the program, `MOST` at most.
-
-    Args:
-        facts: of the step graph.
-        choice: the chosen colours.
-        mesh: sizes of the mesh axes.
-        context: how keys and values meet queries that are sharded along the sequence.
-        groups: names of the layer groups.
-    """
+    """The main activations of a step, in the order of the program, `MOST` at most."""
     at = StepLayouts(facts=facts, choice=choice, mesh=mesh, context=context)
     found: dict[tuple[object, ...], ActivationLayout] = {}
     for _, one in sorted((*_residuals(at, groups), *_used(at)), key=lambda each: each[0]):

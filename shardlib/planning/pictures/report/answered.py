@@ -22,12 +22,7 @@ _NOTE = (
 
 
 def answered(answers: Answers, *, kernels_only: bool = False) -> Iterator[tuple[str, str, str]]:
-    """(name, heading, HTML) of each answer.
-
-    Args:
-        answers: the answers.
-        kernels_only: that of the kernels alone, or all others.
-    """
+    """(name, heading, HTML) of each answer."""
     if kernels_only:
         if answers.kernels is not None:
             rows = table(

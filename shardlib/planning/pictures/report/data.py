@@ -24,8 +24,6 @@ def page_data(
     """The data of a page as a JSON element that no text in it can close.
 
     Args:
-        plan: the plan.
-        rows: its parameters.
         usable: bytes of a device that a program can use; None where they are not known.
         fitting: bytes that plans may fill of them.
     """
@@ -49,11 +47,7 @@ def page_data(
 
 
 def landscape(plan: Plan) -> JsonObject:
-    """The plans that were priced, the chosen one apart.
-
-    Args:
-        plan: the plan.
-    """
+    """The plans that were priced, the chosen one apart."""
     chosen = plan.estimate
     words: dict[str, None] = {}
     points: list[JsonObject] = []

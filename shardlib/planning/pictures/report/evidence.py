@@ -28,12 +28,7 @@ class Evidence:
 
 
 def said_of(plan: Plan, others: Sequence[Evidence] = ()) -> tuple[Evidence, ...]:
-    """The prediction, what the compiler said when it was asked for the plan, and others.
-
-    Args:
-        plan: the plan.
-        others: evidence from elsewhere.
-    """
+    """The prediction, what the compiler said when it was asked for the plan, and others."""
     predicted = Evidence(
         source="predicted",
         step_seconds=plan.estimate.step_seconds,
@@ -56,11 +51,7 @@ def said_of(plan: Plan, others: Sequence[Evidence] = ()) -> tuple[Evidence, ...]
 
 
 def evidence_rows(sources: Sequence[Evidence]) -> list[tuple[str, ...]]:
-    """Rows of a table under `evidence_head`; the differences are from the prediction.
-
-    Args:
-        sources: the prediction first.
-    """
+    """Rows of a table under `evidence_head`; the differences are from the prediction."""
     first = sources[0]
     rows = [
         ("seconds a step", *(_seconds(source, first) for source in sources)),

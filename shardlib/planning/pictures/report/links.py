@@ -20,12 +20,7 @@ _ITEMS = (4, 2, 1)
 
 
 def causes(plan: Plan, rows: Sequence[ParameterRow]) -> list[tuple[CollectiveRow, list[int]]]:
-    """The kinds of collectives of a step, each with the numbers of the parameters that cause it.
-
-    Args:
-        plan: the plan.
-        rows: its parameters.
-    """
+    """The kinds of collectives of a step, each with the numbers of the parameters that cause it."""
     collectives = in_every_step(plan.estimate.collectives)
     return [
         (
@@ -44,12 +39,7 @@ def causes(plan: Plan, rows: Sequence[ParameterRow]) -> list[tuple[CollectiveRow
 
 
 def moved(plan: Plan, row: CollectiveRow) -> list[int]:
-    """The numbers of the activations that a kind of collective moves.
-
-    Args:
-        plan: the plan.
-        row: all collectives of one kind over the same axes.
-    """
+    """The numbers of the activations that a kind of collective moves."""
     return [
         number
         for number, activation in enumerate(plan.activations)

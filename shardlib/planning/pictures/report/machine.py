@@ -30,12 +30,7 @@ def machine_picture(
     latency, axes.
 
     Args:
-        mesh: sizes of the mesh axes.
-        topology: the machine.
         order: of the axes on the links; by default the usual one.
-
-    Returns:
-        An SVG element and rows; an empty picture where the mesh has no place there.
     """
     placement = place(mesh, topology, order)
     if placement is None:

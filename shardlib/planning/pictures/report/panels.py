@@ -8,11 +8,7 @@ from shardlib.planning.units.quantity import bytes_text, seconds_text
 
 
 def landscape_panel(plan: Plan) -> str:
-    """The place of the landscape, with its points as a table; empty without any.
-
-    Args:
-        plan: the plan.
-    """
+    """The place of the landscape, with its points as a table; empty without any."""
     points = plan.search.landscape
     if len(points) < 2:
         return ""
@@ -48,11 +44,7 @@ def landscape_panel(plan: Plan) -> str:
 
 
 def array_panel(present: bool) -> str:
-    """The place of arrays as grids; empty where a plan has none.
-
-    Args:
-        present: whether it has any.
-    """
+    """The place of arrays as grids; empty where a plan has none."""
     if not present:
         return ""
     return (

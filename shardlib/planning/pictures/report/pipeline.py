@@ -16,11 +16,7 @@ _MOST = 2500
 
 
 def pipeline_picture(plan: Plan) -> str:
-    """The timeline of a plan with stages; empty where it has none, or too much happens to draw.
-
-    Args:
-        plan: the plan.
-    """
+    """The timeline of a plan with stages; empty where it has none, or too much happens to draw."""
     if not named(plan.schedule).staged:
         return ""
     try:

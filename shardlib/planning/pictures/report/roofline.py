@@ -19,11 +19,7 @@ _COLOURS = {"forward": "#0072b2", "backward": "#e69f00", "rematerialised": "#cc7
 
 
 def roofline_picture(kernels: Kernels) -> str:
-    """The picture of the kernels.
-
-    Args:
-        kernels: the kernels of a plan.
-    """
+    """The picture of the kernels."""
     total = kernels.seconds or 1.0
     shown = [
         kernel

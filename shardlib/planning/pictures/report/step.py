@@ -49,9 +49,6 @@ class Lane:
 def lanes(plan: Plan) -> tuple[Lane, ...]:
     """The kinds of collectives of a step with what is exposed of each, the slowest first; exposed
     seconds add up to no more than the estimate's.
-
-    Args:
-        plan: the plan.
     """
     rows = collective_rows(in_every_step(plan.estimate.collectives))
     waiting = {id(row): all(AXES[axis].waits for axis in row.axes) for row in rows}
@@ -67,12 +64,7 @@ def lanes(plan: Plan) -> tuple[Lane, ...]:
 
 
 def step_picture(plan: Plan, *, limit: int = _MOST) -> str:
-    """The picture of a step.
-
-    Args:
-        plan: the plan.
-        limit: kinds of collectives that are drawn, the slowest.
-    """
+    """The picture of a step."""
     listed = lanes(plan)
     total = plan.estimate.step_seconds
     longest = max([total, *(lane.row.seconds for lane in listed)]) or 1.0

@@ -21,13 +21,7 @@ WIDTH = 860
 
 
 def picture(label: str, height: float, shapes: Sequence[str]) -> str:
-    """An SVG element that is as wide as the page.
-
-    Args:
-        label: what it shows, for those who hear it.
-        height: user units; it is `WIDTH` wide.
-        shapes: SVG elements.
-    """
+    """An SVG element that is as wide as the page."""
     return (
         f'<svg class="picture" viewBox="0 0 {WIDTH} {height:.0f}" role="img"'
         f' aria-label="{escape(label)}">\n' + "\n".join(shapes) + "\n</svg>"
@@ -37,14 +31,7 @@ def picture(label: str, height: float, shapes: Sequence[str]) -> str:
 def rect(
     x: float, y: float, width: float, height: float, *, fill: str = "", cls: str = "", tip: str = ""
 ) -> str:
-    """A rectangle.
-
-    Args:
-        x, y, width, height: user units.
-        fill: its colour; none where a class says it.
-        cls: its class.
-        tip: text that shows where it is pointed at.
-    """
+    """A rectangle."""
     style = f' style="fill: {fill}"' if fill else ""
     name = f' class="{cls}"' if cls else ""
     inner = f"<title>{escape(tip)}</title>" if tip else ""
@@ -58,10 +45,6 @@ def words(x: float, y: float, text: str, *, cls: str = "", anchor: str = "", fil
     """Text.
 
     Args:
-        x, y: where it begins, or what `anchor` says.
-        text: of one line.
-        cls: its class.
-        anchor: "middle" or "end".
         fill: its colour; by default that of the page's text.
     """
     name = f' class="{cls}"' if cls else ""
@@ -76,12 +59,6 @@ def line(x1: float, y1: float, x2: float, y2: float, *, cls: str = "grid") -> st
 
 
 def figure(content: str, note: str, more: str = "") -> str:
-    """A picture with what it means, and a table behind a click.
-
-    Args:
-        content: the picture, HTML.
-        note: what it shows, text.
-        more: HTML that is shown on demand.
-    """
+    """A picture with what it means, and a table behind a click."""
     behind = f"<details><summary>as a table</summary>{more}</details>" if more else ""
     return f'<figure>{content}<figcaption class="soft">{escape(note)}</figcaption></figure>{behind}'

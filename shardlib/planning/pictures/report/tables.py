@@ -19,12 +19,7 @@ _LONG = ' class="long"'
 
 
 def collective_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
-    """The kinds of collectives of a step, with links to what they move; empty without any.
-
-    Args:
-        plan: the plan.
-        rows: its parameters.
-    """
+    """The kinds of collectives of a step, with links to what they move; empty without any."""
     linked = causes(plan, rows)
     if not linked:
         return ""
@@ -56,12 +51,7 @@ def collective_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
 
 
 def parameter_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
-    """The parameters, with links to their collectives; empty without any.
-
-    Args:
-        plan: the plan.
-        rows: its parameters.
-    """
+    """The parameters, with links to their collectives; empty without any."""
     if not rows:
         return ""
     linked = causes(plan, rows)
@@ -83,12 +73,7 @@ def parameter_table(plan: Plan, rows: Sequence[ParameterRow]) -> str:
 
 
 def activation_table(plan: Plan, before: int) -> str:
-    """The main activations, with links to their collectives; empty without any.
-
-    Args:
-        plan: the plan.
-        before: how many arrays stand before them in the data of the page.
-    """
+    """The main activations, with links to their collectives; empty without any."""
     if not plan.activations:
         return ""
     linked = causes(plan, ())

@@ -11,30 +11,13 @@ from shardlib.serving.scheduling.settings import MOST_BIASED
 
 
 def refuse_unserved(body: Choosing) -> None:
-    """Refuses what is understood and not served, rather than to answer something else.
-
-    Args:
-        body: of the request.
-
-    Raises:
-        Fault: 400, with the field.
-    """
+    """Refuses what is understood and not served, rather than to answer something else."""
     for name in body.unserved:
         raise Fault(400, f"{name} is not served here", code="unsupported_value", param=name)
 
 
 def refuse_unusable(body: Choosing, deployed: Deployment, *, tokens: int, formed: bool) -> None:
-    """Refuses figures that are no answer's, and tokens that the model does not have.
-
-    Args:
-        body: of the request.
-        deployed: the model that answers.
-        tokens: tokens of the answer at most.
-        formed: whether the answer has a form.
-
-    Raises:
-        Fault: 400, with the field.
-    """
+    """Refuses figures that are no answer's, and tokens that the model does not have."""
     if body.top and not body.listed:
         raise fault("top_logprobs", "top_logprobs needs logprobs")
     if not tokens and not body.echoes:
@@ -59,16 +42,7 @@ def refuse_unusable(body: Choosing, deployed: Deployment, *, tokens: int, formed
 
 
 def refuse_unknown(field: str, tokens: Iterable[int], deployed: Deployment) -> None:
-    """Refuses tokens that a model does not have.
-
-    Args:
-        field: of the body that has them.
-        tokens: from 0 on.
-        deployed: the model.
-
-    Raises:
-        Fault: 400, with the field.
-    """
+    """Refuses tokens that a model does not have."""
     vocab = deployed.worker.engine.forward.vocab
     if (largest := max(tokens, default=0)) >= vocab:
         raise fault(
@@ -77,10 +51,5 @@ def refuse_unknown(field: str, tokens: Iterable[int], deployed: Deployment) -> N
 
 
 def fault(field: str, message: str) -> Fault:
-    """What is wrong with a field.
-
-    Args:
-        field: of the body.
-        message: for people.
-    """
+    """What is wrong with a field."""
     return Fault(400, message, code="invalid_value", param=field)

@@ -17,15 +17,7 @@ from shardlib.untrusted.json_types import JsonObject
 
 
 async def conversation(body: Chat, deployed: Deployment) -> list[int]:
-    """Tokens of a conversation, up to where the assistant answers.
-
-    Args:
-        body: of the request.
-        deployed: the model.
-
-    Raises:
-        Fault: 400; parts that are no text, or messages that the template refuses.
-    """
+    """Tokens of a conversation, up to where the assistant answers."""
     supports_tools = knows_tools(deployed)
     messages = [
         _written(number, message, supports_tools) for number, message in enumerate(body.messages)
@@ -40,13 +32,7 @@ async def conversation(body: Chat, deployed: Deployment) -> list[int]:
 
 
 def _written(number: int, message: Message, supports_tools: bool) -> JsonObject:
-    """A message as templates get it.
-
-    Args:
-        number: of the message.
-        message: as the body has it.
-        supports_tools: whether the template knows of functions.
-    """
+    """A message as templates get it."""
     parts = [] if isinstance(message.content, str) else message.content or []
     if any(part.type != "text" or part.text is None for part in parts):
         raise _fault(f"messages[{number}] has a part that is no text", "unsupported_value")

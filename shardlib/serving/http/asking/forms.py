@@ -12,14 +12,7 @@ from shardlib.serving.scheduling.forms import Form
 
 
 def response_form(response_format: Format | None) -> Form | None:
-    """The form of `response_format`, as OpenAI has it; None for any.
-
-    Args:
-        response_format: of a body.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """The form of `response_format`, as OpenAI has it; None for any."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
@@ -30,14 +23,7 @@ def response_form(response_format: Format | None) -> Form | None:
 
 
 def structured_forms(structure: Structure | None) -> list[Form]:
-    """The forms of `structured_outputs`, as vLLM has it.
-
-    Args:
-        structure: of a body.
-
-    Raises:
-        ArgumentError: one is none.
-    """
+    """The forms of `structured_outputs`, as vLLM has it."""
     if structure is None:
         return []
     forms: list[Form] = []
@@ -55,16 +41,7 @@ def structured_forms(structure: Structure | None) -> list[Form]:
 
 
 def form_of(body: Choosing, deployed: Deployment) -> Form | None:
-    """The form that an answer is to have; None for any.
-
-    Args:
-        body: of the request.
-        deployed: the model that answers.
-
-    Raises:
-        ArgumentError: it is none, or there are several.
-        Fault: 400; answers of the model can have no form.
-    """
+    """The form that an answer is to have; None for any."""
     named_forms = [
         ("structured_outputs", form) for form in structured_forms(body.structured_outputs)
     ]

@@ -13,16 +13,7 @@ from shardlib.serving.http.asking.checks import fault, refuse_unknown
 async def tokens_of(
     prompts: Sequence[str | Sequence[int]], deployed: Deployment, *, name: str = "prompt"
 ) -> list[list[int]]:
-    """Tokens of the prompts of a body; texts are encoded beside the event loop.
-
-    Args:
-        prompts: texts, or tokens.
-        deployed: the model that they are for.
-        name: of the field.
-
-    Raises:
-        Fault: 400; tokens that the model does not have, or none.
-    """
+    """Tokens of the prompts of a body; texts are encoded beside the event loop."""
     tokenized: list[list[int]] = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -37,17 +28,7 @@ async def tokens_of(
 
 
 async def encoded(text: str, deployed: Deployment, *, name: str, begin: bool = True) -> list[int]:
-    """Tokens of a text, beside the event loop.
-
-    Args:
-        text: of a body.
-        deployed: the model that it is for.
-        name: of the field.
-        begin: see `Text.encode`.
-
-    Raises:
-        Fault: 400; the tokenizer refuses it.
-    """
+    """Tokens of a text, beside the event loop."""
     try:
         return await asyncio.to_thread(deployed.served.text.encode, text, begin=begin)
     except ArgumentError as error:

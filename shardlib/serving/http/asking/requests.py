@@ -30,14 +30,7 @@ def asked_of(
     """What the engine is asked: every prompt `n` times, with seeds that follow each other.
 
     Args:
-        body: of the request.
-        prompts: tokens of each.
-        named: the model.
-        salt: of the client's prefixes.
         seconds: that an answer may take; a body may ask for less. None for any.
-
-    Raises:
-        Fault: 400; more tokens than fit, or figures that the engine refuses.
     """
     deployed = named.deployed
     engine, text = deployed.worker.engine, deployed.served.text
@@ -78,16 +71,7 @@ def asked_of(
 async def compile_form(
     requests: Sequence[Asked], deployed: Deployment, stack: contextlib.ExitStack
 ) -> None:
-    """Has the form of answers compiled, beside the event loop and the engine.
-
-    Args:
-        requests: answers of one form, or of none.
-        deployed: the model.
-        stack: the form stays compiled until its end.
-
-    Raises:
-        Fault: 400; it cannot be compiled, or takes too much.
-    """
+    """Has the form of answers compiled, beside the event loop and the engine."""
     form, guides = requests[0].form, deployed.worker.engine.guides
     if form is None or guides is None:
         return

@@ -12,15 +12,7 @@ LEAST_TOP_P = 1e-6
 
 
 def sampling_of(body: Choosing, default: Sampling) -> Sampling:
-    """How tokens are chosen; where a body gives no seed, by one that is drawn.
-
-    Args:
-        body: of the request, with a bias of tokens alone (`checks.py`).
-        default: where it says nothing.
-
-    Raises:
-        ArgumentError: figures that are not usable.
-    """
+    """How tokens are chosen; where a body gives no seed, by one that is drawn."""
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)

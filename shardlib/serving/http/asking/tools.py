@@ -15,15 +15,7 @@ from shardlib.serving.scheduling.requests import STOP
 
 
 def refuse_tools(body: Chat, deployed: Deployment) -> None:
-    """Refuses functions that the model is not told of, and choices among none.
-
-    Args:
-        body: of the request.
-        deployed: the model.
-
-    Raises:
-        Fault: 400.
-    """
+    """Refuses functions that the model is not told of, and choices among none."""
     if not body.tools:
         if body.tool_choice not in (None, "none", "auto"):
             raise _fault("tool_choice", "tool_choice needs tools")
@@ -48,23 +40,12 @@ def refuse_tools(body: Chat, deployed: Deployment) -> None:
 
 
 def knows_tools(deployed: Deployment) -> bool:
-    """Whether the template of a model writes functions.
-
-    Args:
-        deployed: the model.
-    """
+    """Whether the template of a model writes functions."""
     return re.search(r"\btools\b", deployed.served.text.template or "") is not None
 
 
 def tool_form(body: Chat) -> Form | None:
-    """The form of an answer that has to call a function; None for any.
-
-    Args:
-        body: of the request.
-
-    Raises:
-        ArgumentError: the parameters of a function are no schema.
-    """
+    """The form of an answer that has to call a function; None for any."""
     if not body.tools or body.tool_choice in (None, "none", "auto"):
         return None
     if isinstance(body.tool_choice, NamedTool):
@@ -81,12 +62,7 @@ def tool_form(body: Chat) -> Form | None:
 
 
 def reader_of(body: Chat, deployed: Deployment) -> Callable[[], CallReader] | None:
-    """What takes the calls out of each answer; None where there are none.
-
-    Args:
-        body: of the request.
-        deployed: the model.
-    """
+    """What takes the calls out of each answer; None where there are none."""
     if not body.tools or body.tool_choice == "none":
         return None
     if isinstance(body.tool_choice, NamedTool):

@@ -15,12 +15,7 @@ from shardlib.serving.http.replies.reply import Reply
 
 @contextlib.asynccontextmanager
 async def listening(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
-    """Listens until the end of the block whether the client goes.
-
-    Args:
-        receive: of the request, whose body has been read.
-        gone: is called then.
-    """
+    """Listens until the end of the block whether the client goes."""
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":

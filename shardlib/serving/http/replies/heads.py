@@ -52,13 +52,7 @@ class Head:
     created: int
 
     def json(self, choices: Sequence[JsonObject], version: str, **more: Json) -> JsonObject:
-        """An object.
-
-        Args:
-            choices: of the answer.
-            version: of the weights, in words.
-            **more: fields.
-        """
+        """An object."""
         return {
             "id": self.id,
             "object": self.kind,
@@ -71,13 +65,7 @@ class Head:
 
 
 def new_head(prefix: str, kind: str, model: str) -> Head:
-    """The head of a new answer.
-
-    Args:
-        prefix: of its id.
-        kind: of object.
-        model: that answers.
-    """
+    """The head of a new answer."""
     return Head(
         id=f"{prefix}-{secrets.token_hex(12)}", kind=kind, model=model, created=int(time.time())
     )

@@ -58,11 +58,7 @@ class Reply:
         self.stream.fail(StreamError("the client is gone"))
 
     async def parts(self) -> AsyncIterator[tuple[int, Part]]:
-        """What is new, of each choice, until all are whole.
-
-        Raises:
-            StreamError: an answer ends early.
-        """
+        """What is new, of each choice, until all are whole."""
         text = self.named.deployed.served.text
         answers: dict[int, Answer] = {}
         for index, request in enumerate(self.asked):
@@ -97,11 +93,7 @@ class Reply:
             self.stream.cancel()
 
     async def whole(self) -> JsonObject:
-        """The answer as one object.
-
-        Raises:
-            StreamError: it ends early.
-        """
+        """The answer as one object."""
         texts = [""] * len(self.asked)
         tokens: list[list[Written]] = [[] for _ in self.asked]
         ends: list[str | None] = [None] * len(self.asked)
@@ -123,11 +115,7 @@ class Reply:
         return head.json(choices, self.version, usage=self.usage.json)
 
     async def events(self, *, usage: bool) -> AsyncGenerator[JsonObject, None]:
-        """The answer as objects; the last is an error where it ends early.
-
-        Args:
-            usage: whether an object with the tokens comes at the end.
-        """
+        """The answer as objects; the last is an error where it ends early."""
         shape = self.shape
         head = new_head(shape.prefix, shape.event, self.named.name)
         more = {"usage": None} if usage else {}

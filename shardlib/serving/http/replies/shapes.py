@@ -39,14 +39,7 @@ class Shape:
     begin: JsonObject = field(default_factory=dict)
 
     def choice(self, index: int, fields: JsonObject, part: Part, *, listed: bool) -> JsonObject:
-        """A choice, whole or a piece.
-
-        Args:
-            index: of the choice.
-            fields: that hold its text.
-            part: of which its tokens and its end are.
-            listed: whether its tokens are listed.
-        """
+        """A choice, whole or a piece."""
         return {
             "index": index,
             **fields,

@@ -19,12 +19,7 @@ from shardlib.serving.http.settings import Settings
 
 
 def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
-    """Conversations.
-
-    Args:
-        catalog: of models.
-        settings: limits.
-    """
+    """Conversations."""
     router = APIRouter()
 
     @router.post("/chat/completions")

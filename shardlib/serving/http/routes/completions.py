@@ -18,12 +18,7 @@ from shardlib.serving.http.settings import Settings
 
 
 def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
-    """Texts that go on.
-
-    Args:
-        catalog: of models.
-        settings: limits.
-    """
+    """Texts that go on."""
     router = APIRouter()
 
     @router.post("/completions")

@@ -19,11 +19,7 @@ from shardlib.serving.http.faults import Fault
 
 
 def embedding_routes(catalog: Catalog) -> APIRouter:
-    """Texts as vectors.
-
-    Args:
-        catalog: of models.
-    """
+    """Texts as vectors."""
     router = APIRouter()
 
     @router.post("/embeddings")

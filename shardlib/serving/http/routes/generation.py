@@ -18,20 +18,7 @@ from shardlib.serving.http.settings import Settings
 
 @contextlib.contextmanager
 def places(deployed: Deployment, count: int, settings: Settings) -> Iterator[contextlib.ExitStack]:
-    """Takes places for some answers until the end of the block, before anything is encoded.
-
-    Args:
-        deployed: the model that answers.
-        count: of answers.
-        settings: limits.
-
-    Yields:
-        What gives the places back; who keeps them longer takes its callbacks over.
-
-    Raises:
-        Fault: 400; more answers than there are places.
-        FullError: the places are taken.
-    """
+    """Takes places for some answers until the end of the block, before anything is encoded."""
     limit = min(settings.choices, deployed.worker.capacity)
     if count > limit:
         raise Fault(
@@ -48,15 +35,7 @@ def places(deployed: Deployment, count: int, settings: Settings) -> Iterator[con
 async def sent(
     http: Request, body: Choosing, reply: Reply, stack: contextlib.ExitStack, settings: Settings
 ) -> Response:
-    """An answer, whole or streamed as the body says; given up when its client goes.
-
-    Args:
-        http: the request.
-        body: of it.
-        reply: that is written.
-        stack: gives its places back; a stream does so when it has ended.
-        settings: limits.
-    """
+    """An answer, whole or streamed as the body says; given up when its client goes."""
     if body.stream:
         return EventStream(
             reply, usage=body.counted, seconds=settings.send_seconds, close=stack.pop_all().close

@@ -12,7 +12,6 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
     """The list of models, and each of them.
 
     Args:
-        catalog: of models.
         started: when the server began, seconds since 1970.
     """
     router = APIRouter()

@@ -14,12 +14,7 @@ from shardlib.serving.http.watching import Watching
 
 
 def status_routes(models: Mapping[str, Deployment], watching: Watching) -> APIRouter:
-    """What people, Prometheus and whatever starts servers look at.
-
-    Args:
-        models: by name.
-        watching: what is counted of them.
-    """
+    """What people, Prometheus and whatever starts servers look at."""
     router = APIRouter()
 
     @router.get("/health")

@@ -22,13 +22,6 @@ def declared(
 ) -> list[Kind] | None:
     """Kinds of the results of a call, by what the function says of itself; None where it says
     nothing, or not of such operands.
-
-    Args:
-        first_equation: an equation of the call, in the first trace.
-        two: the same in the second.
-        first: the program around it, in the first trace.
-        second: the same in the second.
-        read: gives kinds of values, by their numbers in the two traces.
     """
     assert first_equation.call is not None and two.call is not None
     form, pairs = (

@@ -45,13 +45,7 @@ _ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsum
 
 
 def constant(left: Constant, two: Constant, sizes: tuple[int, int]) -> Kind:
-    """A literal or a captured array, as it is in the two traces.
-
-    Args:
-        left: in the first trace.
-        two: in the second.
-        sizes: rows in the two.
-    """
+    """A literal or a captured array, as it is in the two traces."""
     if _opaque(left) or _opaque(two):
         return free()
     first, second = np.asarray(left), np.asarray(two)
@@ -94,13 +88,7 @@ def _opaque(array: Any) -> bool:
 
 
 def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Kind]:
-    """The results of an operation on values that are all free.
-
-    Args:
-        step: the operation in both traces.
-        kinds: of its operands.
-        learned: whether one of them depends on what is trained.
-    """
+    """The results of an operation on values that are all free."""
     name = step.name
     if name == "iota":
         return (

@@ -104,11 +104,6 @@ def _product(step: Step, kinds: list[Kind], signs: list[int], more: dict[str, ob
 def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
     """Terms, some of them sums over rows, that are added up or stand beside each other in one
     array.
-
-    Args:
-        step: the operation in both traces.
-        kinds: of its operands.
-        positions: of the operands that are the terms.
     """
     terms = [(index, kinds[index]) for index in positions if not kinds[index].zero]
     more = common(kinds)

@@ -16,7 +16,6 @@ def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
     in their order.
 
     Args:
-        kind: of the operand.
         target_dim: dim of the operand -> dim of the result, None where the dim is gone.
     """
     if kind.family != "row" or not kind.rows.dims:
@@ -28,13 +27,7 @@ def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
 
 
 def kept(step: Step, kinds: list[Kind], result: Kind | None) -> Kind:
-    """A kind, or "mixed" where there is none since the rows lost their order.
-
-    Args:
-        step: the operation.
-        kinds: of its operands.
-        result: kind of its result.
-    """
+    """A kind, or "mixed" where there is none since the rows lost their order."""
     return step.mixed("the order of the rows is lost", kinds) if result is None else result
 
 
@@ -129,12 +122,6 @@ def regrouped_alike(place: Place, step: Step) -> Place | None:
 def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | None:
     """Where rows are after a reshape.
 
-    Args:
-        place: where they are in the operand.
-        before: elements per dim of the operand.
-        after: elements per dim of the result.
-        rows: how many there are.
-
     Returns:
         None where no dims of the result hold exactly the rows.
     """
@@ -198,12 +185,7 @@ def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
-    """The rule of an operation that mixes elements along some dims.
-
-    Args:
-        dims_of: the dims of an operation.
-        linear: whether the operation is linear, so that it may be applied to sums over rows.
-    """
+    """The rule of an operation that mixes elements along some dims."""
 
     def rule(step: Step, kinds: list[Kind]) -> Kind:
         row_kinds = [kind for kind in kinds if kind.family == "row"]

@@ -20,7 +20,6 @@ def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> 
 
     Args:
         pair: the number in the two traces; None counts as the same.
-        sizes: rows in the two traces.
     """
     if pair is None:
         return Fraction(0)

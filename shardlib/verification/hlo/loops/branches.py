@@ -17,15 +17,7 @@ MOST_TURNS = 1 << 11
 def turns(
     loop: Instruction, body: Computation, outside: Scope, trips: int, module: Module
 ) -> tuple[Turn, ...]:
-    """The turns of a loop; none where there are too many to follow.
-
-    Args:
-        loop: a while instruction.
-        body: its body.
-        outside: what it stands in.
-        trips: how many turns there are.
-        module: the program.
-    """
+    """The turns of a loop; none where there are too many to follow."""
     listed: list[Turn] = []
     for _ in range(trips if trips <= MOST_TURNS else 0):
         listed.append(Turn(module, body, loop, outside, listed[-1] if listed else None))
@@ -35,13 +27,7 @@ def turns(
 def taken(
     conditional: Instruction, scopes: Sequence[Scope], module: Module
 ) -> tuple[int, ...] | None:
-    """How often each branch of a conditional is taken; None where the text does not say.
-
-    Args:
-        conditional: the instruction.
-        scopes: executions of its computation, the turns of a loop in order.
-        module: the program.
-    """
+    """How often each branch of a conditional is taken; None where the text does not say."""
     branches, counts = conditional.branches, [0] * len(conditional.branches)
     if not scopes or not branches or not conditional.operands:
         return None

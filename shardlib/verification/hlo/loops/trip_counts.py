@@ -16,13 +16,7 @@ _PASSED = frozenset({"copy", "bitcast", "convert", "copy-start", "copy-done", "r
 
 
 def trip_count(loop: Instruction, around: Computation, module: Module) -> int | None:
-    """Executions of a loop's body; None where the text does not say.
-
-    Args:
-        loop: a while instruction.
-        around: the computation that it stands in.
-        module: the program.
-    """
+    """Executions of a loop's body; None where the text does not say."""
     match = _KNOWN.search(loop.rest)
     if match:
         return int(match[1])

@@ -154,13 +154,7 @@ def value(module: Module, name: str, scope: Scope, index: int | None = None) -> 
     """The whole numbers that an instruction makes; truth values are 0 and 1.
 
     Args:
-        module: the program.
-        name: of the instruction.
-        scope: the execution of its computation.
         index: element of the tuple that it makes; None where it makes an array.
-
-    Raises:
-        UnknownError: they do not follow from the text.
     """
     key = name, index
     if key not in scope.known:

@@ -24,10 +24,6 @@ def as_reduce_scatters(collectives: tuple[Found, ...], mesh: MeshShape) -> tuple
 
     Permutes of a matmul that are of one size, over one axis, and no multiple of those of one
     reduce-scatter are left as they are.
-
-    Args:
-        collectives: collectives with their executions.
-        mesh: whose devices run them.
     """
     alike: dict[tuple[tuple[str, ...], int, tuple[str, ...], str], list[Found]] = defaultdict(list)
     for collective in collectives:
