@@ -35,7 +35,7 @@ import optax
 import shardlib
 from benchmarks.environment import RESULTS, write
 from shardlib import models
-from shardlib.hardware.topology import Topology
+from shardlib.machines.topology import Topology
 from shardlib.models.config import TransformerConfig
 
 #: A job: a model, rows of a batch on each device, positions.

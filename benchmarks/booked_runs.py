@@ -25,8 +25,10 @@ import optax
 
 import shardlib
 from benchmarks.environment import write
-from shardlib import booking
-from shardlib.models import PRESETS, TransformerConfig, build, example_batch
+from shardlib.launch import booking
+from shardlib.models import build, example_batch
+from shardlib.models.config import TransformerConfig
+from shardlib.models.presets import PRESETS
 
 
 def _llama1(name: str, layers: int, embed: int, heads: int, mlp: int) -> TransformerConfig:

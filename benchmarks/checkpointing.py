@@ -28,16 +28,18 @@ import environment
 
 environment.simulate_devices(8)
 
-import jax  # noqa: E402
-import optax  # noqa: E402
-import orbax.checkpoint as ocp  # noqa: E402
-from stepping import random_tokens  # noqa: E402
+import jax
+import optax
+import orbax.checkpoint as ocp
+from stepping import random_tokens
 
-import shardlib  # noqa: E402
-from shardlib import models  # noqa: E402
-from shardlib.checkpointing.keep import Keep  # noqa: E402
-from shardlib.checkpointing.store import Checkpoints  # noqa: E402
-from shardlib.models.config import TransformerConfig  # noqa: E402
+import shardlib
+from shardlib import models
+from shardlib.checkpointing.store import (
+    Checkpoints,
+    Keep,
+)
+from shardlib.models.config import TransformerConfig
 
 #: A model whose step takes some tenths of a second on two cores that have other work as well.
 LOOP = TransformerConfig(

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths are set before JAX is imported)
 """Do collectives over tensor hide behind the matmuls that they feed, in the schedule of the real
 compiler?
 
@@ -31,8 +30,8 @@ import optax
 import shardlib
 from benchmarks.environment import RESULTS, write
 from shardlib import models
-from shardlib.hardware import topology
-from shardlib.verification.compiled_step import CompiledStep
+from shardlib.machines.topology import topology
+from shardlib.verify.report import CompiledStep
 
 #: Options of each compiler: as it is; and with its own loops for collectives of any size.
 FORMS: Mapping[str, Mapping[str, tuple[str, Mapping[str, Any]]]] = {

@@ -34,12 +34,12 @@ import optax
 import shardlib
 from benchmarks.environment import environment, source_digest
 from shardlib import models
-from shardlib.annotation import activations
+from shardlib.annotation import tree
 from shardlib.collective import Collective
-from shardlib.frontend import compiled_choice
-from shardlib.frontend.traced_model import read_and_trace
-from shardlib.verification.isolation import Limits
-from shardlib.verification.report import Key, key_text, totals
+from shardlib.frontend import verified
+from shardlib.frontend.model import read_and_trace
+from shardlib.verify.isolation import Limits
+from shardlib.verify.report import Key, key_text, totals
 
 
 def inputs(case: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def priced_as_compiled(given: dict[str, Any], plan: shardlib.Plan) -> shardlib.P
     """
     if plan.attention != "cudnn":
         return plan
-    with activations.no_mesh():
+    with tree.no_mesh():
         model = read_and_trace(
             given["init"],
             given["loss"],
@@ -114,7 +114,7 @@ def priced_as_compiled(given: dict[str, Any], plan: shardlib.Plan) -> shardlib.P
             given.get("batch_axes"),
             given["name"],
         )
-    return compiled_choice.priced_as_compiled(model, plan, shardlib.topology(plan.topology))
+    return verified.priced_as_compiled(model, plan, shardlib.topology(plan.topology))
 
 
 def compiled(found: shardlib.Verification) -> dict[str, Any]:

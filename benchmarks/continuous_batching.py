@@ -29,8 +29,8 @@ import jax
 import numpy as np
 
 from benchmarks.environment import RESULTS, write
-from shardlib import models, serving
-from shardlib.annotation.read import read
+from shardlib import models, serve
+from shardlib.annotation.tree import read
 from shardlib.models.config import TransformerConfig
 
 LLAMA = TransformerConfig(
@@ -55,7 +55,7 @@ def forward(model: Any, tokens: jax.Array) -> jax.Array:
 
 
 def served(
-    engine: serving.Engine, asked: Sequence[serving.Asked], group: int
+    engine: serve.Engine, asked: Sequence[serve.Asked], group: int
 ) -> tuple[int, float, list[list[int]]]:
     """Steps, seconds and answers, with so many requests added at a time."""
     steps, start = engine.steps, time.perf_counter()
@@ -90,11 +90,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     workload = json.loads(WORKLOAD.read_text())
-    asked = [serving.Asked(prompt=tuple(one["prompt"]), most=one["most"]) for one in workload]
-    engine = serving.Engine(
+    asked = [serve.Asked(prompt=tuple(one["prompt"]), most=one["most"]) for one in workload]
+    engine = serve.Engine(
         models.build(LLAMA)[0],
         forward,
-        capacity=serving.Capacity(longest=LONGEST, slots=SLOTS, prefixes=False),
+        capacity=serve.Capacity(longest=LONGEST, slots=SLOTS, prefixes=False),
     )
     engine.warm_up()
     compiled = engine.compute.compiled

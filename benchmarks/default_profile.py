@@ -45,8 +45,8 @@ from benchmarks.published.unseen import runs as reading
 from benchmarks.published.unseen.levels import FAR
 from benchmarks.published.unseen.runs import Figures, Run
 from benchmarks.published.unseen.tallies import Tallied
-from shardlib.cost.machine.efficiency import efficiency
-from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.framework import XLA
+from shardlib.cost.roofline import efficiency
 from shardlib.errors import ShardlibError
 
 VENDOR = "google"

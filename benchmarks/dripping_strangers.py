@@ -27,15 +27,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, write
-from shardlib import Asynchronous
-from shardlib.servers.rounds.service import RoundService
-from shardlib.servers.server.listening import Listening
-from shardlib.servers.server.service import Service
-from shardlib.servers.wire.connection import Connection
-from shardlib.servers.wire.frames import MARK
-from shardlib.servers.wire.messages import Ask
-from shardlib.servers.wire.secret import introduce
-from shardlib.serving.edge.stage import DRIVER, Entrance
+from shardlib.exchanges import Asynchronous
+from shardlib.islands.servers.rounds import RoundService
+from shardlib.islands.servers.server import Listening, Service
+from shardlib.islands.servers.wire import MARK, Ask, Connection, introduce
+from shardlib.serve.edge import DRIVER, Entrance
 
 SECRET = "the secret of the benchmark"
 

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """How long does a step of an expert layer take, against a dense layer with the FLOPs that a token
 uses?
 
@@ -35,9 +34,8 @@ from flax import nnx
 
 import shardlib
 from benchmarks.stepping import alternate
-from shardlib.models.blocks.feedforward import FeedForward, mixture_of_experts
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts
+from shardlib.models.blocks import FeedForward, mixture_of_experts
+from shardlib.models.config import Experts, TransformerConfig
 
 WIDTH, ROWS, SEQ = 512, 16, 256
 #: The shapes of Mixtral (8 experts, 2 a token) and of DeepSeek-V2 Lite (64 fine ones, 6 a token),

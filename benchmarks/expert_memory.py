@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.memory_savers import SEQ, run
-from shardlib.models import Experts, TransformerConfig
+from shardlib.models.config import Experts, TransformerConfig
 
 WIDE = TransformerConfig(
     name="wide",

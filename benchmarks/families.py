@@ -17,9 +17,7 @@ import optax
 from flax import nnx
 
 from shardlib import models
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts, LatentAttention
-from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
+from shardlib.models.config import EncoderDecoderConfig, Experts, LatentAttention, TransformerConfig
 
 Given = dict[str, Any]
 DTYPE = jnp.bfloat16

@@ -33,8 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, write
-from shardlib.training.measures.metrics import by_step, read_records
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.measures import by_step, read_records
+from shardlib.training.run import RunFolder
 
 CARD = (
     "vocab_size = 256\nlayers = 2\nembed = 64\nheads = 4\nkv_heads = 2\nhead_dim = 16\nmlp ="

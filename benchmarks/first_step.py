@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """How long does the program of a plan take to compile, over a plain `jax.jit` of the same step?
 
     python benchmarks/first_step.py
@@ -36,9 +35,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import hand_sharded, hand_transformer
 from shardlib import models
-from shardlib.annotation import activations
+from shardlib.annotation import tree
 from shardlib.frontend import choice, lowered
-from shardlib.frontend.traced_model import read_and_trace
+from shardlib.frontend.model import read_and_trace
 
 MESHES = {
     "one device": {"data": 1},
@@ -113,7 +112,7 @@ def planned(
             traced = read_and_trace(init, loss, optimizer, batch, None, None)
             found.append(choice.given_or_searched(traced, None, f"cpu:{devices}", pin))
 
-        with activations.no_mesh():
+        with tree.no_mesh():
             before = stopwatch(plan)
             traced, chosen = found[0]
             return before, stopwatch(

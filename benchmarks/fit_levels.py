@@ -30,8 +30,7 @@ import shardlib.cost
 from benchmarks.environment import RESULTS
 from benchmarks.published.unseen.levels import SOURCED, Fit, Level, by_level, figures_of
 from benchmarks.published.unseen.runs import PRODUCTS, Figures, Run, complete, runs_of
-from shardlib.cost.machine.efficiency import efficiency
-from shardlib.cost.machine.efficiency_curves import curves
+from shardlib.cost.roofline import curves, efficiency
 
 CURVES = Path(shardlib.cost.__file__).parent / "framework_profiles" / "curves"
 #: Physical meaning of each figure that is fitted, for the files.

@@ -285,9 +285,9 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Writes the configurations, and says of which plans."""
     from shardlib.cli.inputs import inputs_of
     from shardlib.errors import PinError
-    from shardlib.frontend.traced_model import read_and_trace
-    from shardlib.hardware import topology
-    from shardlib.planning.planner import prepared_for, search
+    from shardlib.frontend.model import read_and_trace
+    from shardlib.machines.topology import topology
+    from shardlib.planner.planner import prepared_for, search
 
     plans: dict[str, list[dict[str, Any]]] = {}
     for model, batch, seq, where in JOBS:
@@ -327,7 +327,7 @@ def main() -> None:
         return
     import tempfile
 
-    from shardlib.cost.terms.frameworks import frameworks
+    from shardlib.cost.framework import frameworks
 
     pythons = dict(one.rsplit("=", 1) if "=" in one else ("", one) for one in options.python)
     result: dict[str, Any] = {}

@@ -14,24 +14,21 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from shardlib.calibration.figures import figure_names, read_figures
-from shardlib.checkpointing.about import DamagedError, digest, from_json
-from shardlib.checkpointing.huggingface.files import INDEX, Files
-from shardlib.cost.machine.efficiency import efficiency
-from shardlib.cost.machine.efficiency_curves import Curve, efficiency_of
-from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.framework_profiles import framework_profile
-from shardlib.data.batches.kept import kept
+from shardlib.calibration import figure_names, read_figures
+from shardlib.checkpointing.huggingface import INDEX, Files
+from shardlib.checkpointing.reading import DamagedError, digest, from_json
+from shardlib.cost.framework import FrameworkProfile, framework_profile
+from shardlib.cost.roofline import Curve, efficiency, efficiency_of
+from shardlib.data.batches import kept
 from shardlib.data.open import read
-from shardlib.data.reading.cache import cached
+from shardlib.data.sources import cached
 from shardlib.errors import CheckpointError, PinError
-from shardlib.hardware.cluster import cluster
-from shardlib.hardware.topology import topology
-from shardlib.models import card, huggingface
-from shardlib.planning.pictures.html import html_report
-from shardlib.planning.plan import Plan
-from shardlib.untrusted import parse_json
-from shardlib.verification.report import read_baseline
+from shardlib.machines.topology import cluster, topology
+from shardlib.models import huggingface, presets
+from shardlib.planner.plan import Plan
+from shardlib.report.pages import html_report
+from shardlib.untrusted.data import parse_json
+from shardlib.verify.report import read_baseline
 from tests.models.configs import PUBLISHED
 from tests.planning.fixture_plan import PLAN
 
@@ -167,7 +164,7 @@ def _card(folder: Path) -> Room:
     return Room(
         valids=(CARD,),
         read=_through(
-            folder / "card.toml", lambda: card.read(folder / "card.toml").parameter_count()
+            folder / "card.toml", lambda: presets.read(folder / "card.toml").parameter_count()
         ),
     )
 

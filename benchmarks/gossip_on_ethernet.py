@@ -29,7 +29,7 @@ from flax import nnx
 
 import shardlib
 from benchmarks.environment import RESULTS, write
-from shardlib.hardware.topology import Topology
+from shardlib.machines.topology import Topology
 
 NODES, GPUS, ROWS = 32, 8, 256
 EPOCHS, IMAGES = 90, 1_281_167  # ILSVRC 2012

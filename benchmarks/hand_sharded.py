@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Is the planned program as fast as one sharded by hand, and does it communicate as little?
 
     python benchmarks/hand_sharded.py

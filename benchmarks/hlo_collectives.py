@@ -1,6 +1,6 @@
 """Which collectives does a compiled program run, how often, and how many bytes do they move?
 
-Reads the text of optimised HLO (`compiled.as_text()`) with the reader of `shardlib.verification`,
+Reads the text of optimised HLO (`compiled.as_text()`) with the reader of `shardlib.verify`,
 without regard to mesh axes, so that programs of different meshes can be compared.
 
 >>> text = '''HloModule m, num_partitions=8
@@ -20,10 +20,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shardlib.axes import MeshShape
-from shardlib.verification.hlo.found import wire_bytes
-from shardlib.verification.hlo.hlo import Module, parse
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.layout import MeshShape
+from shardlib.verify.hlo import Module, parse, wire_bytes
+from shardlib.verify.timelines import read_traffic
 
 
 @dataclass(frozen=True, order=True)

@@ -28,10 +28,10 @@ PACKAGE = ROOT / "shardlib"
 LINE = 100
 #: Values whose methods import the functions of them when they are called.
 VALUES = {
-    "shardlib.booking.comparison",
-    "shardlib.planning.plan",
-    "shardlib.planning.serving.serving_plan",
-    "shardlib.planning.text.timeline",
+    "shardlib.launch.booking",
+    "shardlib.planner.plan",
+    "shardlib.serve.plan",
+    "shardlib.report.timelines",
 }
 #: Words that the field has others for.
 OLD = (

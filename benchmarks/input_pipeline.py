@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and devices are set before JAX is imported)
 """How much of a step's time does it wait for data, and how many tokens a second can be read?
 
     python benchmarks/input_pipeline.py [--tokens 200000000] [--step 0.25] [--steps 40] [--out FILE]
@@ -32,11 +31,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.data.batches.dataset import TokenDataset
-from shardlib.data.batches.loader import Loader
+from shardlib.data.batches import Loader, TokenDataset
 from shardlib.data.open import read
-from shardlib.data.reading.cache import cached
-from shardlib.data.reading.tokenizer import ByteTokenizer
+from shardlib.data.sources import cached
+from shardlib.data.tokens import ByteTokenizer
 
 #: Token that ends a document.
 END = 0

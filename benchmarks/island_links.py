@@ -59,8 +59,8 @@ def island(
     import optax
 
     import shardlib
-    from shardlib import servers
-    from shardlib.servers.link import meeting_seconds, read_link
+    from shardlib.islands import servers
+    from shardlib.islands.servers.relay import meeting_seconds, read_link
 
     def weights(key: jax.Array) -> Any:
         first, second = jax.random.split(key)
@@ -117,8 +117,9 @@ def run(
     exchange: str, steps: int, link: str, *, kind: str = "busy", save_every: int = 1
 ) -> list[dict[str, Any]]:
     """What both islands have written."""
-    from shardlib.servers import OuterServer, Relay, Rounds
-    from shardlib.servers.link import read_link
+    from shardlib.islands.servers.joining import OuterServer
+    from shardlib.islands.servers.relay import Relay, read_link
+    from shardlib.islands.servers.rounds import Rounds
 
     emulated = read_link(link)
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

@@ -27,7 +27,7 @@ import optax
 import shardlib
 from benchmarks.environment import RESULTS, write
 from shardlib import models
-from shardlib.exchanges.diloco import DiLoCo
+from shardlib.exchanges import DiLoCo
 from shardlib.models.config import TransformerConfig
 
 #: (machine, exchange, pins beside it).

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """How much loss do islands cost, over 2,000 steps of as many tokens?
 
     python benchmarks/island_quality.py [--only TEXT] [--seeds 2]

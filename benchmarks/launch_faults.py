@@ -48,9 +48,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, write
-from shardlib.launching.addresses import free_port
-from shardlib.training.measures.metrics import by_step, read_records
-from shardlib.training.run.folder import RunFolder
+from shardlib.launch.local import free_port
+from shardlib.training.measures import by_step, read_records
+from shardlib.training.run import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 CARD = (

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Do the layouts of a plan ever change its numbers?
 
     python benchmarks/layout_equality.py [--programs N] [--first SEED] [--minutes M] [--redo]

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (the path is set before shardlib is imported)
 """By which factor should predictions for a chip be corrected, going by what its compiler makes?
 
     python benchmarks/learn_corrections.py results.json [more.json ...] [--out FOLDER]
@@ -31,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from shardlib.cost.machine.corrections import Correction, Evidence
-from shardlib.hardware.topology import topology
+from shardlib.cost.roofline import Correction, Evidence
+from shardlib.machines.topology import topology
 
 #: Parts of the memory that a factor may correct.
 MEMORY = ("activations", "temporaries", "communication")
@@ -45,7 +44,7 @@ class Sample:
     """One compiled program, seen by one correction: the prediction is `fixed + factor x part`.
 
     Attributes:
-        case, family: see `shardlib.cost.machine.corrections.Evidence`.
+        case, family: see `shardlib.cost.roofline.Evidence`.
         fixed: what the factor leaves alone.
         part: what it multiplies, without any correction.
         compiled: the truth.

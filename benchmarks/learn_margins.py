@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (the path is set before shardlib is imported)
 """How much memory must a plan leave free on a chip, going by what its compiler makes?
 
     python benchmarks/learn_margins.py results.json [more.json ...] [--out FOLDER]
@@ -32,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 
 from benchmarks.learn_corrections import LEAST_CASES, LEAST_FAMILIES, Key, file_name
-from shardlib.cost.machine.corrections import Correction, Evidence
-from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.topology import topology
+from shardlib.cost.roofline import Correction, Evidence
+from shardlib.machines.catalog import CATALOG
+from shardlib.machines.topology import topology
 
 #: Share of a device from which on what a program needs beyond the prediction is taken to grow with
 #: it.

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths are set before JAX is imported)
 """Does a training step on a million tokens compile for a TPU slice, and fit?
 
     python benchmarks/long_context.py [--model llama3-8b] [--topology v5p:8x8x8] [--seq 1048576] [--batch 8] [--pin WORD=VALUE ...] [--out FILE]

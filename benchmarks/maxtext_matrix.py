@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (the environment is set before JAX is imported)
 """MaxText's own cases beside this library: sharding dumps, and programs compiled ahead of time.
 
     python benchmarks/maxtext_matrix.py dumps --maxtext FOLDER
@@ -50,13 +49,13 @@ import optax
 import shardlib
 from benchmarks.environment import RESULTS, source_digest, write
 from shardlib import models
-from shardlib.axes import STORED_AXES, MeshShape
-from shardlib.models.config_parts import Experts, LatentAttention, RopeScaling
-from shardlib.planning.assembly.layouts import LANES, ROWS
-from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.traffic import read_traffic
-from shardlib.verification.isolation import Limits
-from shardlib.verification.report import totals
+from shardlib.layout import STORED_AXES, MeshShape
+from shardlib.models.config import Experts, LatentAttention, RopeScaling
+from shardlib.planner.layouts import LANES, ROWS
+from shardlib.verify.hlo import parse
+from shardlib.verify.isolation import Limits
+from shardlib.verify.report import totals
+from shardlib.verify.timelines import read_traffic
 
 Settings = Mapping[str, Any]
 WORKER = Path(__file__).resolve().parent / "peers" / "maxtext_ahead.py"

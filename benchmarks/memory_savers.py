@@ -26,9 +26,9 @@ import optax
 import shardlib
 from benchmarks.environment import RESULTS, write
 from shardlib import models
-from shardlib.models import TransformerConfig
-from shardlib.verification.isolation import Limits
-from shardlib.verification.report import totals
+from shardlib.models.config import TransformerConfig
+from shardlib.verify.isolation import Limits
+from shardlib.verify.report import totals
 
 MODEL = TransformerConfig(
     name="llama-400m",

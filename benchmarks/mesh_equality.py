@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Do attention and experts on every mesh of up to eight devices compute the numbers of one device?
 
     python benchmarks/mesh_equality.py [--devices N ...] [--redo]

@@ -9,7 +9,7 @@ of time, with no TPU there. A compiled step takes the compiler's estimate of the
 kernels, and the time on the links of the collectives that the program has, as far as it is not
 hidden:
 
-- `compiled`: by the rule that `refine` ranks plans by (`shardlib.cost.pricing.from_compiled`);
+- `compiled`: by the rule that `refine` ranks plans by (`shardlib.cost.pricing`);
 - `scheduled`: by what the compiled schedule runs between start and done (`scheduled_wire.py`).
 
 *Regret*: how much longer the plan that was predicted to be the fastest takes than the fastest of
@@ -41,21 +41,27 @@ from benchmarks.environment import RESULTS, source_digest, write
 from benchmarks.families import FAMILIES
 from benchmarks.order_candidates import Pin, candidates, judged, pins, summary
 from benchmarks.scheduled_wire import waited_seconds
-from shardlib.annotation import activations
-from shardlib.cost.pricing.from_compiled import group_seconds, reprice
+from shardlib.annotation import tree
+from shardlib.cost.pricing import group_seconds, reprice
 from shardlib.frontend import choice
 from shardlib.frontend.lowered import lower
-from shardlib.frontend.traced_model import read_and_trace
-from shardlib.hardware.topology import Topology
-from shardlib.lowering.program.program import Program
-from shardlib.verification.exported import ExportedStep, export_step
-from shardlib.verification.hlo.found import Found
-from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.traffic import read_traffic
-from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
-from shardlib.verification.report import Key, key_text
-from shardlib.verification.targets import Target, target
-from shardlib.verification.verify import judge
+from shardlib.frontend.model import read_and_trace
+from shardlib.lowering.program import Program
+from shardlib.machines.topology import Topology
+from shardlib.verify.hlo import Found, parse
+from shardlib.verify.isolation import (
+    Compiled,
+    ExportedStep,
+    Failure,
+    Limits,
+    Target,
+    compile_apart,
+    export_step,
+    target,
+)
+from shardlib.verify.report import Key, key_text
+from shardlib.verify.timelines import read_traffic
+from shardlib.verify.verify import judge
 
 #: Sequences are sharded over tensor between matmuls.
 SEQUENCES = {"batch": ["data", "fsdp"], "seq": ["tensor"]}
@@ -251,7 +257,7 @@ def _exported(
     given: Mapping[str, Any], machine: Topology, pin: Pin
 ) -> tuple[Program, ExportedStep, Target]:
     """The program of a plan, and its step for a compiler."""
-    with activations.no_mesh():
+    with tree.no_mesh():
         traced = read_and_trace(**{"batch_axes": None, **given})
         traced, plan = choice.searched(traced, machine, pin)
         program = lower(traced, plan, abstract=True)

@@ -14,8 +14,7 @@ import optax
 
 import shardlib
 from shardlib import models
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts
+from shardlib.models.config import Experts, TransformerConfig
 
 Tree = Any
 #: What `shardlib.plan` takes of a model: init, loss, optimizer, batch.

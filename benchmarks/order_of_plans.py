@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Are the plans that are predicted to be the fastest the fastest, on simulated devices?
 
     python benchmarks/order_of_plans.py --devices 8
@@ -8,7 +7,7 @@ For each job: every mesh over data, fsdp and tensor with ZeRO stages 1 and 3 and
 microbatches is priced; of the plans within 20% of the best prediction, the best and others that are
 spread evenly over the predictions are run, their steps interleaved in one process. The time of a
 step is the least of its wall time and of its processor time over the cores (lower quartile), as
-`shardlib.calibration.stopwatch` does it: where other work runs beside it, the second.
+`shardlib.calibration` does it: where other work runs beside it, the second.
 
 *Regret*: how much longer the plan that was predicted to be the fastest takes than the fastest of
 those that were run. *Rank correlation*: Spearman's, over plans that differ by more than noise, the
@@ -39,8 +38,7 @@ import jax
 import shardlib
 from benchmarks.order_candidates import candidates, judged, pins, summary
 from benchmarks.order_jobs import JOBS
-from shardlib.calibration import measured_cpu
-from shardlib.calibration.stopwatch import cores, quiet_seconds
+from shardlib.calibration import cores, measured_cpu, quiet_seconds
 
 
 def run(name: str, devices: int, most: int, repeats: int) -> dict[str, Any]:

@@ -42,11 +42,11 @@ from flax import nnx
 
 import shardlib
 from benchmarks.environment import RESULTS, write
-from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.store import Keep
 from shardlib.errors import OwnedError
 from shardlib.training.fit import fit
-from shardlib.training.measures.metrics import by_step, read_lines
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.measures import by_step, read_lines
+from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 
 WIDTH, BATCH, SAVE_EVERY = 16, 8, 3

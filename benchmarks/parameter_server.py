@@ -32,11 +32,9 @@ import numpy as np
 
 import shardlib
 from benchmarks.environment import RESULTS, write
-from shardlib import servers
-from shardlib.servers.server.listening import Listening
-from shardlib.servers.server.service import Service
-from shardlib.servers.wire.connection import Connection, address_file, listed
-from shardlib.servers.wire.messages import Ask
+from shardlib.islands import servers
+from shardlib.islands.servers.server import Listening, Service
+from shardlib.islands.servers.wire import Ask, Connection, address_file, listed
 
 STEPS, WIDTH, ROWS, SLOW = 200, 16, 64, 2
 #: Seconds for which the slow worker runs, and is stopped.

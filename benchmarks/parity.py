@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Does every model of the zoo compute the same numbers under every mesh of up to eight devices?
 
     python benchmarks/parity.py

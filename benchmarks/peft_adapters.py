@@ -67,12 +67,12 @@ def main() -> None:
     from safetensors.numpy import load_file, save_file
 
     from shardlib.checkpointing.foreign import (
+        in_form,
         learn_names,
         read_adapter,
         tensors_of,
         write_adapter,
     )
-    from shardlib.checkpointing.foreign.forms import in_form
 
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

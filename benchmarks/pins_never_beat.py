@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths are set before JAX is imported)
 """Is the plan without pins ever slower than one with pins?
 
     python benchmarks/pins_never_beat.py [--jobs 500] [--first SEED] [--out FILE]

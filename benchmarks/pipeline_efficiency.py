@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """How close does a pipeline come to the ideal time of its schedule?
 
     python benchmarks/pipeline_efficiency.py

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Does a pipeline compute the numbers of the unsharded model, under every schedule?
 
     python benchmarks/pipeline_equality.py [--only transformer --only 1f1b ...]

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """How long does a step of a pipeline take, measured by the same model's step on one device?
 
     python benchmarks/pipeline_times.py

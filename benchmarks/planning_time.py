@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """How long does planning a 405-billion-parameter model for 16,384 GPUs take?
 
     python benchmarks/planning_time.py

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Does training in other dtypes follow training in float32?
 
     python benchmarks/precision.py [--steps 80] [--out results.json]

@@ -32,12 +32,17 @@ from benchmarks.environment import RESULTS, source_digest, write
 from benchmarks.hand_llama import AXIS, HandLlama
 from benchmarks.hlo_collectives import by_overlap
 from shardlib import models
-from shardlib.annotation import activations
+from shardlib.annotation import tree
 from shardlib.frontend.lowered import lower
-from shardlib.frontend.traced_model import read_and_trace
-from shardlib.verification.exported import ExportedStep, export_step
-from shardlib.verification.isolation import Failure, Limits, compile_apart
-from shardlib.verification.targets import target
+from shardlib.frontend.model import read_and_trace
+from shardlib.verify.isolation import (
+    ExportedStep,
+    Failure,
+    Limits,
+    compile_apart,
+    export_step,
+    target,
+)
 
 JOBS: dict[str, dict[str, Any]] = {
     "llama2-70b": {
@@ -74,7 +79,7 @@ def prepared(name: str) -> tuple[shardlib.Plan, ExportedStep]:
     if name.endswith(BY_HAND):
         mesh = AbstractMesh((plan.mesh.devices,), (AXIS,), axis_types=(AxisType.Auto,))
         return plan, HandLlama(config=config, mesh=mesh).exported(optimizer, batch)
-    with activations.no_mesh():
+    with tree.no_mesh():
         traced = read_and_trace(init, loss, optimizer, batch, None, config.name)
         return plan, export_step(lower(traced, plan, abstract=True), "tpu")
 

@@ -31,7 +31,7 @@ from benchmarks.published.freely import Better, better, counts
 from benchmarks.published.pricing import Bench
 from benchmarks.published.summary import Result, compare, overall, summary
 from shardlib.errors import ShardlibError
-from shardlib.processes.lifetime.kin import end_with_parent
+from shardlib.processes.kin import end_with_parent
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("rows", "rows"),

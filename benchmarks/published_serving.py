@@ -2,9 +2,9 @@
 
     python benchmarks/published_serving.py [--fit] [--out]
 
-Every model is traced as a user's would be (`shardlib.frontend.serving.traced_served`), and every
+Every model is traced as a user's would be (`shardlib.serve.frontend.traced_served`), and every
 row of `published/inference_rows.yaml` is priced by the prices of serving plans
-(`shardlib.cost.serving`). Leave one source out: the constants are fitted to the rows of the other
+(`shardlib.serve.cost`). Leave one source out: the constants are fitted to the rows of the other
 sources, each source with the same weight, and the rows left out are priced with those. Which terms
 a price has was decided with all rows in sight; the constants were not.
 
@@ -35,15 +35,11 @@ from scipy.optimize import least_squares
 
 from benchmarks.environment import RESULTS, write
 from benchmarks.published.served_models import served
-from shardlib.axes import MeshShape
-from shardlib.cost.machine.collectives import FREE, collective_cost
-from shardlib.cost.serving import constants as learned_constants
-from shardlib.cost.serving.constants import Constants
-from shardlib.cost.serving.cuts import cuts
-from shardlib.cost.serving.split import Split, split
-from shardlib.cost.serving.step_price import Load, Pricing
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import Topology, topology
+from shardlib.cost.collectives import FREE, collective_cost
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology, place, topology
+from shardlib.serve import cost as learned_constants
+from shardlib.serve.cost import Constants, Load, Pricing, Split, cuts, split
 
 ROWS = Path(__file__).parent / "published" / "inference_rows.yaml"
 MACHINES: Mapping[str, str] = {

@@ -39,7 +39,7 @@ from benchmarks.published.unseen.levels import (
     spread,
 )
 from benchmarks.published.unseen.runs import Run, runs_of
-from shardlib.cost.machine.efficiency_curves import curves
+from shardlib.cost.roofline import curves
 
 #: How constants are fitted: level by level, or for each pair of chip and framework alone.
 METHODS: tuple[str, ...] = ("levels", "pairs")

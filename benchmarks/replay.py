@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Are plans and programs what they were when they were stored?
 
     python benchmarks/replay.py [plans] [programs] [--write]

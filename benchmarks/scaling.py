@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """How long do the questions about a plan take, on one core?
 
     python benchmarks/scaling.py
@@ -79,7 +78,7 @@ def main() -> int:
 
     import shardlib
     from shardlib import models
-    from shardlib.cli.numbers import sizes
+    from shardlib.cli.inputs import sizes
 
     config, devices = models.load(args.model), sizes(args.devices)
     init, loss = models.build(config)

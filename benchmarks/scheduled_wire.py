@@ -13,9 +13,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from shardlib.verification.hlo.found import Found
-from shardlib.verification.hlo.hlo import Computation, Instruction, Module
-from shardlib.verification.report import Key
+from shardlib.verify.hlo import Computation, Found, Instruction, Module
+from shardlib.verify.report import Key
 
 #: What the TPU compiler writes where it has no estimate.
 NO_ESTIMATE = 2**63 - 1

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths are set before JAX is imported)
 """How does the time of a search grow with devices, layers and logical axes?
 
     python benchmarks/search_growth.py [--many] [--out FILE]
@@ -30,10 +29,10 @@ import optax
 from benchmarks.environment import RESULTS, write
 from shardlib import models
 from shardlib.errors import InfeasibleError
-from shardlib.frontend.traced_model import problem
+from shardlib.frontend.model import problem
 from shardlib.models.config import TransformerConfig
-from shardlib.planning.planner import search
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.planner.planner import search
+from shardlib.planner.workload import Workload, prepare
 
 #: (model, topology, batch, tokens): growth with devices, and the two largest.
 DEVICES = [("llama3-70b", f"{n}*h100:8", 1024, 8192) for n in (4, 16, 64, 256, 1024)] + [

@@ -32,17 +32,17 @@ def worker() -> None:
     import numpy as np
 
     from benchmarks.continuous_batching import LLAMA as config
-    from shardlib import models, serving
+    from shardlib import models, serve
 
     def forward(model: Any, tokens: jax.Array) -> jax.Array:
         return model(tokens)
 
     draw = np.random.default_rng(0)
     prompts = draw.integers(0, 4096, (PROMPTS, LENGTH)).tolist()
-    engine = serving.Engine(
+    engine = serve.Engine(
         models.build(config)[0],
         forward,
-        capacity=serving.Capacity(longest=LONGEST, slots=8, prefixes=False),
+        capacity=serve.Capacity(longest=LONGEST, slots=8, prefixes=False),
         check=False,
     )
     engine.warm_up()

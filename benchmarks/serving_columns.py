@@ -3,7 +3,7 @@
     python benchmarks/serving_columns.py [--rounds N]
 
 A Llama of three layers, 2,048 and 5,632 wide, float32, answers eight requests: once as engines on
-CPUs hold its weights (`shardlib.lowering.serving.held`), once as arrays. Both take turns in one
+CPUs hold its weights (`shardlib.serve`), once as arrays. Both take turns in one
 process; a step is the median of those that compute eight next tokens.
 """
 
@@ -26,26 +26,26 @@ import numpy as np
 
 from benchmarks.continuous_batching import LLAMA, forward
 from benchmarks.environment import RESULTS, write
-from shardlib import models, serving
-from shardlib.lowering.serving.program import TracedForward
+from shardlib import models, serve
+from shardlib.serve.program import TracedForward
 
 ROWS, PROMPT, MOST, STEPS = 8, 32, 24, 20
 WIDE = replace(LLAMA, layers=3, embed=2048, heads=16, kv_heads=8, head_dim=128, mlp=5632)
 
 
-def engine() -> serving.Engine:
+def engine() -> serve.Engine:
     """With its programs compiled."""
-    sizes = serving.Capacity(longest=96, slots=ROWS, budget=ROWS * PROMPT, pages=48)
-    made = serving.Engine(models.build(WIDE)[0], forward, capacity=sizes, check=False)
+    sizes = serve.Capacity(longest=96, slots=ROWS, budget=ROWS * PROMPT, pages=48)
+    made = serve.Engine(models.build(WIDE)[0], forward, capacity=sizes, check=False)
     made.warm_up()
     return made
 
 
-def step_ms(served: serving.Engine) -> float:
+def step_ms(served: serve.Engine) -> float:
     """Milliseconds of a step of eight next tokens."""
     served.schedule.pool.forget()
     for prompt in np.random.default_rng(0).integers(0, WIDE.vocab_size, (ROWS, PROMPT)).tolist():
-        served.add(serving.Asked(prompt=tuple(prompt), most=MOST))
+        served.add(serve.Asked(prompt=tuple(prompt), most=MOST))
     times: list[float] = []
     while served.schedule.running or served.schedule.waiting:
         start = time.perf_counter()

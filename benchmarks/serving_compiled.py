@@ -26,7 +26,7 @@ import jax
 
 import shardlib
 from benchmarks.environment import RESULTS, write
-from shardlib import models, serving
+from shardlib import models, serve
 from shardlib.models.config import TransformerConfig
 
 #: (model, machine, groups of devices, devices of a group, pages of 64 tokens a group, weights,
@@ -56,13 +56,13 @@ def case(
         topology=machine,
         tensor=tensor,
         data=data,
-        capacity=serving.Capacity(
+        capacity=serve.Capacity(
             longest=4096,
             slots=16,
             page=64,
             pages=pages,
             budget=64,
-            storage=serving.Storage(weights=weights, cache=cache),
+            storage=serve.Storage(weights=weights, cache=cache),
         ),
     )
     for one in found:

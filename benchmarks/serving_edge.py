@@ -28,15 +28,15 @@ import numpy as np
 import optax
 
 from benchmarks.environment import RESULTS, write
-from shardlib import models, plan_edge
-from shardlib.annotation.read import read
-from shardlib.frontend.traced_model import problem
-from shardlib.hardware.chip import Chip
-from shardlib.hardware.cluster import Device
+from shardlib import models
+from shardlib.annotation.tree import read
+from shardlib.frontend.model import problem
+from shardlib.machines.chips import Chip
+from shardlib.machines.topology import Device
 from shardlib.models.config import TransformerConfig
-from shardlib.planning.edge.edge import costs_of
-from shardlib.planning.edge.edge_plan import EdgePlan
-from shardlib.serving.edge.running import run_edge
+from shardlib.serve.edge import run_edge
+from shardlib.serve.edge_plan import EdgePlan, costs_of
+from shardlib.serve.frontend import plan_edge
 
 LLAMA = TransformerConfig(
     name="llama-8-layers",

@@ -29,19 +29,28 @@ from safetensors.numpy import load_file, save_file
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import environment  # noqa: E402
-from shardlib import models  # noqa: E402
-from shardlib.annotation.read import read  # noqa: E402
-from shardlib.checkpointing.huggingface import save_weights  # noqa: E402
-from shardlib.models.config import TransformerConfig  # noqa: E402
-from shardlib.models.config_parts import Experts, LatentAttention  # noqa: E402
-from shardlib.models.described import described  # noqa: E402
-from shardlib.serving import Asked, Capacity, Served, read_folder  # noqa: E402
-from shardlib.serving.folders.adapter import adapted  # noqa: E402
-from shardlib.serving.folders.writing import write_folder  # noqa: E402
-from shardlib.serving.text import ByteText  # noqa: E402
-from tests.models.configs import PUBLISHED, tiny  # noqa: E402
-from tests.serving.hf_folders import write_tokenizer  # noqa: E402
+from benchmarks.environment import environment
+from shardlib import models
+from shardlib.annotation.tree import read
+from shardlib.checkpointing.huggingface import save_weights
+from shardlib.models.config import (
+    Experts,
+    LatentAttention,
+    TransformerConfig,
+)
+from shardlib.models.presets import described
+from shardlib.serve.folders import (
+    adapted,
+    read_folder,
+    write_folder,
+)
+from shardlib.serve.requests import Asked, Capacity
+from shardlib.serve.served import (
+    ByteText,
+    Served,
+)
+from tests.models.configs import PUBLISHED, tiny
+from tests.serving.hf_folders import write_tokenizer
 
 GOLDEN = ROOT / "tests" / "serving" / "transformers_tokens.json"
 PROMPTS = ([5, 2, 7, 11, 60, 3, 9], [1], [33, 33, 12, 8, 4, 19, 21, 2, 40, 41, 5])

@@ -33,12 +33,10 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.environment import RESULTS, write
-from shardlib.axes import MeshShape
 from shardlib.functions.attention import Attention
-from shardlib.lowering.serving.cache_groups import Where
-from shardlib.lowering.serving.grid import Grid
-from shardlib.lowering.serving.pages import attending
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.layout import MeshShape
+from shardlib.serve.cache import Grid, Where, attending
+from shardlib.verify.timelines import read_traffic
 
 #: Layers, pages, tokens of a page, requests, pages of a request, heads, key heads, width.
 LARGE = (80, 1024, 64, 16, 64, 64, 8, 128)

@@ -38,11 +38,11 @@ import transformers  # pyright: ignore[reportMissingImports]
 
 from benchmarks.continuous_batching import LLAMA
 from benchmarks.environment import RESULTS, write
-from shardlib import models, serving
-from shardlib.annotation.read import read
+from shardlib import models, serve
+from shardlib.annotation.tree import read
 from shardlib.checkpointing.huggingface import save_weights
-from shardlib.models.described import described
-from shardlib.serving.folders.writing import byte_tokenizer
+from shardlib.models.presets import described
+from shardlib.serve.folders import byte_tokenizer
 
 ROWS, PROMPT, MOST = 8, 32, 64
 THREADS = os.cpu_count() or 1
@@ -140,10 +140,10 @@ def measured(config: models.TransformerConfig, pairs: int, python: Path | None) 
         folder(place, config)
         peer = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
         pages = ROWS * -(-(PROMPT + MOST) // 16)  # the peers have room for all of their rows, too
-        capacity = serving.Capacity(
+        capacity = serve.Capacity(
             longest=PROMPT + MOST, slots=ROWS, budget=ROWS * PROMPT, chunk=PROMPT, pages=pages
         )
-        engine = serving.read_folder(place, dtype="float32").engine(capacity)
+        engine = serve.read_folder(place, dtype="float32").engine(capacity)
         vllm = None
         if python is not None:
             vllm = Vllm(python, place, THREADS)
@@ -151,7 +151,7 @@ def measured(config: models.TransformerConfig, pairs: int, python: Path | None) 
         return {"parameters": config.parameter_count(), **compared(pairs, peer, engine, vllm)}
 
 
-def compared(pairs: int, peer: Any, engine: serving.Engine, vllm: Vllm | None) -> dict[str, Any]:
+def compared(pairs: int, peer: Any, engine: serve.Engine, vllm: Vllm | None) -> dict[str, Any]:
     """All in turn, so many times."""
     random = np.random.default_rng(0)
     prompts = random.integers(0, LLAMA.vocab_size, (ROWS, PROMPT))

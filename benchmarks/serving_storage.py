@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.environment import RESULTS, write
-from shardlib import models, serving
-from shardlib.annotation.read import read
-from shardlib.serving.trained import TrainedRun, trained_run
+from shardlib import models, serve
+from shardlib.annotation.tree import read
+from shardlib.serve.loading import TrainedRun, trained_run
 
 LENGTH, PASSAGES = 120, 12
 #: Texts of Debian that the run has not seen: English, and Perl.
@@ -58,15 +58,15 @@ def scored(
     run: TrainedRun, texts: list[list[int]], dtype: str, weights: str, cache: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logarithms of bytes, and the likeliest bytes, as an engine that stores so has them."""
-    engine = serving.Engine(
+    engine = serve.Engine(
         models.build(replace(run.model, compute_dtype=dtype))[0],
         lambda model, tokens: model(tokens),
         weights=run.weights,
-        capacity=serving.Capacity(
-            longest=128, slots=4, storage=serving.Storage(weights=weights, cache=cache)
+        capacity=serve.Capacity(
+            longest=128, slots=4, storage=serve.Storage(weights=weights, cache=cache)
         ),
     )
-    asked = [serving.Asked(prompt=tuple(one), most=0, scored=True, top=1) for one in texts]
+    asked = [serve.Asked(prompt=tuple(one), most=0, scored=True, top=1) for one in texts]
     requests = [engine.add(one) for one in asked]
     engine.run()
     told = [one for request in requests for one in request.scores]

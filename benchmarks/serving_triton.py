@@ -37,23 +37,29 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import pytriton  # noqa: E402  # pyright: ignore[reportMissingImports]
-import tritonclient.grpc as grpc  # noqa: E402  # pyright: ignore[reportMissingImports]
-import tritonclient.http as http  # noqa: E402  # pyright: ignore[reportMissingImports]
-from flax import nnx  # noqa: E402
-from google.protobuf import text_format  # noqa: E402  # pyright: ignore[reportMissingImports]
-from tritonclient.grpc import (  # noqa: E402  # pyright: ignore[reportMissingImports]
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytriton  # pyright: ignore[reportMissingImports]
+import tritonclient.grpc as grpc  # pyright: ignore[reportMissingImports]
+import tritonclient.http as http  # pyright: ignore[reportMissingImports]
+from flax import nnx
+from google.protobuf import text_format  # pyright: ignore[reportMissingImports]
+from tritonclient.grpc import (  # pyright: ignore[reportMissingImports]
     model_config_pb2,
 )
 
-from benchmarks.environment import RESULTS, write  # noqa: E402
-from shardlib import models, serving  # noqa: E402
-from shardlib.serving.artefacts.single import embedding_pass, user_pass  # noqa: E402
-from shardlib.serving.triton.repository import Repository  # noqa: E402
-from tests.serving.classifier import Classifier, classifier, forward  # noqa: E402
+from benchmarks.environment import RESULTS, write
+from shardlib import (
+    models,
+    serve,
+)
+from shardlib.serve.artefacts import (
+    embedding_pass,
+    user_pass,
+)
+from shardlib.serve.triton.repository import Repository
+from tests.serving.classifier import Classifier, classifier, forward
 
 SEQ, ROWS, MOST = 32, 16, 24
 CARD = """
@@ -77,7 +83,7 @@ def repository(folder: Path, card: Path) -> list[str]:
     made = Repository(folder=folder, rows=ROWS, instances=2, python_path=tuple(packages))
     one = user_pass(models.UserModel(**{"name": "classifier", **classifier()}), "classifier")
     capacity = {"longest": 64, "slots": 4, "page": 8}
-    served = serving.named(str(card))
+    served = serve.named(str(card))
     return [made.write_pass(one), *made.write_language_model(served, capacity=capacity, seq=SEQ)]
 
 
@@ -245,7 +251,7 @@ def measured(ports: tuple[int, int, int], names: list[str], card: Path) -> dict[
     right = np.asarray(forward(module, {"x": rows[:, 0]})["probabilities"])
     wrong = float(np.abs(np.stack(many(classify, 64)) - right).max())
 
-    served = serving.named(str(card))
+    served = serve.named(str(card))
     states = embedding_pass(served, SEQ)
     model = states.model.rebuild(*states.weights)
     tokens, length = np.zeros((len(PROMPTS), SEQ), np.int32), np.zeros((len(PROMPTS), 1), np.int32)
@@ -269,7 +275,7 @@ def measured(ports: tuple[int, int, int], names: list[str], card: Path) -> dict[
     embedded = float(np.abs(np.stack(many(embed, 48)) - each).max())
     normal = each / np.linalg.norm(each, axis=-1, keepdims=True)
 
-    engine = served.engine(serving.Capacity(longest=64, slots=4, page=8))
+    engine = served.engine(serve.Capacity(longest=64, slots=4, page=8))
     answers = engine.generate([served.text.encode(one) for one in PROMPTS], most=MOST)
     said, times, refused = streams(ports[1], "bytes")
     together = sum(

@@ -28,12 +28,12 @@ import jax
 
 from benchmarks.environment import RESULTS, write
 from shardlib import models
-from shardlib.annotation.read import read
-from shardlib.lowering.serving.program import TracedForward, traced_forward
+from shardlib.annotation.tree import read
 from shardlib.models import huggingface
 from shardlib.models.config import TransformerConfig
-from shardlib.serving import Capacity
-from shardlib.serving.verified import verify_serving
+from shardlib.serve.checks import verify_serving
+from shardlib.serve.program import TracedForward, traced_forward
+from shardlib.serve.requests import Capacity
 
 #: huggingface.co/google/gemma-3-27b-it, text_config.
 GEMMA = {

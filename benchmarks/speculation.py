@@ -31,7 +31,7 @@ import optax
 
 import shardlib
 from benchmarks.environment import RESULTS, write
-from shardlib import models, serving
+from shardlib import models, serve
 from shardlib.models.config import TransformerConfig
 
 LARGE = TransformerConfig(
@@ -48,7 +48,7 @@ LARGE = TransformerConfig(
 )
 SMALL = replace(LARGE, name="small", layers=1, embed=64, heads=2, kv_heads=2, mlp=128)
 ROWS, SEQ, MOST, DRAFTS, REQUESTS = 16, 128, 120, 4, 12
-SIZES = serving.Capacity(longest=384, slots=4, page=16, budget=64)
+SIZES = serve.Capacity(longest=384, slots=4, page=16, budget=64)
 
 
 def records(first: int, count: int) -> bytes:
@@ -80,7 +80,7 @@ def forward(model: Any, tokens: jax.Array) -> jax.Array:
 
 
 def served(
-    engine: serving.Engine, asked: Sequence[serving.Asked]
+    engine: serve.Engine, asked: Sequence[serve.Asked]
 ) -> tuple[int, float, list[list[int]]]:
     """Steps, seconds and answers."""
     steps, start = engine.steps, time.perf_counter()
@@ -106,9 +106,9 @@ def main() -> None:
     args = parser.parse_args()
     (large, loss), (small, other) = learned(LARGE, args.steps), learned(SMALL, args.steps)
     ways = {
-        "plain": serving.Engine(models.build(LARGE)[0], forward, weights=large, capacity=SIZES),
+        "plain": serve.Engine(models.build(LARGE)[0], forward, weights=large, capacity=SIZES),
         **{
-            name: serving.Engine(
+            name: serve.Engine(
                 models.build(LARGE)[0],
                 forward,
                 weights=large,
@@ -128,9 +128,9 @@ def main() -> None:
         "temperatures": {},
     }
     for temperature in (0.0, 0.8):
-        how = serving.Sampling(temperature=temperature)
+        how = serve.Sampling(temperature=temperature)
         asked = [
-            serving.Asked(
+            serve.Asked(
                 prompt=tuple(records(5000 + 37 * n, 3)[: -20 - n]),
                 most=MOST,
                 sampling=replace(how, seed=n),

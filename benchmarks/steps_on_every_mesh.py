@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """Do steps that people write give the numbers of one device on every mesh of up to eight devices?
 
     python benchmarks/steps_on_every_mesh.py [--marked] [--seconds 500] [--redo]

@@ -4,7 +4,7 @@
 
 A worker of a parameter server, whose stages are programs of their own on simulated CPU devices of
 one thread each, fetches all parameters, computes, and pushes all gradients, over an emulated link
-(`shardlib.servers.Relay`, in the server's process). First the step is timed with all parameters at
+(`shardlib.islands.servers.Relay`, in the server's process). First the step is timed with all parameters at
 hand; the rate of the link is then chosen such that a fetch and a push together take as long, so that
 communication is about compute. In turn, in one run:
 
@@ -14,7 +14,7 @@ communication is about compute. In turn, in one run:
 
 Efficiency is TicTac's, (sum - step) / (sum - max) of compute and wire. Numbers do not depend on the
 order, bit for bit (`tests/servers/test_stages.py`). With one microbatch the step is also replayed
-(`shardlib.planning.transfers.replay`): a fetch beside the forward pass, and, the other way round in
+(`shardlib.planner.transfers`): a fetch beside the forward pass, and, the other way round in
 time, a push beside the backward pass, which is taken to be two thirds of the compute.
 """
 
@@ -96,11 +96,9 @@ def serve(rate: float) -> None:
     """A server and a relay before it, until the standard input ends."""
     import threading
 
-    from shardlib import Asynchronous
-    from shardlib.servers.link import Link
-    from shardlib.servers.relay import Relay
-    from shardlib.servers.server.listening import Listening
-    from shardlib.servers.server.service import Service
+    from shardlib.exchanges import Asynchronous
+    from shardlib.islands.servers.relay import Link, Relay
+    from shardlib.islands.servers.server import Listening, Service
 
     exchange = Asynchronous(workers=1, servers=1, rule="sgd", rate=1e-3)
     listening = Listening(service=Service(exchange=exchange), secret=os.environ["ORDER_SECRET"])
@@ -113,7 +111,7 @@ def serve(rate: float) -> None:
 
 def replayed(compute: float, wire: float, sizes: list[int]) -> float:
     """Seconds of a step in the order of use, whose stages compute as long as each other."""
-    from shardlib.planning.transfers.replay import Load, replay
+    from shardlib.planner.transfers import Load, replay
 
     total = sum(sizes)
 
@@ -127,14 +125,9 @@ def replayed(compute: float, wire: float, sizes: list[int]) -> float:
 
 def measured(name: str, microbatches: int, rows: int, steps: int) -> dict[str, Any]:
     """The times of the steps of all ways over one link."""
-    from shardlib import Asynchronous
-    from shardlib.exchanges.parts import Part
-    from shardlib.servers.wire.connection import Connection
-    from shardlib.servers.worker.computing import Computing
-    from shardlib.servers.worker.gradients import OnHost
-    from shardlib.servers.worker.landing import Landing
-    from shardlib.servers.worker.loop import Worker
-    from shardlib.servers.worker.orders import Orders
+    from shardlib.exchanges import Asynchronous, Part
+    from shardlib.islands.servers.wire import Connection
+    from shardlib.islands.servers.worker import Computing, Landing, OnHost, Orders, Worker
 
     class AtOnce(Computing):
         """Waits for all parameters, and gives all gradients together."""

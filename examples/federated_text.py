@@ -37,7 +37,7 @@ from flwr.serverapp.strategy import FedProx, Result
 from flwr.simulation import run_simulation
 
 import shardlib
-from shardlib import federated
+from shardlib.islands import federated
 
 PACKAGES = (
     "asyncio",

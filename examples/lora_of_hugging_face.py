@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 import shardlib
 from shardlib.checkpointing.foreign import learn_names, read_weights, tensors_of, write_adapter
-from shardlib.training.states.surgery import operate
+from shardlib.training.states import operate
 
 VOCAB, WIDE, HIDDEN, HEADS, LAYERS, RANK, ROWS, SEQ = 61, 64, 192, 4, 2, 4, 64, 24
 

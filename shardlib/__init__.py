@@ -50,11 +50,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlib.annotation.linen import linen
+    from shardlib.annotation.flax import linen
     from shardlib.annotation.tree import tree
-    from shardlib.axes import MeshShape
+    from shardlib.api import compile, plan, verify
     from shardlib.collective import Collective
-    from shardlib.compiler import compile, plan, verify
     from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
     from shardlib.errors import (
         AnnotationError,
@@ -82,36 +81,39 @@ if TYPE_CHECKING:
         TrainingError,
         VerificationError,
     )
-    from shardlib.exchanges.asynchronous import Asynchronous
-    from shardlib.exchanges.compressed import Compressed
-    from shardlib.exchanges.compressors import PowerSGD, Quantised, Sign, TopK
-    from shardlib.exchanges.diloco import DiLoCo
-    from shardlib.exchanges.gossip import Gossip
-    from shardlib.exchanges.values import Exact
-    from shardlib.frontend.edge import plan_edge
-    from shardlib.frontend.scale import scale
-    from shardlib.frontend.serving import plan_serving
-    from shardlib.frontend.steps.compiled import compile_step
-    from shardlib.frontend.steps.gradients import value_and_grad
-    from shardlib.frontend.steps.parallel import parallelize
+    from shardlib.exchanges import (
+        Asynchronous,
+        Compressed,
+        DiLoCo,
+        Exact,
+        Gossip,
+        PowerSGD,
+        Quantised,
+        Sign,
+        TopK,
+    )
+    from shardlib.findings import Finding
+    from shardlib.frontend.gradients import value_and_grad
+    from shardlib.frontend.steps import compile_step, parallelize
+    from shardlib.frontend.verified import scale
     from shardlib.functions.attention import attention
     from shardlib.functions.experts import visit
-    from shardlib.functions.mean import WeightedMean
+    from shardlib.functions.losses import WeightedMean
     from shardlib.functions.routing import balance_loss, route
-    from shardlib.hardware import Topology, topology
-    from shardlib.launching.joining import join
-    from shardlib.layout import Layout
+    from shardlib.launch.joining import join
+    from shardlib.layout import Layout, MeshShape
     from shardlib.lowering.islands.program import IslandsProgram
-    from shardlib.lowering.program.guards import Guards
-    from shardlib.lowering.program.program import Program
-    from shardlib.lowering.runtime.state import TrainState
-    from shardlib.planning.plan import ChangedPlanError, ParameterLayout, Plan
-    from shardlib.report import Finding
+    from shardlib.lowering.program import Program
+    from shardlib.lowering.runtime import TrainState
+    from shardlib.lowering.step import Guards
+    from shardlib.machines.topology import Topology, topology
+    from shardlib.planner.plan import ChangedPlanError, ParameterLayout, Plan
     from shardlib.rules import Rules
-    from shardlib.serving.verified import verify_serving
+    from shardlib.serve.checks import verify_serving
+    from shardlib.serve.frontend import plan_edge, plan_serving
     from shardlib.training.fit import fit
     from shardlib.training.settings import Settings
-    from shardlib.verification.report import Verification
+    from shardlib.verify.report import Verification
 
 __version__ = "0.1.0"
 
@@ -143,53 +145,53 @@ _ERRORS = (
 )
 #: Public name -> the module that defines it.
 _HOME = {
-    "compile": "shardlib.compiler",
-    "plan": "shardlib.compiler",
-    "compile_step": "shardlib.frontend.steps.compiled",
-    "parallelize": "shardlib.frontend.steps.parallel",
-    "value_and_grad": "shardlib.frontend.steps.gradients",
-    "plan_edge": "shardlib.frontend.edge",
-    "plan_serving": "shardlib.frontend.serving",
-    "scale": "shardlib.frontend.scale",
-    "verify": "shardlib.compiler",
-    "verify_serving": "shardlib.serving.verified",
-    "topology": "shardlib.hardware",
-    "linen": "shardlib.annotation.linen",
+    "compile": "shardlib.api",
+    "plan": "shardlib.api",
+    "compile_step": "shardlib.frontend.steps",
+    "parallelize": "shardlib.frontend.steps",
+    "value_and_grad": "shardlib.frontend.gradients",
+    "plan_edge": "shardlib.serve.frontend",
+    "plan_serving": "shardlib.serve.frontend",
+    "scale": "shardlib.frontend.verified",
+    "verify": "shardlib.api",
+    "verify_serving": "shardlib.serve.checks",
+    "topology": "shardlib.machines",
+    "linen": "shardlib.annotation.flax",
     "attention": "shardlib.functions.attention",
-    "WeightedMean": "shardlib.functions.mean",
+    "WeightedMean": "shardlib.functions.losses",
     "visit": "shardlib.functions.experts",
     "route": "shardlib.functions.routing",
     "balance_loss": "shardlib.functions.routing",
     "tree": "shardlib.annotation.tree",
-    "Plan": "shardlib.planning.plan",
-    "ChangedPlanError": "shardlib.planning.plan",
-    "ParameterLayout": "shardlib.planning.plan",
+    "Plan": "shardlib.planner.plan",
+    "ChangedPlanError": "shardlib.planner.plan",
+    "ParameterLayout": "shardlib.planner.plan",
     "Estimate": "shardlib.cost.estimate",
     "Seconds": "shardlib.cost.estimate",
     "DeviceBytes": "shardlib.cost.estimate",
-    "Guards": "shardlib.lowering.program.guards",
-    "Program": "shardlib.lowering.program.program",
-    "TrainState": "shardlib.lowering.program.program",
-    "Asynchronous": "shardlib.exchanges.asynchronous",
-    "Compressed": "shardlib.exchanges.compressed",
-    "PowerSGD": "shardlib.exchanges.compressors",
-    "Quantised": "shardlib.exchanges.compressors",
-    "Sign": "shardlib.exchanges.compressors",
-    "TopK": "shardlib.exchanges.compressors",
-    "DiLoCo": "shardlib.exchanges.diloco",
-    "Gossip": "shardlib.exchanges.gossip",
-    "Exact": "shardlib.exchanges.values",
+    "Guards": "shardlib.lowering.step",
+    "Program": "shardlib.lowering.program",
+    "TrainState": "shardlib.lowering.program",
+    "Asynchronous": "shardlib.exchanges",
+    "Compressed": "shardlib.exchanges",
+    "PowerSGD": "shardlib.exchanges",
+    "Quantised": "shardlib.exchanges",
+    "Sign": "shardlib.exchanges",
+    "TopK": "shardlib.exchanges",
+    "DiLoCo": "shardlib.exchanges",
+    "Gossip": "shardlib.exchanges",
+    "Exact": "shardlib.exchanges",
     "IslandsProgram": "shardlib.lowering.islands.program",
-    "Topology": "shardlib.hardware",
+    "Topology": "shardlib.machines",
     "Collective": "shardlib.collective",
-    "Finding": "shardlib.report",
+    "Finding": "shardlib.findings",
     "Layout": "shardlib.layout",
-    "MeshShape": "shardlib.axes",
+    "MeshShape": "shardlib.layout",
     "Rules": "shardlib.rules",
-    "Verification": "shardlib.verification.report",
+    "Verification": "shardlib.verify.report",
     "Settings": "shardlib.training.settings",
     "fit": "shardlib.training.fit",
-    "join": "shardlib.launching.joining",
+    "join": "shardlib.launch.joining",
     **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardlib.axes import MESH_AXES
+from shardlib.layout import MESH_AXES
 
 #: What XLA calls the collectives that shardlib plans and reads.
 KINDS: tuple[str, ...] = (

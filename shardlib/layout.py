@@ -9,15 +9,306 @@ and whole along J.
 (4, 5, 2)
 >>> str(layout)
 '[data·fsdp, -, tensor]'
+
+The mesh axes: what each shards, which collectives it pays, and where it lies on the links.
+
+A *logical axis* is a model's name for a dimension ("embed"); a *mesh axis* is a direction of the
+device grid ("tensor"). `AXES` lists the mesh axes from the one that tolerates the slowest links to
+the one that needs the fastest; whoever needs the axes that split the batch, or those that
+parameters are stored sharded over, asks here and does not list them again:
+
+>>> BATCH_AXES, STORED_AXES
+(('data', 'fsdp', 'expert'), ('fsdp', 'expert', 'context'))
+>>> mesh = MeshShape(data=2, tensor=4)
+>>> mesh.devices, mesh["tensor"], mesh["stage"]
+(8, 4, 1)
+>>> str(mesh)
+'data=2 x tensor=4'
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Literal
 
-from shardlib.axes import INNER_AXES, MeshShape
-from shardlib.errors import LayoutError
+from shardlib.errors import LayoutError, PinError, raise_all
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A mesh axis.
+
+    Attributes:
+        name: what meshes, pins and layouts call it.
+        aliases: its names in other systems.
+        shards: what devices along it have parts of.
+        splits: what of the input devices along it have parts of: the "batch", the "sequence", or
+            "nothing". Gradients are partial sums over the axes that split something.
+        stores: whether parameters, gradients and optimizer state are stored sharded over it (ZeRO
+            1 to 3).
+        computes: whether arrays other than the batch are sharded over it while they are used.
+        collectives: kinds of collectives (`shardlib.collective.KINDS`) that run along it alone, by
+            their role in a step: "block" (compute waits for it), "context" (along the sequence),
+            "keys", "ring" or "exchange" (of a kernel of attention: keys and values are gathered, or
+            go around, once in a collective; or heads are exchanged), "stage" (between stages) and
+            "ends" (where all stages compute embedding and head: to the first stage and from the
+            last) and "deal" (layers, which are stored in order, to stages of several chunks).
+            Those of gradients and of stored parameters run over several axes, and follow from
+            `splits` and `stores`.
+        waits: whether compute waits for the most of them; otherwise they move parameters and
+            gradients, and hide behind the compute of other layers.
+        links: where it lies unless the plan says otherwise: 0 for the slowest links, those between
+            slices or hosts, and more for faster ones.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    shards: str
+    splits: Literal["batch", "sequence", "nothing"]
+    stores: bool
+    computes: bool
+    collectives: Mapping[str, tuple[str, ...]]
+    waits: bool
+    links: int
+
+
+#: Kinds of collectives by which a sharded value meets others.
+_OF_VALUES: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+
+ISLAND = Axis(
+    name="island",
+    aliases=("diloco",),
+    shards="the batch, between meetings",
+    splits="nothing",
+    stores=False,
+    computes=False,
+    collectives={},
+    waits=False,
+    links=-1,
+)
+STAGE = Axis(
+    name="stage",
+    aliases=("pp", "pipeline"),
+    shards="layers",
+    splits="nothing",
+    stores=False,
+    computes=False,
+    collectives={
+        "stage": ("collective-permute",),
+        "ends": ("all-gather", "reduce-scatter"),
+        "deal": ("all-to-all", "all-gather"),
+    },
+    waits=True,
+    links=0,
+)
+DATA = Axis(
+    name="data",
+    aliases=("dp", "replica"),
+    shards="the batch",
+    splits="batch",
+    stores=False,
+    computes=False,
+    collectives={},
+    waits=False,
+    links=1,
+)
+FSDP = Axis(
+    name="fsdp",
+    shards="the batch, and stored parameters",
+    splits="batch",
+    stores=True,
+    computes=False,
+    collectives={},
+    waits=False,
+    links=2,
+)
+EXPERT = Axis(
+    name="expert",
+    aliases=("ep",),
+    shards="the batch, experts, and other stored parameters",
+    splits="batch",
+    stores=True,
+    computes=True,
+    collectives={"block": ("all-to-all",)},
+    waits=True,
+    links=3,
+)
+CONTEXT = Axis(
+    name="context",
+    aliases=("cp", "sp"),
+    shards="the sequence, and stored parameters",
+    splits="sequence",
+    stores=True,
+    computes=True,
+    collectives={
+        "context": _OF_VALUES,
+        "keys": _OF_VALUES,
+        "ring": ("collective-permute",),
+        "exchange": ("all-to-all",),
+    },
+    waits=True,
+    links=4,
+)
+TENSOR = Axis(
+    name="tensor",
+    aliases=("tp", "model"),
+    shards="contractions: heads, mlp, vocab",
+    splits="nothing",
+    stores=False,
+    computes=True,
+    collectives={"block": _OF_VALUES},
+    waits=True,
+    links=5,
+)
+_ALL = (ISLAND, STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
+#: Mesh axes by name, from the outermost (slowest links) to the innermost (fastest links) of the
+#: device order.
+AXES: Mapping[str, Axis] = {axis.name: axis for axis in sorted(_ALL, key=lambda axis: axis.links)}
+MESH_AXES: tuple[str, ...] = tuple(AXES)
+#: Axes over which a plan divides the devices of an island; islands are pinned, with an exchange.
+INNER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis != ISLAND.name)
+#: Axes that split the batch.
+BATCH_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits == "batch")
+#: Axes whose devices work on different tokens, so that gradients are partial sums over them.
+TOKEN_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits != "nothing")
+#: Axes that parameters, gradients and optimizer state are stored sharded over, the major one first.
+#: The expert axis, where it does not shard the experts of a weight, and the context axis would hold
+#: replicas otherwise.
+STORED_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.stores)
+#: Axes whose devices hold equal shards of stored parameters, though they work on different tokens.
+REPLICA_AXES: tuple[str, ...] = tuple(axis for axis in TOKEN_AXES if not AXES[axis].stores)
+#: Axes that shard something other than the batch while it is used.
+COMPUTE_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.computes)
+#: Axes whose collectives move parameters and gradients, which nothing in the same layer waits for.
+HIDEABLE_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if not a.waits)
+
+#: Other names of the same axes that users bring from other systems.
+MESH_AXIS_ALIASES: Mapping[str, str] = {
+    alias: axis.name for axis in AXES.values() for alias in axis.aliases
+}
+
+#: A logical name per dim of an array; None where the user gave no name.
+LogicalAxes = tuple[str | None, ...]
+
+
+def mesh_axis(name: str) -> str:
+    """Returns the canonical mesh axis for a name or alias."""
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PinError(f"{name!r} is no mesh axis; mesh axes are {', '.join(INNER_AXES)}")
+    canonical = MESH_AXIS_ALIASES.get(name, name)
+    if canonical not in MESH_AXES:
+        near = difflib.get_close_matches(name, MESH_AXES, n=1)
+        raise PinError(
+            f"{name!r} is no mesh axis; {f'did you mean {near[0]!r}? ' if near else ''}mesh axes"
+            f" are {', '.join(INNER_AXES)}"
+        )
+    return canonical
+
+
+class MeshShape(Mapping[str, int]):
+    """Sizes of the mesh axes; axes that are not given have size 1. Immutable, hashable, equal by
+    value.
+
+    Iteration covers the axes larger than 1, outermost first; indexing knows all of them.
+
+    Attributes:
+        sizes: sizes by name, or pairs of both; names may be aliases ("dp").
+        axes: the same as keywords, beside them.
+
+    Raises:
+        PinError: a name is no mesh axis, or names one twice, or a size is no positive integer; all
+            sizes that are wrong are listed.
+    """
+
+    __slots__ = ("_sizes",)
+    _sizes: tuple[int, ...]
+
+    def __init__(self, sizes: Mapping[str, int] | Iterable[tuple[str, int]] = (), /, **axes: int):
+        given: dict[str, int] = {}
+        failures: list[str] = []
+        for name, size in [*dict(sizes).items(), *axes.items()]:
+            canonical = mesh_axis(name)
+            if canonical in given:
+                failures.append(f"{name!r} names the mesh axis {canonical!r} a second time")
+            said: object = size
+            counts = not isinstance(said, bool) and isinstance(said, Integral)
+            given[canonical] = int(size) if counts else 0  # NumPy's are integers, too
+            if given[canonical] < 1:
+                failures.append(
+                    f"mesh axis {name!r} has size {size!r}; sizes are integers of at least 1"
+                )
+        if failures:
+            raise_all(PinError, "the mesh is not usable", failures)
+        object.__setattr__(self, "_sizes", tuple(given.get(axis, 1) for axis in MESH_AXES))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("MeshShape is immutable")
+
+    def __getitem__(self, axis: str) -> int:
+        return self._sizes[MESH_AXES.index(axis)] if axis in MESH_AXES else self._unknown(axis)
+
+    def _unknown(self, axis: str) -> int:
+        raise KeyError(axis)
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in MESH_AXES and self[str(axis)] > 1
+
+    def __iter__(self) -> Iterator[str]:
+        return (axis for axis, size in zip(MESH_AXES, self._sizes, strict=True) if size > 1)
+
+    def __len__(self) -> int:
+        return sum(size > 1 for size in self._sizes)
+
+    def __hash__(self) -> int:
+        return hash(self._sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshShape) and self._sizes == other._sizes
+
+    def __reduce__(self) -> tuple[type[MeshShape], tuple[dict[str, int]]]:
+        return MeshShape, (dict(self),)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices in the mesh."""
+        return math.prod(self._sizes)
+
+    def ways(self, axes: Iterable[str]) -> int:
+        """Number of shards of a dim that is sharded over `axes`.
+
+        Args:
+            axes: names of mesh axes.
+
+        Returns:
+            The product of their sizes; 1 for none.
+        """
+        return math.prod(self[axis] for axis in axes)
+
+    def in_order(self, first: Iterable[str]) -> tuple[str, ...]:
+        """The axes larger than 1, some of them before all others.
+
+        >>> MeshShape(stage=2, data=2, tensor=2).in_order(["tensor", "fsdp", "stage"])
+        ('tensor', 'stage', 'data')
+
+        Args:
+            first: names of mesh axes in their order; those of size 1 are left out.
+        """
+        return tuple(axis for axis in dict.fromkeys((*first, *MESH_AXES)) if axis in self)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={self[axis]}" for axis in self) or "one device"
+
+    def __repr__(self) -> str:
+        return f"MeshShape({', '.join(f'{axis}={self[axis]}' for axis in self)})"
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 class Layout(tuple[tuple[str, ...], ...]):

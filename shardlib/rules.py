@@ -22,9 +22,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardlib.axes import INNER_AXES, MESH_AXIS_ALIASES, LogicalAxes, MeshShape
 from shardlib.errors import RuleError, raise_all
-from shardlib.layout import Layout
+from shardlib.layout import INNER_AXES, MESH_AXIS_ALIASES, Layout, LogicalAxes, MeshShape
 
 
 @dataclass(frozen=True, kw_only=True)

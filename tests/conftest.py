@@ -38,7 +38,7 @@ from tests.tiers import TIERS, tier_of
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# As shardlib does, before whatever a test does first; see `shardlib.processes.devices`.
+# As shardlib does, before whatever a test does first; see `shardlib.processes.place`.
 os.environ.setdefault("PJRT_NPROC", "32")
 # What is kept between runs is kept apart from what the user keeps.
 os.environ.setdefault(
@@ -211,7 +211,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def _without_compiler(item: pytest.Item) -> str | None:
     """The vendor whose compiler a test needs and this environment lacks."""
-    from shardlib.verification.targets import GPU_PLUGINS
+    from shardlib.verify.isolation import GPU_PLUGINS
 
     packages = {"tpu": ("libtpu",), "gpu": GPU_PLUGINS}
     return next(

@@ -261,8 +261,8 @@ def test_files_keep_the_rules():
         ),
         (
             "cost/estimate.py",
-            "def f():\n from shardlib.planning.plan import Plan",
-            "floor 3 imports shardlib.planning.plan.Plan from floor 4",
+            "def f():\n from shardlib.planner.plan import Plan",
+            "floor 3 imports shardlib.planner.plan.Plan from floor 4",
         ),
         (
             "lowering/program/step.py",
@@ -332,7 +332,7 @@ def test_planning_loads_nothing_that_lowers_or_verifies():
         "for refine, framework in ((None, None), (0, 'megatron-core')):\n"
         "    shardlib.plan(lambda rngs: nnx.Linear(16, 16, rngs=rngs), loss, optax.sgd(0.1), batch,"
         " topology='h100:8', refine=refine, framework=framework)\n"
-        "loaded = ('shardlib.lowering', 'shardlib.verification', 'shardlib.calibration')\n"
+        "loaded = ('shardlib.lowering', 'shardlib.verify', 'shardlib.calibration')\n"
         "print(sorted(name for name in sys.modules if name.startswith(loaded)))"
     )
     done = subprocess.run(

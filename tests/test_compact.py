@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 import shardlib
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan, source_of
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan, source_of
 from tests.planning import worlds
 
 pytestmark = pytest.mark.long

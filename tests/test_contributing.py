@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
 
-from shardlib.graph.factors import elementwise
-from shardlib.hardware import catalog
-from shardlib.hardware.catalog import gpus, tpus
-from shardlib.hardware.products import Memory, Product, gpu, infiniband, nvlink
-from shardlib.hardware.topology import topology
-from shardlib.tracing import graph_from_jaxpr
-from shardlib.tracing.rules import table
-from shardlib.tracing.rules.description import Call, Description
+from shardlib.graph import elementwise
+from shardlib.machines import catalog
+from shardlib.machines.chips import Memory, Product, gpu, infiniband, nvlink
+from shardlib.machines.topology import topology
+from shardlib.tracing import rules
+from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
+from shardlib.tracing.rules import Call, Description
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,9 +47,9 @@ def test_files_that_recipes_lengthen_have_room():
 
 
 def test_the_catalogue_has_all_products_by_the_names_of_their_chips():
-    assert list(catalog.CATALOG.values()) == [*tpus.TPUS, *gpus.GPUS, catalog.CPU]
-    assert all(product.chip.vendor == "google" for product in tpus.TPUS)
-    assert all(product.chip.vendor == "nvidia" for product in gpus.GPUS)
+    assert list(catalog.CATALOG.values()) == [*catalog.TPUS, *catalog.GPUS, catalog.CPU]
+    assert all(product.chip.vendor == "google" for product in catalog.TPUS)
+    assert all(product.chip.vendor == "nvidia" for product in catalog.GPUS)
 
 
 def test_a_chip_is_a_product_in_the_catalogue(monkeypatch: pytest.MonkeyPatch):
@@ -96,7 +95,7 @@ def test_a_primitive_is_a_row_of_its_family(monkeypatch: pytest.MonkeyPatch):
     traced = jax.make_jaxpr(loss)(matrix, matrix)
     names = [("a", "batch"), ("b", "batch")]
     assert any("blend" in str(finding) for finding in graph_from_jaxpr(traced, names).findings)
-    monkeypatch.setitem(table.TABLE, "blend", described)
+    monkeypatch.setitem(rules.TABLE, "blend", described)
     graph = graph_from_jaxpr(traced, names)
     assert graph.findings == ()
     (op,) = [op for op in graph.ops if op.kind == "blend"]

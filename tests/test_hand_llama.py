@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from benchmarks.hand_llama import AXIS, HandLlama
 from benchmarks.hlo_collectives import by_overlap
 from shardlib import models
-from shardlib.axes import MeshShape
+from shardlib.layout import MeshShape
 
 CONFIG = models.TransformerConfig(
     name="tiny",

@@ -230,7 +230,7 @@ class Larger(nnx.Module):
         self.embed = nnx.Embed(24, 8, rngs=rngs)
         self.up = nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs)
 
-from shardlib.training.states.average import with_average
+from shardlib.training.states import with_average
 
 loss = lambda model, batch: jnp.mean(model.up(model.embed(batch["tokens"])) ** 2)
 rows = batch = {"tokens": rng.integers(0, 16, (16, 4)).astype(np.int32)}
@@ -291,7 +291,7 @@ save_file({name: np.asarray(value) for name, value in given.items()}, "folder/a.
         before={
             0: """
 from functools import partial
-from shardlib.serving import Engine
+from shardlib.serve import Engine
 from tests.serving.test_own_cache import Linen, Model
 
 Model = partial(Model, room=1024)

@@ -19,9 +19,8 @@ from benchmarks.published.pricing import Bench, boundless
 from benchmarks.published.recompute import Recompute, recompute_of
 from benchmarks.published.software import MEGASCALE, memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, quantile, summary
-from shardlib.axes import MeshShape
-from shardlib.cost.terms.framework_profiles import framework_profile
-from shardlib.layout import Layout
+from shardlib.cost.framework import framework_profile
+from shardlib.layout import Layout, MeshShape
 
 MODEL = {
     "layers": 4,

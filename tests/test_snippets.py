@@ -23,7 +23,8 @@ import pytest
 import typer.main
 from typer.core import TyperGroup
 
-from shardlib.cli import app, main
+from shardlib.cli import main
+from shardlib.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -31,9 +31,9 @@ def test_tables_name_what_exists():
         ("tests/hardware/test_local_machine.py", "processes"),
         ("tests/lowering/test_step.py", "compile"),
         ("tests/attic/test_old.py", None),
-        ("shardlib/cost/machine/collective_tables.py", "unit"),
-        ("shardlib/axes.py", "unit"),
-        ("shardlib/lowering/program/step.py", "compile"),
+        ("shardlib/cost/collectives.py", "unit"),
+        ("shardlib/layout.py", "unit"),
+        ("shardlib/lowering/step.py", "compile"),
     ],
 )
 def test_the_longest_name_counts(path: str, tier: str | None):

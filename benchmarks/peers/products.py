@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 import re
 
-from shardlib.verification.hlo.hlo import Computation, Instruction, Module, parse
-from shardlib.verification.hlo.loops.trip_counts import trip_count
+from shardlib.verify.hlo import Computation, Instruction, Module, parse, trip_count
 
 
 def product_flops(text: str) -> int:

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths are set before JAX is imported)
 """The job for TPU v5e, with the TPU's own compiler choosing among the best plans.
 
     python benchmarks/peers/refined.py [--out FILE]
@@ -22,8 +21,8 @@ simulate_devices(8)
 from model import JOBS, OPTIMIZER, Decoder, loss, rows
 
 import shardlib
-from shardlib.hardware import topology
-from shardlib.verification.targets import target
+from shardlib.machines.topology import topology
+from shardlib.verify.isolation import target
 
 TPU = "v5e:2x4"
 

@@ -1,4 +1,3 @@
-# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
 """One job side by side: this library, plain Flax, google-parallax, MaxText and Levanter.
 
     python benchmarks/peers/run.py --parallax PYTHON --maxtext PYTHON --levanter PYTHON --tpu
@@ -41,11 +40,12 @@ from products import product_flops
 
 import shardlib
 from benchmarks.hlo_collectives import collectives, summary
-from shardlib.axes import MeshShape
 from shardlib.errors import ShardlibError
-from shardlib.models import PRESETS, build, example_batch
-from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.layout import MeshShape
+from shardlib.models import build, example_batch
+from shardlib.models.presets import PRESETS
+from shardlib.verify.hlo import parse
+from shardlib.verify.timelines import read_traffic
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 TPU = "v5e:2x4"

@@ -11,8 +11,8 @@ from flax import nnx
 from model import JOBS, OPTIMIZER, Decoder, loss, rows
 
 import shardlib
-from shardlib.hardware import topology as machine
-from shardlib.verification.targets import target
+from shardlib.machines.topology import topology as machine
+from shardlib.verify.isolation import target
 
 PEERS: dict[str, dict[str, Any]] = {"shardlib": {}, "shardlib-fsdp8": {"mesh": {"fsdp": 8}}}
 

@@ -15,7 +15,7 @@ from benchmarks.published.models import configuration
 from benchmarks.published.recompute import recompute_of
 from benchmarks.published.software import Software, software
 from shardlib.errors import ShardlibError
-from shardlib.hardware.topology import Topology
+from shardlib.machines.topology import Topology
 from shardlib.models.config import TransformerConfig
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.published.cases import Case
 from benchmarks.published.pricing import Bench, boundless
 from shardlib.errors import ShardlibError
-from shardlib.planning.plan import Plan
+from shardlib.planner.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from benchmarks.published.document import Document, Entry
-from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.chip import Chip
-from shardlib.hardware.products import Product
-from shardlib.hardware.tier import Tier
-from shardlib.hardware.topology import CORRECTABLE, Topology
+from shardlib.machines.catalog import CATALOG
+from shardlib.machines.chips import Chip, Product, Tier
+from shardlib.machines.topology import CORRECTABLE, Topology
 
 #: Chip of a file -> the product of the catalogue that lends launch time, efficiency of links and,
 #: for a chip that is the same product, its name.

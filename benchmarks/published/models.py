@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.published.document import Entry
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts, LatentAttention
+from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 
 #: Published word -> the reference model's nearest activation; element-wise functions differ by a
 #: few operations.

@@ -14,22 +14,20 @@ import optax
 
 from benchmarks.published.cases import Case
 from benchmarks.published.software import memory_of
-from shardlib.annotation import activations
-from shardlib.annotation.read import read as read_model
-from shardlib.cost.pricing.candidates import candidates
-from shardlib.cost.pricing.sums import sums
-from shardlib.cost.pricing.totals import combine
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.graph.problem import Problem
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import Topology
+from shardlib.annotation import tree
+from shardlib.annotation.tree import read as read_model
+from shardlib.cost.pricing import combine
+from shardlib.cost.stages import candidates, sums
+from shardlib.cost.tables import Pricer
+from shardlib.graph import Problem
+from shardlib.machines.topology import Topology, place
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
-from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.plan import Plan
-from shardlib.planning.planner import ranked, search
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.planner.assembly import price
+from shardlib.planner.plan import Plan
+from shardlib.planner.planner import ranked, search
+from shardlib.planner.stored import Candidate
+from shardlib.planner.workload import Workload, prepare
 from shardlib.tracing.trace import trace
 
 #: Memory that everything fits into, bytes.
@@ -78,7 +76,7 @@ class Quote:
 
     def seconds(self, values: Mapping[str, Any]) -> float:
         """Predicted seconds of a step with some figures of
-        `shardlib.cost.machine.efficiency.Efficiency` replaced; as `price`, without the memory where
+        `shardlib.cost.roofline.Efficiency` replaced; as `price`, without the memory where
         seconds do not depend on it.
         """
         one, load = self.candidate, self.load
@@ -101,7 +99,7 @@ class Quote:
         )
 
     def figures(self) -> tuple[str, ...]:
-        """Figures of `shardlib.cost.machine.efficiency.Efficiency` that the price depends on."""
+        """Figures of `shardlib.cost.roofline.Efficiency` that the price depends on."""
         name = self.load.profile.name
         eager = (
             *(() if name in COMPILED else ("unfused",)),
@@ -229,7 +227,7 @@ def boundless(machine: Topology) -> Topology:
 
 def _traced(case: Case) -> Problem:
     init, loss = build(case.config)
-    with activations.no_mesh():
+    with tree.no_mesh():
         model = read_model(init)
         problem = trace(
             model,

@@ -23,7 +23,7 @@ class Recompute:
     Attributes:
         remat: remat policy of the program.
         every: one in so many layers follows `remat`, the others recompute nothing.
-        kept, offloaded: see `shardlib.cost.terms.framework.FrameworkProfile`.
+        kept, offloaded: see `shardlib.cost.framework.FrameworkProfile`.
         assumed: what the row does not say.
     """
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 import shardlib
-from shardlib.annotation.read import read
-from shardlib.cost.serving.served_model import ServedModel
-from shardlib.frontend.serving import traced_served
+from shardlib.annotation.tree import read
+from shardlib.serve.cost import ServedModel
+from shardlib.serve.frontend import traced_served
 
 Tree = dict[str, jax.Array]
 

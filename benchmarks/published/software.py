@@ -16,8 +16,7 @@ from typing import Any
 from benchmarks.published.document import Entry
 from benchmarks.published.experts import over_tensor
 from benchmarks.published.recompute import recompute_of
-from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.framework_profiles import framework_profile
+from shardlib.cost.framework import FrameworkProfile, framework_profile
 
 #: Start of a framework's name -> its stack; the first that fits.
 STACKS: tuple[tuple[str, str], ...] = (

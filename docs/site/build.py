@@ -39,7 +39,11 @@ EXPLANATION = (
     "serving",
 )
 REFERENCE = ("pins", "glossary")
-PACKAGES = {"shardlib": "shardlib", "booking": "shardlib.booking", "serving": "shardlib.serving"}
+PACKAGES = {
+    "shardlib": "shardlib",
+    "booking": "shardlib.launch.booking",
+    "serving": "shardlib.serve",
+}
 
 
 def lay_out(folder: Path) -> None:
@@ -97,7 +101,8 @@ def _directives(package: str, kind: str, names: Iterable[str]) -> list[str]:
 
 def commands() -> str:
     """A page of the commands, each with its own help."""
-    from shardlib.cli import COMMANDS, app
+    from shardlib.cli import COMMANDS
+    from shardlib.cli.app import app
 
     os.environ["COLUMNS"] = "110"
     parts = ["# Commands", ""]

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST = 60_000
 #: Metadata of a notebook that shows what a compiler made: packages, and their versions then.
 STORED_WITH = "stored_with"
-#: A time that was measured, as `shardlib.planning.units.quantity` writes it.
+#: A time that was measured, as `shardlib.report.elements` writes it.
 _TIME = re.compile(r"\b\d[\d.,]*( ?)(ns|µs|ms|s|min)\b")
 
 

@@ -22,19 +22,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import meta
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib import _jax_compat
-from shardlib.annotation.trees.paths import Tree, path_text
-from shardlib.axes import LogicalAxes
-from shardlib.errors import AnnotationError, raise_all
-from shardlib.jax_types import Jaxpr, Value
-from shardlib.report import Finding, diagnostic
+from shardlib.annotation.trees import Partition, Tree, path_parts, path_text
+from shardlib.errors import AnnotationError, ArgumentError, TracingError, raise_all
+from shardlib.findings import Finding, diagnostic
+from shardlib.functions.losses import WeightedMean
+from shardlib.jax_types import Index, Jaxpr, KeyPath, Metrics, Value
+from shardlib.layout import LogicalAxes
+from shardlib.untrusted.data import SEEDS, read_seed
+
+# --------------------------------------------------------------------------------------------------
 
 #: The name that a stacking dim gets when the user gave it none.
 STACK = "layers"
@@ -390,3 +398,315 @@ def _mark(jaxpr: Jaxpr, var: Any) -> tuple[int | None, tuple[int, ...]]:
     if name == "scan" and index >= _jax_compat.scan_counts(params)[1]:
         added = (0, *(dim + 1 for dim in added))
     return mark, added
+
+
+# --------------------------------------------------------------------------------------------------
+# What may a user's loss return?
+
+
+def loss_and_metrics(result: Tree) -> tuple[Value, Metrics]:
+    """Splits `loss` or `(loss, metrics)`."""
+    value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    return scalar_and_metrics(value, metrics, result)
+
+
+def scalar_and_metrics(value: Tree, metrics: Tree, result: Tree) -> tuple[Value, Metrics]:
+    """The two parts of what a loss returned, checked; see `loss_and_metrics`."""
+    if not _is_number(value) or not isinstance(metrics, Mapping):
+        raise TracingError(
+            f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of"
+            ' metrics)\nTry: return jnp.mean(...), or return jnp.mean(...), {"name": metric}'
+        )
+    if "loss" in metrics:
+        raise TracingError(
+            "the loss returned a metric called 'loss'; that name is taken by the loss itself\nTry:"
+            " another name"
+        )
+    return _divided(value), {name: _divided(metric) for name, metric in metrics.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "dtype") or isinstance(value, (int, float, complex, WeightedMean))
+
+
+def _divided(result: Tree) -> Any:
+    return result.value() if isinstance(result, WeightedMean) else result
+
+
+def _shape(result: Tree) -> str:
+    if result is None:
+        return "None"
+    return (
+        f"a tuple of {len(result)} ({', '.join(type(part).__name__ for part in result)})"
+        if isinstance(result, tuple)
+        else type(result).__name__
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Random keys in place of seeds: `program.init(jax.random.key(3))` is `program.init(3)`.
+
+#: What `program.init` takes: an integer, a typed key, or the raw data of a key.
+Seed = int | np.integer[Any] | jax.Array | np.ndarray
+
+_TRY = f"Try: an integer from 0 to {SEEDS - 1}, or jax.random.key(0)"
+
+
+def read_seed_or_key(seed: Seed) -> np.ndarray | np.int32:
+    """A seed as an int32 scalar, or a key as its uint32 data, which every process can hand to a
+    program over several processes.
+    """
+    if not isinstance(seed, jax.Array | np.ndarray) or _is_integer(seed):
+        return np.int32(read_seed(seed))  # pyright: ignore[reportArgumentType]
+    default = jax.random.key(0)
+    if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        if seed.dtype != default.dtype:
+            raise ArgumentError(
+                f"seed is a {seed.dtype}, and JAX's default is {default.dtype}\nTry:"
+                f" jax.config.update('jax_default_prng_impl', {str(jax.random.key_impl(seed))!r})"
+                " before the program is compiled"
+            )
+        if seed.ndim:
+            raise ArgumentError(f"seed is {seed.size} keys of shape {seed.shape}\nTry: one key")
+        return np.asarray(jax.random.key_data(seed))
+    raw = jax.random.key_data(default).shape
+    if seed.dtype != jnp.uint32 or seed.shape != raw:
+        raise ArgumentError(
+            f"seed is an array {seed.dtype}{list(seed.shape)}, and neither an integer nor a key"
+            f" (uint32{list(raw)})\n{_TRY}"
+        )
+    return np.asarray(seed)
+
+
+def key_of(seed: Index) -> jax.Array:
+    """The key of what `read_seed_or_key` gives."""
+    return jax.random.wrap_key_data(jnp.asarray(seed)) if jnp.ndim(seed) else jax.random.key(seed)
+
+
+def _is_integer(array: jax.Array | np.ndarray) -> bool:
+    return array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer)
+
+
+# --------------------------------------------------------------------------------------------------
+# A user's model as one value, whichever library it was written in.
+#
+# Every front end (`nnx.py`, `linen.py`, `tree.py`) turns what the user has into a `Model`: pure
+# functions over two pytrees. `params` is what the optimizer trains, and what is frozen; `state` is
+# what the model itself updates (random streams, batch statistics) and may be empty. Tree paths are
+# written with dots: "layers.mlp.up.kernel".
+
+#: A user's own model, as their loss takes it: an nnx module, a params tree, a variables dict.
+UserModule = Any
+#: A user's own loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
+UserLoss = Callable[[UserModule, Tree], Tree]
+#: (params, state, batch) -> (loss, (metrics, new state)); loss is a float scalar, metrics a dict of
+#: scalars.
+PureLoss = Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Mapping[str, jax.Array], Tree]]]
+#: What is done to a function before it is called.
+Free = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def as_it_is(value: Any) -> Any:
+    """What it is given."""
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that can be initialised, traced and trained.
+
+    Attributes:
+        name: for people.
+        init: seed (an int or an int32 scalar tracer) -> (params, state), pure and jittable; the
+            numbers are those that the user's own constructor gives for that seed.
+        params: abstract arrays that are trained or frozen (`jax.ShapeDtypeStruct` leaves, no
+            shardings).
+        state: abstract model state, same form.
+        axes: logical axes per dotted path of `params`; paths without names are absent.
+        bind: user's loss -> `PureLoss`.
+        rebuild: (params, state) -> what the user's loss takes as its first argument (an nnx module,
+            a params tree).
+        findings: what reading the model noticed.
+        evaluating: what the user's loss takes -> the same in the mode of an evaluation; as it is
+            where the library has no modes.
+        frozen: dotted paths of `params` that are not trained.
+        state_axes: logical axes per dotted path of `state`; paths without names are absent.
+    """
+
+    name: str
+    init: Callable[[Index], tuple[Tree, Tree]]
+    params: Tree
+    state: Tree
+    axes: Mapping[str, LogicalAxes]
+    bind: Callable[[Callable[..., Tree]], PureLoss]
+    rebuild: Callable[[Tree, Tree], Tree]
+    findings: tuple[Finding, ...] = ()
+    evaluating: Callable[[Tree], Tree] = as_it_is
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the library knows of models that train and models that are evaluated."""
+        return self.evaluating is not as_it_is
+
+    def evaluated(self, loss: Callable[..., Tree]) -> PureLoss:
+        """The user's loss as a `PureLoss` in the mode of an evaluation."""
+        return self.bind(lambda model, batch: loss(self.evaluating(model), batch))
+
+    frozen: frozenset[str] = frozenset()
+    state_axes: Mapping[str, LogicalAxes] = field(default_factory=dict[str, LogicalAxes])
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Which of `params` are trained."""
+        return Partition.of(self.params, self.frozen)
+
+
+# --------------------------------------------------------------------------------------------------
+# What becomes of arrays that are not trained and that no loss changes: teachers, buffers,
+# statistics in evaluation?
+#
+# They come out of a front end as model state. `freeze` makes parameters of them that are not
+# trained, so that they are sharded, stored and gathered as parameters are; what is left as state
+# is what the loss updates, random streams, and integers.
+
+
+def freeze(model: Model, paths: Collection[str]) -> Model:
+    """The model with some of its state among its parameters, not trained."""
+    moved = _movable(model, paths)
+    if not moved:
+        return model
+    moving = _Moving(params=model.params, state=model.state, moved=moved)
+
+    def init(seed: Index) -> tuple[Tree, Tree]:
+        return moving.there(*model.init(seed))
+
+    def bind(loss: Callable[..., Tree]) -> PureLoss:
+        pure = model.bind(loss)
+
+        def run(params: Tree, state: Tree, batch: Tree) -> Tree:
+            value, (metrics, after) = pure(*moving.back(params, state), batch)
+            return value, (metrics, moving.left(after))
+
+        return run
+
+    params, state = moving.there(model.params, model.state)
+    return replace(
+        model,
+        init=init,
+        params=params,
+        state=state,
+        bind=bind,
+        rebuild=lambda params, state: model.rebuild(*moving.back(params, state)),
+        frozen=model.frozen | moved,
+        axes={
+            **model.axes,
+            **{path: axes for path, axes in model.state_axes.items() if path in moved},
+        },
+        state_axes={path: axes for path, axes in model.state_axes.items() if path not in moved},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moving:
+    """Trees of params and state, before and after some leaves of the state have moved.
+
+    Attributes:
+        params, state: abstract, before.
+        moved: dotted paths of the state.
+    """
+
+    params: Tree
+    state: Tree
+    moved: frozenset[str]
+
+    def there(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Trees after the move, of those before."""
+        gone = [
+            (path, leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+            if path_text(path) in self.moved
+        ]
+        return _grafted(params, gone), self.left(state)
+
+    def left(self, state: Tree) -> Tree:
+        """The state after the move, of that before."""
+        return _without(state, self.moved, "")
+
+    def back(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Trees before the move, of those after."""
+        params_by_path, theirs = _by_path(params), _by_path(state)
+        ours = [leaf for path, leaf in params_by_path.items() if path not in self.moved]
+        return self._params.unflatten(ours), self._state[1].unflatten(
+            [
+                params_by_path[path] if path in self.moved else theirs[path]
+                for path in self._state[0]
+            ]
+        )
+
+    @cached_property
+    def _params(self) -> Any:
+        return jax.tree.structure(self.params)
+
+    @cached_property
+    def _state(self) -> tuple[tuple[str, ...], Any]:
+        return tuple(_by_path(self.state)), jax.tree.structure(self.state)
+
+
+def _movable(model: Model, paths: Collection[str]) -> frozenset[str]:
+    """Those whose way leads through dicts, here and there, to a place that is free."""
+    movable = set[str]()
+    for path, _ in jax.tree_util.tree_leaves_with_path(model.state):
+        if (
+            path_text(path) in paths
+            and all(isinstance(key, jax.tree_util.DictKey) for key in path)
+            and _free(model.params, path_parts(path))
+        ):
+            movable.add(path_text(path))
+    distinct = all(
+        len(_by_path(tree)) == len(jax.tree.leaves(tree)) for tree in (model.params, model.state)
+    )
+    return frozenset(movable.difference(_by_path(model.params))) if distinct else frozenset()
+
+
+def _free(tree: Any, keys: KeyPath) -> bool:
+    for key in keys:
+        if type(tree) is not dict or any(type(sibling) is not type(key) for sibling in tree):
+            return False
+        if key not in tree:
+            return True
+        tree = tree[key]
+    return False
+
+
+def _grafted(tree: Tree, leaves: list[tuple[tuple[Any, ...], Any]]) -> Tree:
+    """Nested dicts with more leaves."""
+    for path, leaf in leaves:
+        tree = _put(tree, path_parts(path), leaf)
+    return tree
+
+
+def _put(tree: Mapping[Any, Any], keys: KeyPath, leaf: Any) -> dict[Any, Any]:
+    first, *inner_keys = keys
+    return {
+        **tree,
+        first: _put(tree.get(first, {}), tuple(inner_keys), leaf) if inner_keys else leaf,
+    }
+
+
+def _without(tree: Any, gone: Collection[str], prefix: str) -> Any:
+    """Nested dicts without some leaves, and without what held nothing else."""
+    if type(tree) is not dict:
+        return tree
+    left: dict[Any, Any] = {}
+    for key, branch in tree.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if path in gone and type(branch) is not dict:
+            continue
+        inner = _without(branch, gone, path)
+        if type(branch) is not dict or inner or not branch:
+            left[key] = inner
+    return left
+
+
+def _by_path(tree: Tree) -> dict[str, Any]:
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

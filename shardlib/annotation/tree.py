@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.keys import key_of
-from shardlib.annotation.model import Free, Model, PureLoss, as_it_is
-from shardlib.annotation.names import beside, fitted, written
-from shardlib.annotation.result import loss_and_metrics
-from shardlib.annotation.stateful import Pair, bound
-from shardlib.annotation.trees.exact import op_by_op
-from shardlib.annotation.trees.parts import Parts, is_array, is_plain, made_abstractly
-from shardlib.annotation.trees.paths import Tree, path_text
-from shardlib.annotation.trees.wrt import Filter, frozen_leaves
-from shardlib.axes import LogicalAxes
+from shardlib.annotation.flax import LinenInit, Pair, bound, from_linen, from_nnx
+from shardlib.annotation.names import (
+    Free,
+    Model,
+    PureLoss,
+    as_it_is,
+    beside,
+    fitted,
+    key_of,
+    loss_and_metrics,
+    written,
+)
+from shardlib.annotation.trees import (
+    Filter,
+    Parts,
+    Tree,
+    frozen_leaves,
+    is_array,
+    is_plain,
+    made_abstractly,
+    op_by_op,
+    path_text,
+)
 from shardlib.errors import AnnotationError, raise_all
-from shardlib.jax_types import Index
-from shardlib.report import Finding
+from shardlib.findings import Finding, diagnostic
+from shardlib.jax_types import Index, Jaxpr
+from shardlib.layout import INNER_AXES, LogicalAxes
+
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +66,7 @@ def tree(
 
     Leaves that are no arrays (activation functions, flags) stay as the initialiser makes them, and
     the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are
-    trained (`shardlib.annotation.trees.parts`).
+    trained (`shardlib.annotation.trees`).
 
     A model with state, as `hk.transform_with_state` and `eqx.nn.make_with_state` make it:
 
@@ -229,3 +250,139 @@ def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., T
         return pure
 
     return bind
+
+
+# --------------------------------------------------------------------------------------------------
+# Which front end reads what the user gave?
+
+#: What makes a model: a callable `nnx.Rngs -> nnx.Module`, a description by `shardlib.linen` or
+#: `shardlib.tree`, or a model that has been read already.
+Init = Callable[..., Any] | LinenInit | TreeInit | Model
+
+
+def _built(init: Any) -> str | None:
+    """The name of the class of a module that is a pytree, where init is one rather than what makes
+    one.
+    """
+    built = (
+        not isinstance(init, type)
+        and not jax.tree_util.all_leaves([init])
+        and any(map(is_array, jax.tree.leaves(init)))
+    )
+    return type(init).__name__ if built and callable(init) else None
+
+
+def read(init: Init, wrt: Filter = None, *, free: Free = as_it_is) -> Model:
+    """Reads a model in any of the spellings that `shardlib.compile` takes as `init`.
+
+    Args:
+        init: a callable `nnx.Rngs -> nnx.Module`, or the result of `shardlib.linen` or
+            `shardlib.tree`.
+        wrt: what is trained, see `shardlib.annotation.trees`; None for all parameters.
+    """
+    if isinstance(init, Model):
+        if wrt is not None:
+            raise AnnotationError(
+                "init is a model that has been read already, and what it trains with it\nTry: wrt"
+                " where the model is read"
+            )
+        return init
+    if isinstance(init, LinenInit):
+        return from_linen(init, wrt, free)
+    if isinstance(init, TreeInit):
+        return from_tree(init, wrt, free)
+    if isinstance(init, nn.Module):
+        raise AnnotationError(
+            f"init is the Linen module {type(init).__name__}, which needs sample inputs\nTry:"
+            " shardlib.linen(module, *sample_inputs)"
+        )
+    if isinstance(init, nnx.Module):
+        kind = type(init).__name__
+        raise AnnotationError(
+            f"init is a {kind} that is built already; shardlib builds it sharded from the"
+            f" start\nTry: lambda rngs: {kind}(..., rngs=rngs)"
+        )
+    if (kind := _built(init)) is not None:
+        raise AnnotationError(
+            f"init is a {kind} that is built already; shardlib builds it sharded from the"
+            f" start\nTry: shardlib.tree(lambda key: {kind}(..., key=key)); its functions and flags"
+            " stay as they are (eqx.partition is not needed), and the loss gets the whole module"
+        )
+    if callable(init):
+        return from_nnx(init, wrt, free)  # pyright: ignore[reportArgumentType]
+    raise AnnotationError(
+        f"init is a {type(init).__name__}; expected a callable nnx.Rngs -> nnx.Module, "
+        "shardlib.linen(module, *sample_inputs) or shardlib.tree(key_to_params, axes)"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Flax's logical constraints on activations do nothing, silently, where no rules are in force; that
+# is a finding here. What becomes of layouts otherwise: `shardlib.tracing.layouts`.
+
+
+def no_mesh() -> AbstractContextManager[object]:
+    """Takes any mesh that the caller has set out of force: a plan brings its own, and an outer one
+    would leak into the trace.
+    """
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+def planning_mesh() -> AbstractContextManager[object]:
+    """A mesh of one device with all six mesh axes."""
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh(
+            (1,) * len(INNER_AXES), INNER_AXES, axis_types=(AxisType.Auto,) * len(INNER_AXES)
+        )
+    )
+
+
+def rules_in_force() -> bool:
+    """Whether Flax's logical axis rules are set around the caller."""
+    return bool(nn.get_logical_axis_rules())
+
+
+def pinned_activations(jaxpr: Jaxpr) -> int:
+    """Number of layouts pinned on activations in a program."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(
+        (eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn)))
+        for eqn in inner.eqns
+    )
+
+
+def _inside(eqn: Any) -> list[Any]:
+    return [
+        item
+        for value in eqn.params.values()
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(item, "eqns")
+    ]
+
+
+@diagnostic
+def ignored_constraints(
+    loss: PureLoss, params: Tree, state: Tree, batch: Tree
+) -> tuple[Finding, ...]:
+    """What Flax's logical constraints in a loss would have pinned, had rules been in force."""
+    with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
+        count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
+    return (
+        (
+            Finding(
+                code="activation-names-ignored",
+                severity="info",
+                where=f"{count} of them",
+                message=(
+                    "the model names dims of activations and no logical axis rules are in force;"
+                    " the plan places activations itself."
+                ),
+                hint=(
+                    "to price or pin them, call shardlib.compile inside"
+                    " flax.linen.logical_axis_rules(...), with honour='pins' to pin"
+                ),
+            ),
+        )
+        if count
+        else ()
+    )

@@ -3,4 +3,5 @@ Hugging Face.
 
 `store.Checkpoints` keeps training states in a folder; `huggingface` reads and writes the parameters
 of reference models; `foreign` reads those of a model of one's own, and adapters of PEFT.
+
 """

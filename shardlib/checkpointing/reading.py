@@ -4,8 +4,12 @@ then their sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from shardlib.checkpointing import from_disk
-from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
-from shardlib.checkpointing.islands.form import (
+from shardlib.checkpointing.islands import (
     AnyProgram,
     State,
     anew,
@@ -25,8 +27,9 @@ from shardlib.checkpointing.islands.form import (
     state_of,
     without_optimizer,
 )
-from shardlib.checkpointing.snapshot import Camera
 from shardlib.checkpointing.tree import (
+    Camera,
+    Spec,
     compared,
     fitted,
     named_leaves,
@@ -36,12 +39,266 @@ from shardlib.checkpointing.tree import (
     spec_of,
 )
 from shardlib.errors import CheckpointError
-from shardlib.lowering.program.program import Program
-from shardlib.lowering.runtime.checksums import by_path
-from shardlib.processes import shards
-from shardlib.processes import together as processes
-from shardlib.processes.values import whole
-from shardlib.report import Finding
+from shardlib.findings import Finding
+from shardlib.lowering.disk import DiskArray
+from shardlib.lowering.mesh import HOST
+from shardlib.lowering.program import Program
+from shardlib.lowering.runtime import by_path
+from shardlib.planner.plan import Plan, plan_from_data, plan_to_data
+from shardlib.processes import values
+from shardlib.processes import values as processes
+from shardlib.processes.values import ArrayHandler, whole
+from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, shown
+
+# --------------------------------------------------------------------------------------------------
+# What a checkpoint says of itself: a JSON document with a digest.
+#
+# It has everything that is not an array: the plan, the position in the data, metrics, and of every
+# array shape, dtype and sums.
+
+#: Version of the JSON form; readers refuse others.
+FORMAT = 1
+
+
+class DamagedError(Exception):
+    """A checkpoint whose bytes are not the ones that were written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The document of one checkpoint.
+
+    Attributes:
+        step: steps done.
+        time: seconds since 1970 when it was written.
+        arrays: what is stored, by path.
+        sums: two sums of each array, see `shardlib.lowering.runtime`.
+        plan: the plan it was trained under as plain data; None where it was saved without.
+        extra: what the training loop wants back, as plain data.
+        metrics: numbers by name.
+    """
+
+    step: int
+    time: float
+    arrays: Mapping[str, Spec]
+    sums: Mapping[str, tuple[int, int]]
+    plan: JsonMapping | None
+    extra: JsonMapping
+    metrics: Mapping[str, float]
+
+    def to_json(self) -> JsonObject:
+        """The document as plain data, with its digest."""
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "time": self.time,
+            "jax": jax.__version__,
+            "arrays": {
+                path: {
+                    "shape": list(spec.shape),
+                    "dtype": spec.dtype,
+                    "key": spec.key,
+                    "sums": list(self.sums[path]),
+                }
+                for path, spec in self.arrays.items()
+            },
+            "plan": self.plan,
+            "extra": dict(self.extra),
+            "metrics": dict(self.metrics),
+        }
+        return {"digest": digest(content), "content": content}
+
+    def read_plan(self) -> tuple[Plan | None, tuple[Finding, ...]]:
+        """The plan, or a finding where another version wrote it in a form that this one does not
+        read.
+        """
+        if self.plan is None:
+            return None, ()
+        try:
+            return plan_from_data(self.plan), ()
+        except (ValueError, TypeError) as error:
+            return None, (
+                Finding(
+                    code="checkpoint-plan",
+                    severity="info",
+                    where=f"step {self.step}",
+                    message=f"The plan of the checkpoint is not read: {error}",
+                ),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Array:
+    """What a document has of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    key: str
+    sums: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """The content of a document; metrics may be no finite numbers."""
+
+    step: int
+    time: float
+    arrays: Mapping[str, _Array]
+    plan: JsonMapping | None
+    extra: JsonMapping
+    metrics: JsonMapping
+
+
+def digest(content: Json) -> str:
+    """SHA-256 of plain data, whatever the order of keys."""
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def described(
+    step: int,
+    sums: Mapping[str, tuple[int, int]],
+    specs: Mapping[str, Spec],
+    plan: Plan | None,
+    extra: JsonMapping,
+    metrics: JsonMapping,
+) -> About:
+    """The document of a state that is being saved; waits for its metrics.
+
+    Args:
+        specs: shape, dtype and sharding of every array, by path.
+        plan: what it is trained under; None where there is none.
+    """
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return About(
+        step=step,
+        time=time.time(),
+        arrays=specs,
+        sums=sums,
+        plan=plan_to_data(plan) if plan else None,
+        extra=extra,
+        metrics=numbers,
+    )
+
+
+def from_json(data: Json) -> About:
+    """Reads a document."""
+    try:
+        same = isinstance(data, Mapping) and digest(data.get("content")) == data.get("digest")
+    except (TypeError, ValueError, RecursionError):  # no plain data
+        same = False
+    if not same:
+        raise DamagedError("its description does not have the digest that it was saved with")
+    content = data["content"]
+    if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(
+            f"the checkpoint has format {shown(found)}, this version reads {FORMAT}\nTry: the"
+            " version of shardlib that wrote it"
+        )
+    written = construct(_Written, content, "the description of the checkpoint", CheckpointError)
+    arrays = written.arrays
+    return About(
+        step=written.step,
+        time=written.time,
+        plan=written.plan,
+        extra=written.extra,
+        metrics=content["metrics"],
+        arrays={path: Spec(shape=a.shape, dtype=a.dtype, key=a.key) for path, a in arrays.items()},
+        sums={path: a.sums for path, a in arrays.items()},
+    )
+
+
+def of_step(about: About, step: int) -> About:
+    """The document, if it is that of the step that the folder is called by."""
+    if about.step != step:
+        raise DamagedError(
+            f"it is the checkpoint of step {about.step} under another name; what was saved at step"
+            f" {step} is not in it"
+        )
+    return about
+
+
+def checked_extra(extra: JsonMapping) -> JsonObject:
+    """What JSON makes of `extra`, so that later changes to it change nothing."""
+    try:
+        return dict(json.loads(json.dumps(dict(extra))))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra is no plain data ({error})\nTry: dicts, lists, strings, numbers, booleans and"
+            " None; arrays belong in the state"
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Arrays that are stored on disk, into a checkpoint and out of it: a few at a time, so that memory
+# holds no more of them than that.
+
+#: Bytes of arrays, all processes together, that are read at a time.
+PORTION = 1 << 28
+
+
+class _Handler(ArrayHandler):
+    """Writes arrays; those on disk after the others, each read when the one before it is
+    written.
+    """
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        options = list(args) if args is not None else [ocp.SaveArgs()] * len(values)
+        resting = [k for k, leaf in enumerate(values) if not isinstance(leaf, DiskArray)]
+        stored = [[k] for k, leaf in enumerate(values) if isinstance(leaf, DiskArray)]
+        for portion in ([resting] if resting else []) + stored:
+            arrays = [_in_memory(values[k]) for k in portion]
+            for written in await super().serialize(
+                arrays, [infos[k] for k in portion], [options[k] for k in portion]
+            ):
+                written.result()
+        return []
+
+
+def _in_memory(leaf: Any) -> jax.Array:
+    """What is on disk as an array in memory of the host where the devices read that by themselves:
+    theirs is the training's.
+    """
+    if not isinstance(leaf, DiskArray):
+        return leaf
+    apart = all(
+        device.platform != "cpu"
+        and any(memory.kind == HOST for memory in device.addressable_memories())
+        for device in leaf.sharding.addressable_devices
+    )
+    return leaf.array(HOST if apart else None)
+
+
+def registry(first: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
+    """What Orbax writes a state with that is partly on disk, or in some of several processes."""
+    handler = _Handler(first)
+    found = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+    found.add(DiskArray, handler, override=True, ignore_warnings=True)
+    return found
+
+
+def portions(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Abstract arrays in groups of at most `PORTION` bytes, or of one array."""
+    group: dict[str, jax.ShapeDtypeStruct] = {}
+    size = 0
+    for path, leaf in leaves.items():
+        own = leaf.size * leaf.dtype.itemsize
+        if group and size + own > PORTION:
+            yield group
+            group, size = {}, 0
+        group[path] = leaf
+        size += own
+    if group:
+        yield group
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def handler(
@@ -55,7 +312,7 @@ def handler(
         arrays = ocp.handlers.PyTreeCheckpointHandler(
             use_compression=False,
             multiprocessing_options=options,
-            type_handler_registry=from_disk.registry(options.primary_host),
+            type_handler_registry=registry(options.primary_host),
         )
     else:
         arrays = ocp.handlers.PyTreeCheckpointHandler(
@@ -164,7 +421,7 @@ def read_state(
         return fitted({p: named[p] for p in some}, read_arrays(path, about, some, camera))
 
     arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
-    for portion in from_disk.portions({p: leaf for p, leaf in leaves.items() if p in disk}):
+    for portion in portions({p: leaf for p, leaf in leaves.items() if p in disk}):
         assert isinstance(program, Program)
         arrays.update(
             {
@@ -209,7 +466,7 @@ def _read_arrays(
     """Reads arrays of a checkpoint, every device's part alone; that it fails is known to all."""
     failure, arrays = "", {}
     try:
-        arrays = shards.read(path / "state", leaves)
+        arrays = values.read(path / "state", leaves)
     except PermissionError as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be opened ({error})\nTry: other permissions"

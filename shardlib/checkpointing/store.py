@@ -14,41 +14,352 @@ something is wrong: nothing is overwritten, and the last good checkpoint is used
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import errno
+import logging
+import math
 import operator
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import jax
+import orbax.checkpoint as ocp
 from etils import epath
 
-from shardlib.checkpointing import about as description
-from shardlib.checkpointing.about import About, DamagedError
-from shardlib.checkpointing.folder import Folder
-from shardlib.checkpointing.islands.form import AnyProgram, State, form_of
-from shardlib.checkpointing.keep import Keep
-from shardlib.checkpointing.owner import Owner
-from shardlib.checkpointing.restoring import (
-    Restored,
-    missing,
-    none_good,
-    read_checkpoint,
-    set_aside,
-)
-from shardlib.checkpointing.snapshot import Camera, Snapshot
+from shardlib.checkpointing import reading
+from shardlib.checkpointing import reading as description
+from shardlib.checkpointing.elastic import Source, read_other_number
+from shardlib.checkpointing.folder import Folder, Owner
+from shardlib.checkpointing.islands import AnyProgram, State, form_of, is_alike
+from shardlib.checkpointing.reading import About, DamagedError
 from shardlib.checkpointing.tree import (
+    Camera,
+    Snapshot,
     check_target,
     named_leaves,
     raw_abstract,
     raw_arrays,
+    said,
     spec_of,
 )
-from shardlib.checkpointing.writing import delete_superfluous, write_checkpoint
-from shardlib.errors import CheckpointError
-from shardlib.frontend.steps.step_program import StepProgram
-from shardlib.lowering.host_memory.disk.arrays import DiskArray
-from shardlib.lowering.program.program import Program
-from shardlib.planning.plan import Plan
-from shardlib.processes import together as processes
-from shardlib.untrusted.json_types import JsonMapping
+from shardlib.errors import CheckpointError, raise_all
+from shardlib.findings import Finding
+from shardlib.frontend.step_program import StepProgram
+from shardlib.lowering.disk import DiskArray
+from shardlib.lowering.program import Program
+from shardlib.lowering.runtime import TrainState
+from shardlib.planner.plan import Plan
+from shardlib.processes import values
+from shardlib.processes import values as processes
+from shardlib.processes.values import by_owners, owners_of
+from shardlib.untrusted.data import JsonMapping, JsonObject
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint read back, and what follows where one is damaged.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint gave back.
+
+    Attributes:
+        step: the step that it was saved at.
+        state: the training state, laid out as the target says; of islands their state.
+        extra: as it was saved.
+        metrics: as they were saved.
+        plan: the plan that it was trained under; None where none was saved, or where this version
+            does not read it.
+        findings: damaged checkpoints that were passed over, dtypes that were cast.
+    """
+
+    step: int
+    state: TrainState
+    extra: JsonObject
+    metrics: dict[str, float]
+    plan: Plan | None
+    findings: tuple[Finding, ...] = ()
+
+
+def read_checkpoint(
+    folder: Folder,
+    step: int,
+    target: State | AnyProgram,
+    camera: Camera,
+    *,
+    parameters_only: bool,
+) -> Restored:
+    """One checkpoint, straight to where its arrays are to live."""
+    wanted = target.state if isinstance(target, AnyProgram) else target
+    path = folder.checkpoint(step)
+    about = reading.read_about(path, step)
+    program = target if isinstance(target, AnyProgram) else None
+    if is_alike(about.arrays, wanted):
+        state, findings = reading.read_state(
+            path, about, wanted, camera, program, new_optimizer=parameters_only
+        )
+    else:
+        source = Source(path=path, about=about, camera=camera)
+        state, findings = read_other_number(source, wanted, program, new_optimizer=parameters_only)
+    plan, more = about.read_plan()
+    return Restored(
+        step=step,
+        state=cast("TrainState", state),
+        extra=dict(about.extra),
+        metrics=dict(about.metrics),
+        plan=plan,
+        findings=(*findings, *more),
+    )
+
+
+def set_aside(
+    folder: Folder, damaged: Mapping[int, str], *, read_only: bool
+) -> tuple[Finding, ...]:
+    """Renames damaged checkpoints and says what is wrong with them; to be called when a good
+    one is restored.
+    """
+    findings: list[Finding] = []
+    for step, text in damaged.items():
+        name = (
+            folder.set_aside(step) if processes.together_is_first() and not read_only else str(step)
+        )
+        findings.append(
+            Finding(
+                code="checkpoint-damaged",
+                severity="warning",
+                where=str(folder.path / name),
+                hint="look at the disk; the checkpoint before it was used",
+                message=f"The checkpoint of step {step} is damaged: {text}.",
+            )
+        )
+    return tuple(findings)
+
+
+def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> CheckpointError:
+    """The error where there is no checkpoint, or none of a step.
+
+    Args:
+        step: that was asked for; None for the newest.
+    """
+    return CheckpointError(
+        f"there is no checkpoint{'' if step is None else f' of step {step}'} in"
+        f" {folder.path}\nTry: {f'one of {list(candidates)}' if candidates else 'another folder'}"
+    )
+
+
+def none_good(
+    folder: Folder, damaged: Mapping[int, str], candidates: Sequence[int]
+) -> CheckpointError:
+    """The error where all checkpoints that were read are damaged."""
+    lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
+    others = [other for other in candidates if other not in damaged]
+    return CheckpointError(
+        f"no checkpoint in {folder.path} is good:{lines}\nTry:"
+        f" {f'one of {others}' if others else 'a copy of them'}; nothing was changed"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints that stay: the newest, the best, one in so many seconds; whoever has a reason to stay
+# stays.
+
+_managers = ocp.checkpoint_managers
+
+
+@dataclass(kw_only=True)
+class _Info:
+    """What Orbax's policies look at."""
+
+    step: int
+    time: datetime.datetime
+    metrics: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Reasons to keep a checkpoint; one is enough.
+
+    Attributes:
+        newest: how many of the latest; None keeps all.
+        best: name of a metric by which the best are kept too.
+        best_count: how many of the best.
+        best_mode: "min" where less is better, or "max".
+        every_seconds: the first one is kept, and each that is so much later than the last one kept;
+            None for no such rule.
+
+    Raises:
+        CheckpointError: numbers out of range, all of them listed.
+    """
+
+    newest: int | None = 3
+    best: str | None = None
+    best_count: int = 1
+    best_mode: str = "min"
+    every_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} is {value!r}; it must be at least 1"
+            for name, value in (("newest", self.newest), ("best_count", self.best_count))
+            if value is not None and value < 1
+        ]
+        wrong += [f"every_seconds is {self.every_seconds!r}; it must be positive"] * (
+            self.every_seconds is not None and self.every_seconds <= 0
+        )
+        wrong += [f"best_mode is {self.best_mode!r}; known are min, max"] * (
+            self.best_mode not in ("min", "max")
+        )
+        if wrong:
+            raise_all(CheckpointError, "no checkpoints can be kept like this", wrong)
+
+    def superfluous(self, checkpoints: Sequence[About]) -> list[int]:
+        """Steps of the checkpoints that have no reason to stay; never the latest."""
+        ordered = sorted(checkpoints, key=lambda about: about.step)
+        infos = [
+            _Info(
+                step=about.step,
+                time=datetime.datetime.fromtimestamp(about.time, datetime.UTC),
+                metrics=self._metric(about),
+            )
+            for about in ordered
+        ]
+        stays = (
+            _managers.AnyPreservationPolicy(self._policies()).should_preserve(
+                infos, context=_managers.PreservationContext()
+            )
+            if infos
+            else []
+        )
+        return [
+            about.step for about, reason in zip(ordered[:-1], stays[:-1], strict=True) if not reason
+        ]
+
+    def _policies(self) -> list[_managers.PreservationPolicy]:
+        policies: list[_managers.PreservationPolicy] = [_managers.LatestN(self.newest)]
+        if self.best:
+            policies.append(
+                _managers.BestN(
+                    get_metric_fn=lambda metric: metric,
+                    reverse=self.best_mode == "min",
+                    n=self.best_count,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        if self.every_seconds:
+            seconds: Any = self.every_seconds  # a float, too
+            policies.append(_managers.EveryNSeconds(seconds))
+        return policies
+
+    def _metric(self, about: About) -> float | None:
+        """The number to compare; None where there is none, or none that can be compared."""
+        value = about.metrics.get(self.best) if self.best else None
+        return value if value is not None and math.isfinite(value) else None
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint written with Orbax, and older ones that nothing keeps deleted.
+
+
+def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About) -> None:
+    """Writes a checkpoint; what a failure has left is cleared away."""
+    arrays = {**snapshot.arrays, **snapshot.stored}
+    owners = owners_of(arrays.values())
+    options = values.options(owners)
+
+    def write() -> None:
+        with (
+            _said_once(),
+            ocp.Checkpointer(
+                reading.handler(
+                    options, own=bool(snapshot.stored) or len(owners) < jax.process_count()
+                ),
+                multiprocessing_options=options,
+            ) as checkpointer,
+        ):
+            checkpointer.save(
+                folder.checkpoint(step),
+                ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(arrays),
+                    about=ocp.args.JsonSave(about.to_json()),
+                ),
+            )
+
+    try:
+        by_owners(f"checkpoints in {folder.path}", owners, write)
+    except Exception as error:
+        raise _not_written(folder, step, error) from error
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """Orbax and asyncio log a failure in each of their threads; it is raised here, too.
+
+    Orbax raises the first failure while its other threads may still be about to log theirs.
+    """
+
+    def without_errors(record: logging.LogRecord) -> bool:
+        return record.exc_info is None and "raised an exception" not in record.getMessage()
+
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    earlier = set(threading.enumerate())
+    for logger in loggers:
+        logger.addFilter(without_errors)
+    try:
+        yield
+    except Exception:
+        deadline = time.monotonic() + 10
+        for thread in set(threading.enumerate()) - earlier:
+            if type(thread).__module__.startswith("orbax."):
+                thread.join(max(0.0, deadline - time.monotonic()))
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeFilter(without_errors)
+
+
+def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
+    """Deletes checkpoints that nothing keeps; in the first process."""
+    try:
+        found = [
+            about
+            for saved in folder.steps()
+            if (about := reading.try_about(folder.checkpoint(saved), saved))
+        ]
+        for superfluous in keep.superfluous(found):
+            folder.discard(superfluous)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} is written, and older ones in"
+            f" {folder.path} could not be deleted ({said(error)})\nTry: delete them"
+            ' by hand; those that have "discarded" in their names are not used any more'
+        ) from error
+
+
+def _not_written(folder: Folder, step: int, error: Exception) -> CheckpointError:
+    """Clears away what was written, since it may fill the disk, and says what was wrong."""
+    if processes.together_is_first():
+        with contextlib.suppress(OSError):  # the next run deletes it
+            folder.clear(step)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
+        text in str(error) for text in ("No space left", "Disk quota", "File too large")
+    )
+    why = "the disk is full, or files may not be so large" if full else said(error)
+    hint = (
+        "make room, or keep fewer checkpoints; the state is as before"
+        if full
+        else "another folder; the state is as before"
+    )
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written to {folder.path}"
+        f" ({why}); earlier ones are as before\nTry: {hint}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -148,7 +459,7 @@ class Checkpoints:
         self.wait()
         self._require()
         step = operator.index(step)
-        if processes.is_first() and (taken := self._folder.taken(step)):
+        if processes.together_is_first() and (taken := self._folder.taken(step)):
             raise CheckpointError(taken)
         plain = description.checked_extra(extra or {})
         named = named_leaves(form_of(state))
@@ -233,7 +544,7 @@ class Checkpoints:
         """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
         self._require()
         write_checkpoint(self._folder, step, snapshot, about)
-        if processes.is_first():
+        if processes.together_is_first():
             delete_superfluous(self._folder, self.keep, step)
 
     def _require(self) -> None:

@@ -22,46 +22,37 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from shardlib.cli import planning, training
 from shardlib.cli.app import app
-from shardlib.cli.commands import (
-    examining,
-    launching,
-    planning,
-    scaling,
-    tables,
-    training,
-    verifying,
-)
-from shardlib.cli.commands.booking import comparing, fitting
-from shardlib.cli.commands.reports import diff
-from shardlib.cli.commands.serving import bench, edge, exporting, generating, serve
+from shardlib.cli.inputs import parse_pins
 from shardlib.cli.output import report
-from shardlib.cli.pins import parse_pins
 from shardlib.errors import ArgumentError, LaunchError, ShardlibError
+from shardlib.launch import booking_commands, commands
+from shardlib.serve import commands as bench
 
 #: The commands, in the order of the help.
 COMMANDS: Mapping[str, Callable[..., None]] = {
-    "doctor": examining.doctor_command,
-    "launch": launching.launch,
+    "doctor": commands.doctor_command,
+    "launch": commands.launch,
     "plan": planning.plan_command,
     "explain": planning.explain_command,
-    "diff": diff.diff_command,
+    "diff": planning.diff_command,
     "timeline": planning.timeline_command,
     "replan": planning.replan_command,
-    "scale": scaling.scale_command,
-    "compare": comparing.compare_command,
-    "fit-model": fitting.fit_model_command,
-    "edge": edge.edge_command,
-    "edge-stage": edge.edge_stage_command,
-    "verify": verifying.verify_command,
+    "scale": planning.scale_command,
+    "compare": booking_commands.compare_command,
+    "fit-model": booking_commands.fit_model_command,
+    "edge": bench.edge_command,
+    "edge-stage": bench.edge_stage_command,
+    "verify": planning.verify_command,
     "train": training.train_command,
     "status": training.status_command,
-    "generate": generating.generate_command,
-    "export": exporting.export_command,
-    "serve": serve.serve_command,
+    "generate": bench.generate_command,
+    "export": bench.export_command,
+    "serve": bench.serve_command,
     "bench-serve": bench.bench_serve_command,
-    "models": tables.models_command,
-    "topologies": tables.topologies_command,
+    "models": planning.models_command,
+    "topologies": planning.topologies_command,
 }
 for _name, _command in COMMANDS.items():
     # Words after those of `launch` are another program's.
@@ -111,7 +102,7 @@ def _report_usage(error: Any, *, as_json: bool) -> None:
 
 def _end(code: int) -> NoReturn:
     """Ends the process because something failed; one of several does not wait for the others."""
-    joining = sys.modules.get("shardlib.launching.joining")
+    joining = sys.modules.get("shardlib.launch.joining")
     if joining is not None:
         joining.leave(code)
     sys.exit(code)

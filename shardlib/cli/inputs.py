@@ -1,19 +1,43 @@
-"""From the words of a command line to models and plans."""
+"""From the words of a command line to models and plans.
+
+Numbers as a command line spells them.
+
+>>> numbers("0-3,8", "--lost"), sizes("8..64"), sizes("8,24,16")
+((0, 1, 2, 3, 8), (8, 16, 32, 64), (8, 16, 24))
+>>> duration("500ms", "--ttft"), duration("3h", "--mtbf")
+(0.5, 10800.0)
+>>> quantity("15T", "--tokens")
+15000000000000.0
+>>> price("2.40", "--price"), price("2.40/h", "--price"), price("48/d", "--price")
+(2.4, 2.4, 2.0)
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import json
 import os
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
+
+from typer.models import OptionInfo
 
 from shardlib.cli.output import read_text, status
-from shardlib.errors import BatchError, InfeasibleError, PlanError, raise_all
-from shardlib.untrusted import parse_json, shown
-from shardlib.untrusted.json_types import JsonObject
+from shardlib.errors import BatchError, InfeasibleError, PinError, PlanError, raise_all
+from shardlib.untrusted.data import JsonObject, parse_json, shown
 
 if TYPE_CHECKING:
-    from shardlib.planning.plan import Plan
+    from _typeshed import DataclassInstance
+
+    from shardlib.planner.plan import Plan
+
+
+# --------------------------------------------------------------------------------------------------
 
 #: Keyword arguments of `shardlib.plan` that say what is planned.
 PlanInputs = dict[str, Any]
@@ -36,8 +60,8 @@ def make_plan(
     """
     from dataclasses import replace
 
-    from shardlib.cost.terms.frameworks import framework as find_framework
-    from shardlib.hardware import topology as find_topology
+    from shardlib.cost.framework import framework as find_framework
+    from shardlib.machines.topology import topology as find_topology
 
     vendor = find_topology(topology).chip.vendor
     if framework is not None:  # what is misspelt is said before anything is traced
@@ -66,7 +90,8 @@ def make_plan(
 
 def inputs_of(spec: str, batch: int | None, seq: int | None) -> PlanInputs:
     """The model that a command line names, as keyword arguments of `shardlib.plan`."""
-    from shardlib.models import UserModel, build, example_batch, load
+    from shardlib.models import build, example_batch
+    from shardlib.models.presets import UserModel, load
 
     os.environ.setdefault(
         "JAX_PLATFORMS", "cpu"
@@ -201,12 +226,12 @@ def _priced_here(plan: Plan) -> Plan:
     """
     from dataclasses import replace
 
-    from shardlib.hardware import topology as find_topology
-    from shardlib.planning.plan import source_of
-    from shardlib.planning.questions.counterfactual import priced_on
-    from shardlib.planning.questions.replan import PRICED_AGAIN
-    from shardlib.planning.units.quantity import TIE, seconds_text
-    from shardlib.report import Finding
+    from shardlib.findings import Finding
+    from shardlib.machines.topology import topology as find_topology
+    from shardlib.planner.plan import source_of
+    from shardlib.planner.questions import priced_on
+    from shardlib.planner.scaling import PRICED_AGAIN
+    from shardlib.report.elements import TIE, seconds_text
 
     source = source_of(plan)
     if source.topology == find_topology(plan.topology):  # the figures are the same everywhere
@@ -231,7 +256,7 @@ def _priced_here(plan: Plan) -> Plan:
 
 def read_plan(path: Path, *, changed: bool = False) -> Plan:
     """Reads a plan from a file."""
-    from shardlib.planning.plan import ChangedPlanError, plan_from_data
+    from shardlib.planner.plan import ChangedPlanError, plan_from_data
 
     again = f"shardlib plan MODEL --topology T ... --out {path}"
     text = read_text(path, "plan", again, PlanError)
@@ -241,3 +266,229 @@ def read_plan(path: Path, *, changed: bool = False) -> Plan:
         raise PlanError(f"{path}: {error}") from error
     except PlanError as error:
         raise PlanError(f"{path} holds no plan: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Pins as a command line spells them.
+
+
+def parse_pins(words: list[str]) -> JsonObject:
+    """Pins from the command line: `key=value` with the value as JSON, or else as a string."""
+    pins: dict[str, Any] = {}
+    failures: list[str] = []
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not key or not equals or not value:
+            failures.append(f"{word!r} is no KEY=VALUE")
+        elif key in pins:
+            failures.append(f"{key!r} is given twice")
+        else:
+            pins[key] = _value(value)
+    if failures:
+        raise_all(
+            PinError,
+            "pins are not usable",
+            failures,
+            hint="for example --pin mesh.tensor=8 --pin remat=full",
+        )
+    if pins:
+        from shardlib.decisions.pins import Pins, aliased
+
+        Pins.parse(pins)
+        pins = {**aliased(pins)}
+    return pins
+
+
+def parse_allow(words: list[str]) -> JsonObject:
+    """Dtypes that the planner may choose, as pins: `what=dtype` or `what=dtype,dtype`."""
+    allowed: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not key or not equals or not value:
+            raise PinError(f"--allow {word!r} is no WHAT=DTYPE\nTry: --allow moment_dtype=bfloat16")
+        allowed.setdefault(key, []).extend(part.strip() for part in value.split(","))
+    if not allowed:
+        return {}
+    from shardlib.decisions.pins import Pins
+
+    Pins.parse({"allow": allowed})
+    return {"allow": allowed}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def pin_text(pins: JsonObject) -> str:
+    """Pins as they are spelled on a command line."""
+    return ", ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in pins.items()
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Quantities below it are spelled with a unit.
+LEAST = 1_000_000
+
+
+def numbers(text: str, what: str) -> tuple[int, ...]:
+    """Numbers and ranges: "0-3,8"; nothing for an empty text."""
+    listed: list[int] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise PlanError(
+                f"{what} has {word!r}, which is neither a number nor a range\nTry: {what} 0-7,16"
+            )
+        listed += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(sorted(set(listed)))
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers of devices: "8..16384" doubles from the first to the last, "8,24" lists them;
+    ascending.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
+    if match is not None and 0 < int(match[1]) <= int(match[2]):
+        first, last = int(match[1]), int(match[2])
+        return tuple(first << step for step in range((last // first).bit_length()))
+    counts = (
+        sorted(int(word) for word in text.split(","))
+        if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text)
+        else []
+    )
+    if not counts or counts[0] < 1:
+        raise PlanError(
+            f"{text!r} says no numbers of devices\nTry: 8..16384 for doublings, or 8,24,48"
+        )
+    twice = [str(number) for number, after in itertools.pairwise(counts) if number == after]
+    if twice:
+        once = ",".join(map(str, dict.fromkeys(counts)))
+        raise PlanError(f"{text!r} names {', '.join(dict.fromkeys(twice))} twice\nTry: {once}")
+    return tuple(counts)
+
+
+def duration(text: str, what: str) -> float:
+    """Seconds of "500ms", "2s", "300us", "10m", "3h" or "30d"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s|m|h|d|)\s*", text)
+    if match is not None and not match[2]:
+        likely = f"{match[1]}s, {match[1]}h or {match[1]}d"
+        raise PlanError(f"{what} {text!r} has no unit: us, ms, s, m, h or d\nTry: {what} {likely}")
+    if match is None or not float(match[1]):
+        more = ", above 0" if match is not None else ", a number and us, ms, s, m, h or d"
+        many = "; a number of devices after @ is for `shardlib compare`" if "@" in text else ""
+        raise PlanError(f"{what} {text!r} is no duration{more}{many}\nTry: {what} 3h, or 500ms")
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    return float(match[1]) * units[match[2]]
+
+
+def quantity(text: str, what: str) -> float:
+    """A number with K, M, B (or G), or T for thousands, millions, billions, trillions."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMBGT]?)\s*", text.upper())
+    if match is not None and not match[2] and 0 < float(match[1]) < LEAST:
+        raise PlanError(
+            f"{what} {text!r} has no unit, K, M, B or T, and is less than {LEAST:,}\nTry: {what}"
+            f" {match[1]}B or {match[1]}T"
+        )
+    if match is None or not float(match[1]):
+        raise PlanError(
+            f"{what} {text!r} is no number above 0, which K, M, B or T may follow\nTry: {what} 15T"
+        )
+    return float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]
+
+
+def price(text: str, what: str) -> float:
+    """Money of an hour: "2.40", "2.40/h", or "57.60/d"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:/\s*(h|d))?\s*", text)
+    if match is None:
+        raise PlanError(
+            f"{what} {text!r} is no price: a number in your own money, of an hour, or with /h or"
+            f" /d\nTry: {what} 2.40/h"
+        )
+    return float(match[1]) / {None: 1.0, "h": 1.0, "d": 24.0}[match[2]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Options of a command that belong together, as one value.
+#
+# A command may take dataclasses whose fields are options; `spread` makes of each field an option
+# of the command, in the order of the fields, so that the help and the words are those of one long
+# list.
+#
+#     @dataclass(frozen=True, kw_only=True)
+#     class Sizes:
+#         batch: Annotated[int | None, typer.Option("--batch", "-b")] = None
+#         seq: Annotated[int | None, typer.Option("--seq", "-s")] = None
+#
+#     @app.command("plan")
+#     @spread
+#     def plan_command(model: Model, sizes: Sizes) -> None: ...
+#
+# `shardlib plan demo --batch 8` calls it with `Sizes(batch=8)`.
+
+
+def spread(command: Callable[..., None], **groups: type) -> Callable[..., None]:
+    """A command as Typer reads it, with the fields of its groups in place of each group."""
+    hints = {**get_type_hints(command, include_extras=True), **groups}
+    parameters: list[inspect.Parameter] = []
+    groups_by_name: dict[str, type[Any]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind):
+            groups_by_name[parameter.name] = kind  # pyright: ignore[reportArgumentType]
+            parameters += _options(kind)  # pyright: ignore[reportArgumentType]
+        else:
+            parameters.append(
+                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+            )
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        values = {
+            name: kind(**{field.name: options.pop(field.name) for field in fields(kind)})
+            for name, kind in groups_by_name.items()
+        }
+        command(**options, **values)
+
+    del run.__wrapped__
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _options(kind: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)
+    ]
+
+
+def given(group: DataclassInstance) -> dict[str, object]:
+    """The options of a group that a command line gave, as it spells them, with their values."""
+    hints = get_type_hints(type(group), include_extras=True)
+    values = {field.name: getattr(group, field.name) for field in fields(group)}
+    return {
+        _spelled(hints[name]): value
+        for name, value in values.items()
+        if value is not None and value is not False and value != []
+    }
+
+
+def _spelled(hint: Any) -> str:
+    """The first name of an option, from its annotation."""
+    option = next(
+        annotation for annotation in hint.__metadata__ if isinstance(annotation, OptionInfo)
+    )
+    words = [option.default, *(option.param_decls or ())]
+    return next(word for word in words if isinstance(word, str) and word.startswith("--"))

@@ -13,8 +13,7 @@ from pathlib import Path
 import typer
 
 from shardlib.errors import ArgumentError, MissingFileError, ShardlibError
-from shardlib.untrusted import LIMITS, printable, read_bytes, shown
-from shardlib.untrusted.json_types import Json, JsonObject
+from shardlib.untrusted.data import LIMITS, Json, JsonObject, printable, read_bytes, shown
 
 
 def echo(text: str, *, nl: bool = True, err: bool = False) -> None:

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, fields
 
 from shardlib.collective import Collective
 from shardlib.compact import compact
-from shardlib.cost.machine.corrections import Applied
+from shardlib.cost.roofline import Applied
 from shardlib.errors import PlanError
-from shardlib.untrusted import construct
-from shardlib.untrusted.json_types import JsonMapping
+from shardlib.untrusted.data import JsonMapping, construct
 
 #: No number of a plan is larger: FLOPs of the largest steps are about 1e24.
 LARGEST = 1e40
@@ -129,7 +128,7 @@ class Estimate:
         peak_flops_per_s: peak of all devices of the mesh in the compute dtype, while those that the
             mesh leaves out idle.
         corrections: factors that seconds and bytes were multiplied by
-            (`shardlib.cost.machine.corrections`).
+            (`shardlib.cost.roofline`).
         stage: what a stage of the pipeline does with one microbatch; None without stages.
         offloaded: what is not in device memory; None where all is.
     """

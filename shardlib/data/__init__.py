@@ -8,4 +8,5 @@ a function of their position alone.
 
 Position counts examples from the beginning of training. It does not depend on processes, devices or
 meshes, so that a run goes on at any step with any number of them.
+
 """

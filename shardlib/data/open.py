@@ -11,17 +11,18 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 
-from shardlib.data.batches.dataset import TokenDataset
-from shardlib.data.batches.examples import Examples, Windows
-from shardlib.data.batches.packing import PACKERS, Bins
-from shardlib.data.reading.files import FileInfo, Files, PathFiles
-from shardlib.data.reading.sources import JsonLines, Records, Source, TextFiles
-from shardlib.data.reading.tokenizer import AnyTokenizer, ByteTokenizer, adapted
-from shardlib.data.tokens.arrays import read_arrays
-from shardlib.data.tokens.documents import Documents
-from shardlib.data.tokens.store import open_store
+from shardlib.data.batches import PACKERS, Bins, Examples, TokenDataset, Windows
+from shardlib.data.sources import FileInfo, Files, JsonLines, PathFiles, Records, Source, TextFiles
+from shardlib.data.tokens import (
+    AnyTokenizer,
+    ByteTokenizer,
+    Documents,
+    adapted,
+    open_store,
+    read_arrays,
+)
 from shardlib.errors import DataError
-from shardlib.report import Finding
+from shardlib.findings import Finding
 
 #: Kinds of files by the ends of their names; all others are text.
 KINDS = {
@@ -55,7 +56,7 @@ def read(
     Args:
         path: file, folder or address; or what `cached` returns; None for the Python standard
             library.
-        tokenizer: see `shardlib.data.reading.tokenizer.adapted`; bytes by default, and for files of
+        tokenizer: see `shardlib.data.tokens.adapted`; bytes by default, and for files of
             tokens none.
         field: of JSON lines and records, the name of the one that holds the text; "text" for lines
             by default.

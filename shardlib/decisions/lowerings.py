@@ -20,12 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.axes import MeshShape
-from shardlib.decisions.dtypes import LOWERED_DTYPES, LOWERED_PRODUCTS, lowered_dtypes
 from shardlib.decisions.pins import Pins
-from shardlib.decisions.table import Decisions
+from shardlib.decisions.table import LOWERED_DTYPES, LOWERED_PRODUCTS, Decisions, lowered_dtypes
 from shardlib.errors import PinError, raise_all
-from shardlib.schedules.table import lowered as schedule_lowered
+from shardlib.layout import MeshShape
+from shardlib.schedules import lowered as schedule_lowered
 
 
 @dataclass(frozen=True, kw_only=True)

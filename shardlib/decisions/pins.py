@@ -8,32 +8,412 @@ dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
 ((('tensor', 8),), True, 'full')
 >>> str(pins.but(zero=3))
 "mesh.tensor=8, zero=3, remat='full'"
+
+The words of pins: decisions, and what can be pinned beside them, as users write them.
+
+>>> alias("tp"), alias("zero")
+('mesh.tensor', 'zero')
+
+Which decisions go together: a table of rules, each with the pins that break it and the message.
+
+>>> print(*contradictions({"schedule": "1f1b"}, {"stage": 1}))
+schedule='1f1b' needs stages, and the stage axis is pinned to 1
+Try: mesh.stage=2 or more, or schedule='none'
+>>> contradictions({"zero": 3, "remat": "full"}, {})
+[]
+
+Whether a plan has what was pinned: asked of every answer, of every decision but those that
+plans say in other words than pins.
+
+A pin of a decision that the search does not know is obeyed only where its entry of the table says
+`searched=False`; a search that passes over a pin in silence would lie to whoever reads the plan.
+
+>>> from shardlib.decisions.table import Decisions
+>>> require_obeyed(Pins.parse({"zero": 3, "remat": "full"}), Decisions(zero=3, remat="full"))
+>>> require_obeyed(Pins.parse({"zero": 3}), Decisions(zero=2))
+Traceback (most recent call last):
+    ...
+shardlib.errors.PlanError: the search did not obey its pins: zero is pinned to 3, and the plan has 2
+Try: no such pin, and tell us; a decision that is not searched needs searched=False in the table
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
-from shardlib.axes import MeshShape, mesh_axis
-from shardlib.decisions.contradictions import contradictions
-from shardlib.decisions.dtypes import (
+from shardlib.decisions.table import (
+    ANY,
+    ANY_GROUP,
     DTYPES,
+    TABLE,
     Allowed,
+    Decisions,
     Dtypes,
+    Entry,
+    GroupPolicies,
+    PinValue,
     ordered,
+    read_allowed,
     read_dtype,
 )
-from shardlib.decisions.pin_words import ENTRIES, pin_words, unknown, word_of
-from shardlib.decisions.readers import GroupPolicies, PinValue
-from shardlib.decisions.table import TABLE, Decisions
-from shardlib.errors import HINT, PinError, ShardlibError, hoisted, raise_all
-from shardlib.exchanges.values import EXACT, Exchange
+from shardlib.errors import HINT, PinError, PlanError, ShardlibError, hoisted, raise_all
+from shardlib.exchanges import EXACT, Exchange
+from shardlib.layout import (
+    INNER_AXES,
+    MESH_AXES,
+    MESH_AXIS_ALIASES,
+    STORED_AXES,
+    MeshShape,
+    mesh_axis,
+)
 from shardlib.rules import Rules
-from shardlib.schedules.table import named
-from shardlib.untrusted.json_types import JsonObject
-from shardlib.untrusted.shown import shown
+from shardlib.schedules import Schedule, named, pipelines
+from shardlib.untrusted.data import Json, JsonObject, shown
+
+# --------------------------------------------------------------------------------------------------
+
+#: Everything that can be pinned: decisions, and beside them dtypes one by one and dtypes that the
+#: planner may choose.
+ENTRIES: Mapping[str, Entry] = {
+    **TABLE,
+    **{
+        word: Entry(default=None, meaning="one of `dtypes`", choices={}, read=read_dtype)
+        for word in DTYPES
+    },
+    "allow": Entry(
+        default=(),
+        meaning="dtypes that the planner may choose",
+        choices={},
+        read=read_allowed,
+        write=lambda value, mesh: {what: list(dtypes) for what, dtypes in value},
+    ),
+}
+
+
+def pin_words(word: str, value: PinValue) -> JsonObject:
+    """What is pinned, by the words that a user writes, as plain data.
+
+    >>> pin_words("axes", (("tensor", 8),)), pin_words("offload", ())
+    ({'mesh.tensor': 8}, {'offload': []})
+
+    Args:
+        word: of a decision, or "axes" for single mesh axes.
+        value: as it was read.
+    """
+    if word == "axes":
+        return {f"mesh.{axis}": size for axis, size in value}
+    return {word: ENTRIES[word].write(value, MeshShape())}
+
+
+def unknown(word: str) -> str:
+    """That a word is no decision, and which one may be meant."""
+    near = difflib.get_close_matches(word, [*ENTRIES, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{word!r} is no decision{meant} (decisions are {', '.join(ENTRIES)} and mesh.AXIS)"
+
+
+def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
+    """Pins by their words, of keywords such as `tensor` or `tp`. A keyword that is a decision and a
+    mesh axis, too, such as `context` or `pipeline`, is the axis where its value is a size.
+
+    >>> aliased({"tp": 2, "context": 4}), aliased({"context": "ring"})
+    ({'mesh.tensor': 2, 'mesh.context': 4}, {'context': 'ring'})
+
+    Raises:
+        PinError: two keywords that stand for the same word have different values.
+    """
+    pins: dict[str, PinValue] = {}
+    for keyword, value in pin.items():
+        word = word_of(keyword, value)
+        if str(pins.setdefault(word, value)) != str(value):
+            raise PinError(
+                f"{keyword}={value!r} contradicts {word}={pins[word]!r}{HINT}{word} once"
+            )
+    return pins
+
+
+def word_of(word: str, value: PinValue) -> str:
+    """The pin word that a keyword stands for beside its value: a mesh axis becomes "mesh.tensor",
+    unless it is a decision as well and the value is no size.
+
+    >>> word_of("tensor", 8), word_of("context", 4), word_of("context", "ring")
+    ('mesh.tensor', 'mesh.context', 'context')
+
+    Args:
+        word: as a user writes it.
+        value: beside it.
+    """
+    return word if word in ENTRIES and isinstance(value, str) else alias(word)
+
+
+def alias(word: str) -> str:
+    """The pin word for a keyword such as `tensor` or `tp`: mesh axes become "mesh.tensor"."""
+    return (
+        f"mesh.{MESH_AXIS_ALIASES.get(word, word)}"
+        if word in MESH_AXES or word in MESH_AXIS_ALIASES
+        else word
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What pins fix.
+
+    Attributes:
+        pins: values by word; what is left to the planner is absent.
+        axes: sizes of the mesh axes that are pinned.
+    """
+
+    pins: Mapping[str, Any]
+    axes: Mapping[str, int]
+
+    def get(self, word: str, default: PinValue = None) -> PinValue:
+        """The pinned value, or what to take for one that is left to the planner."""
+        return self.pins.get(word, default)
+
+    def axis(self, name: str, default: int) -> int:
+        """The pinned size of a mesh axis, or what to take for one that is left to the planner."""
+        return self.axes.get(name, default)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The pinned schedule; None where it is left to the planner."""
+        return named(self.pins["schedule"]) if "schedule" in self.pins else None
+
+    @property
+    def staged(self) -> bool:
+        """Whether plans under these pins may have stages."""
+        unstaged = self.schedule is not None and not self.schedule.staged
+        return not unstaged and self.axis("stage", 2) > 1
+
+    def chunked(self, *, lockstep: bool) -> bool:
+        """Whether the pinned schedule, if there is one, allows the pinned chunks on a stage."""
+        chunks = self.get("virtual_stages", 1)
+        return self.schedule is None or self.schedule.allows(chunks, lockstep=lockstep)
+
+    @property
+    def groups(self) -> GroupPolicies:
+        """The policies of layer groups; () where the planner may choose them."""
+        pinned = self.get("remat_classes", ())
+        return () if pinned == ANY_GROUP else pinned
+
+    @property
+    def rematerialised(self) -> list[int | None]:
+        """How many layers of each group follow its policy; None: all."""
+        return [layers for _, policy, layers in self.groups if policy != "none"]
+
+    @property
+    def unlaid(self) -> list[str]:
+        """The axes of the pinned order that the pinned axes leave no place on the links."""
+        return [axis for axis in self.get("axis_order", ()) if self.axis(axis, 2) == 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Decisions that cannot be together.
+
+    Attributes:
+        broken: whether pins contradict each other by this rule.
+        says: the message: `{word}` is a pin's value, `{axes[name]}` the size of a mesh axis,
+            `{chunked}` the schedules with chunks of layers, `{unlaid}` the axes of `axis_order`
+            that are pinned to 1.
+        hint: what to try, with the same words.
+    """
+
+    broken: Callable[[Given], bool]
+    says: str
+    hint: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        broken=lambda g: g.schedule is not None and g.schedule.staged and g.axis("stage", 2) == 1,
+        says="schedule={schedule!r} needs stages, and the stage axis is pinned to 1",
+        hint="mesh.stage=2 or more, or schedule='none'",
+    ),
+    Rule(
+        broken=lambda g: (
+            g.schedule is not None and not g.schedule.staged and g.axis("stage", 1) > 1
+        ),
+        says="schedule='none' runs without stages, and the stage axis is pinned to {axes[stage]}",
+        hint="mesh.stage=1, or another schedule",
+    ),
+    Rule(
+        broken=lambda g: g.get("virtual_stages", 1) > 1 and g.axis("stage", 2) == 1,
+        says="virtual_stages={virtual_stages} are chunks of the layers of a stage, and the stage"
+        " axis is pinned to 1",
+        hint="mesh.stage=2 or more, or virtual_stages=1",
+    ),
+    Rule(
+        broken=lambda g: not g.chunked(lockstep=True),
+        says="virtual_stages={virtual_stages} needs the schedule {chunked}, and it is pinned to"
+        " {schedule!r}",
+        hint="virtual_stages=1, or another schedule",
+    ),
+    Rule(
+        broken=lambda g: (
+            g.get("gather") == "once" and (g.get("zero", 3) < 3 or g.axis("stage", 2) == 1)
+        ),
+        says="gather='once' is for sharded weights (zero=3) on the stages of a pipeline, and one"
+        " of the two is pinned to something else",
+        hint="zero=3 with mesh.stage=2 or more, or gather='use'",
+    ),
+    Rule(
+        broken=lambda g: g.get("accumulation", 1) > 1 and not g.staged,
+        says="accumulation={accumulation} is for the stages of a pipeline, and there are none;"
+        " without stages gradients are accumulated over microbatches",
+        hint="microbatches in place of accumulation, or mesh.stage=2 or more",
+    ),
+    Rule(
+        broken=lambda g: (
+            "microbatches" in g.pins and g.get("microbatches") % g.get("accumulation", 1) > 0
+        ),
+        says="accumulation={accumulation} takes the microbatches in equal groups, and"
+        " {microbatches} are pinned",
+        hint="a multiple of {accumulation} as microbatches",
+    ),
+    Rule(
+        broken=lambda g: (
+            g.get("pipeline") == "programs"
+            and g.chunked(lockstep=True)
+            and not g.chunked(lockstep=False)
+        ),
+        says="pipeline='programs' has no stages that work breadth first (schedule={schedule!r} with"
+        " virtual_stages={virtual_stages})",
+        hint="pipeline='lockstep', or virtual_stages=1",
+    ),
+    Rule(
+        broken=lambda g: g.get("pipeline") == "programs" and not g.staged,
+        says="pipeline='programs' is for the stages of a pipeline, and there are none",
+        hint="pipeline='lockstep', or mesh.stage=2 or more with a schedule",
+    ),
+    Rule(
+        broken=lambda g: g.get("context", "none") != "none" and g.axis("context", 2) == 1,
+        says="context={context!r} needs a context axis, which is pinned to 1",
+        hint="mesh.context=2 or more, or context='none'",
+    ),
+    Rule(
+        broken=lambda g: g.get("context") == "none" and g.axis("context", 1) > 1,
+        says="context='none' runs without a context axis, which is pinned to {axes[context]}",
+        hint="mesh.context=1, or another context",
+    ),
+    Rule(
+        broken=lambda g: (
+            g.get("context") == "all-gather" and g.get("attention", "traced") != "traced"
+        ),
+        says="attention={attention!r} sees the whole sequence, and context='all-gather' leaves"
+        " attention to the compiler as the model is written",
+        hint="attention='traced', or another context",
+    ),
+    Rule(
+        broken=lambda g: (
+            g.get("context") == "ring" and g.get("attention", "blocks") not in ("blocks", "traced")
+        ),
+        says="a ring computes attention in blocks, and attention is pinned to {attention!r}",
+        hint="attention='blocks', or another context",
+    ),
+    Rule(
+        broken=lambda g: g.get("experts") == "none" and g.axis("expert", 1) > 1,
+        says="experts='none' runs without an expert axis, which is pinned to {axes[expert]}",
+        hint="mesh.expert=1, or no pin of experts",
+    ),
+    Rule(
+        broken=lambda g: g.get("remat_layers", 0) > 0 and g.get("remat") == "none",
+        says="remat_layers={remat_layers} rematerialises layers, and remat is pinned to 'none'",
+        hint="remat='full', or remat_layers=0",
+    ),
+    Rule(
+        broken=lambda g: (
+            len(g.groups) > 0
+            and g.get("remat", "none") not in ("none", *(policy for _, policy, _ in g.groups))
+        ),
+        says="remat={remat!r} is the policy of no layer group that remat_classes names",
+        hint="remat_classes alone",
+    ),
+    Rule(
+        broken=lambda g: (
+            len(g.groups) > 0
+            and None not in g.rematerialised
+            and g.get("remat_layers") not in (None, sum(filter(None, g.rematerialised)))
+        ),
+        says="remat_layers={remat_layers} are not as many layers as remat_classes has",
+        hint="remat_classes alone",
+    ),
+    Rule(
+        broken=lambda g: g.get("zero", 0) > 0 and all(g.axis(axis, 0) == 1 for axis in STORED_AXES),
+        says="zero={zero} shards over fsdp, which is pinned to 1",
+        hint="mesh.fsdp=2 or more, or zero=0",
+    ),
+    Rule(
+        broken=lambda g: g.get("zero") == 0 and g.axis("fsdp", 1) > 1,
+        says="zero=0 shards nothing over fsdp, which is pinned to {axes[fsdp]}",
+        hint="mesh.data in place of mesh.fsdp, or zero=1, 2 or 3",
+    ),
+    Rule(
+        broken=lambda g: g.get("sequence_parallel", False) and g.axis("tensor", 0) == 1,
+        says="sequence_parallel=True shards the sequence over tensor, which is pinned to 1",
+        hint="mesh.tensor=2 or more, or sequence_parallel=False",
+    ),
+    Rule(
+        broken=lambda g: len(g.unlaid) > 0,
+        says="axis_order names {unlaid}, and the pinned mesh has no such axis",
+        hint="axis_order without {unlaid}, or a mesh that has it",
+    ),
+    Rule(
+        broken=lambda g: (
+            g.get("axis_order") == () and any(g.axis(axis, 2) > 1 for axis in INNER_AXES)
+        ),
+        says="axis_order is [], which names no mesh axis",
+        hint="axis_order=['stage', 'data', 'tensor'], or no pin of axis_order",
+    ),
+    Rule(
+        broken=lambda g: g.axis("island", 1) not in (1, g.get("exchange", EXACT).islands),
+        says="mesh.island={axes[island]} are islands, which are pinned with how they meet",
+        hint="exchange='diloco:{axes[island]}:100', and no pin of mesh.island",
+    ),
+)
+
+
+def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
+    """What pins say against each other, each with a second line "Try: ..."."""
+    mesh: MeshShape | None = pins.get("mesh")
+    failures = [
+        f"mesh.{axis}={size} contradicts mesh={dict(mesh)}{HINT}mesh, or mesh.{axis} alone"
+        for axis, size in axes.items()
+        if mesh is not None and mesh[axis] != size
+    ]
+    sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
+    pinned = Given(pins=pins, axes=sizes)
+    broken = [rule for rule in RULES if rule.broken(pinned)]
+    if not broken:
+        return failures
+    words = {**pins, "axes": sizes, "chunked": _chunked(), "unlaid": ", ".join(pinned.unlaid)}
+    return failures + [f"{rule.says}{HINT}{rule.hint}".format_map(words) for rule in broken]
+
+
+def _chunked() -> str:
+    """The schedules whose stages may have several chunks of layers; first those that are tried with
+    chunks alone.
+    """
+    names = [
+        schedule.name
+        for schedule in sorted(pipelines(), key=_tried_whole)
+        if schedule.allows(2, lockstep=True)
+    ]
+    return " or ".join(map(repr, names))
+
+
+def _tried_whole(schedule: Schedule) -> bool:
+    return 1 in schedule.tried(pinned=True, chunks=None, policy="none", limit=2)
+
+
+# --------------------------------------------------------------------------------------------------
 
 #: Decisions fixed by hand, by the words of a plan's JSON: plain data, or the values that it stands
 #: for.
@@ -246,3 +626,43 @@ def _told(word: str, error: ShardlibError) -> list[str]:
     return [
         failure if decision in failure else f"{decision}: {failure}" for failure in error.failures
     ]
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: What plans say in other words than pins: rules are completed, layers are counted in the fullest
+#: stage, dtypes of the traced model are not said.
+RETOLD: tuple[str, ...] = ("rules", "remat_layers", "remat_classes", "dtypes")
+
+
+def require_obeyed(pins: Pins, plan: Decisions) -> None:
+    """Raises where a plan decides otherwise than its pins; those of `RETOLD` are not compared."""
+    missed = [
+        f"{word} is pinned to {_plain(word, value)!r}, and the plan has {_plain(word, planned)!r}"
+        for word, value, planned in _compared(pins, plan)
+        if value not in (ANY, planned)
+    ]
+    if missed:
+        raise_all(
+            PlanError,
+            "the search did not obey its pins",
+            missed,
+            hint="no such pin, and tell us; a decision that is not searched needs searched=False in"
+            " the table",
+        )
+
+
+def _compared(pins: Pins, plan: Decisions) -> Iterator[tuple[str, PinValue, PinValue]]:
+    """(pin, its value, that of the plan) of all that can be compared."""
+    for word, value in pins.given:
+        if word == "axes":
+            yield from ((f"mesh.{axis}", size, plan.mesh[axis]) for axis, size in value)
+        elif word == "axis_order":
+            yield word, plan.mesh.in_order(value), plan.axis_order or tuple(plan.mesh)
+        elif word in TABLE and word not in RETOLD:
+            yield word, value, getattr(plan, word)
+
+
+def _plain(word: str, value: PinValue) -> Json:
+    """A value as a user writes it; the size of a single mesh axis as it is."""
+    return TABLE[word].write(value, MeshShape()) if word in TABLE else value

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF009  (fields of the table are made by `decision`)
 """The table of decisions: every decision of a plan, with its legal values, default and words.
 
 `Decisions` is the value that the planner makes, that a `Plan` is, and of which pins fix some
@@ -8,30 +7,461 @@ fields. A new decision is one more field here: pins, checks, a plan's JSON and d
 >>> one = Decisions(zero=3, remat="full")
 >>> one.zero, TABLE["zero"].choices[one.zero], TABLE["zero"].default
 (3, 'parameters, gradients and optimizer state', 0)
+
+What has a dtype of its own in a plan, and which dtypes there are.
+
+>>> ordered({"moment_dtype": "bfloat16", "param_dtype": "float32"})
+(('param_dtype', 'float32'), ('moment_dtype', 'bfloat16'))
+
+Readers of decisions: from what a user or a stored plan says to a value, or an error that says
+what would be one.
+
+>>> one_of(("none", "full"))("remat", "full")
+'full'
+>>> integer(1)("microbatches", 0)
+Traceback (most recent call last):
+shardlib.errors.PinError: microbatches is 0; it is an integer of at least 1
+
+One decision in words and functions: how it is read, checked, written and told.
+
+A field of `shardlib.decisions.table.Decisions` carries its `Entry`:
+
+>>> from dataclasses import dataclass
+>>> @dataclass(frozen=True, kw_only=True)
+... class Few:
+...     gather: str = decision(
+...         "use",
+...         choices={"use": "for every operation", "once": "once a step"},
+...         meaning="when weights are gathered",
+...     )
+>>> entries(Few)["gather"].read("gather", "once")
+'once'
+>>> Few()
+Few(gather='use')
+
+Decisions as plain data, for JSON, and what of them tells plans apart.
+
+>>> from shardlib.layout import MeshShape
+>>> one = Decisions(mesh=MeshShape(fsdp=8), zero=3)
+>>> plain(one)["mesh"], plain(one)["axis_order"], plain(one)["dtypes"]
+({'fsdp': 8}, ['fsdp'], {})
+>>> sorted(identity(one).keys() & {"zero", "dtypes"})  # dtypes are those of the traced model
+['zero']
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import difflib
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
-from shardlib.axes import MeshShape
-from shardlib.decisions.dtypes import Dtypes, read_dtypes
-from shardlib.decisions.entry import Entry, decision, entries
-from shardlib.decisions.readers import (
-    integer,
-    one_of,
-    read_axis_order,
-    read_group_policies,
-    read_mesh,
-    read_offload,
-    read_rules,
-    write_group_policies,
-)
-from shardlib.exchanges.reading import read_exchange
-from shardlib.exchanges.values import EXACT, Exchange
+import numpy as np
+
+from shardlib.errors import PinError, ShardlibError
+from shardlib.exchanges import EXACT, Exchange, read_exchange
+from shardlib.graph import ITEMSIZE
+from shardlib.layout import ISLAND, MeshShape, mesh_axis
 from shardlib.rules import Rules
-from shardlib.schedules.table import SCHEDULES
+from shardlib.schedules import SCHEDULES
+from shardlib.untrusted.data import VALUE, Json, JsonMapping, JsonObject, shown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: What has a dtype: stored parameters; operands of the products of layers' weights; gradients kept
+#: over the microbatches of a step; gradients in collectives; the arrays of optimizer state that
+#: have a parameter's shape.
+DTYPES: tuple[str, ...] = (
+    "param_dtype",
+    "matmul_dtype",
+    "gradient_dtype",
+    "reduction_dtype",
+    "moment_dtype",
+)
+#: Dtypes that programs are lowered to; and those of products beside them.
+LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
+LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
+#: What people call some of them.
+SHORT: Mapping[str, str] = {
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
+    **dict.fromkeys(("fp8", "e4m3", "float8"), "float8_e4m3fn"),
+}
+#: (what, dtype) of everything whose dtype is not that of the traced model, in the order of
+#: `DTYPES`.
+Dtypes = tuple[tuple[str, str], ...]
+#: (what, dtypes) that the planner may choose beside those of the traced model.
+Allowed = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def read_dtype(word: str, value: object) -> str:
+    """A dtype of floating-point numbers; an error names those that have a lowering.
+
+    >>> import numpy as np
+    >>> read_dtype("moment_dtype", np.float16), read_dtype("moment_dtype", np.dtype("float32"))
+    ('float16', 'float32')
+
+    Args:
+        word: of the decision, for messages.
+        value: its name; or a dtype or scalar type of NumPy or JAX, such as `jnp.bfloat16`.
+
+    Raises:
+        PinError: it is none.
+    """
+    name = _name(value)
+    if name is None or "float" not in name or name not in ITEMSIZE:
+        legal = lowered_dtypes(word.rpartition(".")[2])
+        meant = SHORT.get(value.lower()) if isinstance(value, str) else None
+        raise PinError(
+            f"{word} is {shown(value)}; it is one of {', '.join(legal)}"
+            + (f"; did you mean {meant!r}?" if meant in legal else "")
+        )
+    return name
+
+
+def _name(value: object) -> str | None:
+    """What a dtype is called: by its name, or as an object of NumPy or JAX; None for what is none
+    of these.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, np.dtype | type):
+        return None
+    try:
+        return np.dtype(cast("type[Any]", value)).name
+    except TypeError:
+        return None
+
+
+def lowered_dtypes(word: str) -> tuple[str, ...]:
+    """The dtypes that programs can have something in.
+
+    >>> lowered_dtypes("moment_dtype")
+    ('float32', 'bfloat16', 'float16')
+
+    Args:
+        word: what has the dtype, such as "moment_dtype".
+    """
+    return (*LOWERED_DTYPES, *(LOWERED_PRODUCTS if word == "matmul_dtype" else ()))
+
+
+def ordered(words: Mapping[str, str]) -> Dtypes:
+    """Dtypes in their order."""
+    return tuple((word, words[word]) for word in DTYPES if word in words)
+
+
+def read_dtypes(word: str, value: Json) -> Dtypes:
+    """Dtypes from a mapping.
+
+    Args:
+        value: {"moment_dtype": "bfloat16", ...}.
+    """
+    return ordered({name: read_dtype(name, dtype) for name, dtype in _named(word, value).items()})
+
+
+def read_allowed(word: str, value: Json) -> Allowed:
+    """Dtypes that the planner may choose, from a mapping to one or several.
+
+    Args:
+        value: {"moment_dtype": ["bfloat16", ...], ...}.
+    """
+    listed = {
+        name: [dtypes] if _name(dtypes) else dtypes for name, dtypes in _named(word, value).items()
+    }
+    for name, dtypes in listed.items():
+        if not isinstance(dtypes, list | tuple):
+            raise PinError(f"{word}.{name} is {dtypes!r}; it is a list of dtypes")
+    return tuple(
+        (name, tuple(dict.fromkeys(read_dtype(f"{word}.{name}", dtype) for dtype in listed[name])))
+        for name in DTYPES
+        if name in listed
+    )
+
+
+def _named(word: str, value: Any) -> Mapping[str, Any]:
+    """A mapping from what has a dtype."""
+    unknown = (
+        [name for name in cast("Mapping[str, Any]", value) if name not in DTYPES]
+        if isinstance(value, Mapping)
+        else None
+    )
+    if unknown is None:
+        raise PinError(f"{word} is {value!r}; it is a mapping from {', '.join(DTYPES)}")
+    if unknown:
+        raise PinError(
+            f"{word} names {', '.join(map(repr, unknown))}; dtypes are those of {', '.join(DTYPES)}"
+        )
+    return cast("Mapping[str, Any]", value)
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: What a decision is pinned to or decided as: a word, a number, a truth value, or a value such as
+#: `MeshShape`; its entry in the table says which.
+PinValue = Any
+#: (layer group, remat policy, how many of its layers follow it; None: all).
+GroupPolicies = tuple[tuple[str, str, int | None], ...]
+#: Every layer group may have a policy and a number of layers of its own.
+ANY_GROUP: GroupPolicies = (("any", "", None),)
+#: What can be in host memory; the planner chooses among these.
+HOSTED: tuple[str, ...] = ("optimizer", "activations")
+#: What can be elsewhere than on the device: that, or optimizer state on disk.
+OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
+#: Remat policies of layers.
+REMAT: tuple[str, ...] = ("none", "dots", "full")
+
+
+def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
+    """A reader of listed values, as the list is when it reads."""
+
+    def read(word: str, value: PinValue) -> PinValue:
+        legal = tuple(values)
+        plain = _plain(value)
+        for candidate in legal:
+            if type(candidate) is type(plain) and candidate == plain:
+                return candidate
+        near = _meant(plain, legal)
+        raise PinError(
+            f"{word} is {shown(value)}; it is one of {', '.join(map(repr, legal))}{near}"
+        )
+
+    return read
+
+
+def _plain(value: object) -> object:
+    """A whole number or truth value of NumPy as Python's own; anything else as it is."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return value
+
+
+def _meant(value: object, legal: Sequence[object]) -> str:
+    """The legal value that is spelt almost so, as a question; empty where none is."""
+    spelt = {str(candidate).lower(): candidate for candidate in legal}
+    near = difflib.get_close_matches(str(value).lower(), spelt, n=1)
+    fits = isinstance(value, str) and len(value) <= VALUE and near
+    return f"; did you mean {spelt[near[0]]!r}?" if fits else ""
+
+
+def integer(minimum: int) -> Callable[[str, PinValue], int]:
+    """A reader of integers from `minimum` on."""
+
+    def read(word: str, value: PinValue) -> int:
+        counts = isinstance(value, Integral) and not isinstance(value, bool)
+        if not counts or (number := int(value)) < minimum:  # NumPy's are integers, too
+            raise PinError(f"{word} is {value!r}; it is an integer of at least {minimum}")
+        return number
+
+    return read
+
+
+def read_mesh(word: str, value: Json) -> MeshShape:
+    """Sizes of all mesh axes."""
+    if isinstance(value, MeshShape):
+        return value
+    if not isinstance(value, Mapping):
+        raise PinError(f"{word} is {value!r}; it is a mapping such as {{'data': 2, 'tensor': 4}}")
+    return MeshShape(cast("Mapping[str, int]", value))
+
+
+def read_rules(word: str, value: Json) -> Rules:
+    """Rules in Flax's or MaxText's spelling, see `Rules.parse`."""
+    return Rules.parse(value)
+
+
+def read_group_policies(word: str, value: Json) -> GroupPolicies:
+    """Remat policies of layer groups, from a mapping to a policy or (policy, number of layers).
+
+    Args:
+        value: {"layers": "full", "dense_layers": ["dots", 4]}, or "any".
+    """
+    if value == "any":
+        return ANY_GROUP
+    if not isinstance(value, Mapping):
+        raise PinError(
+            f"{word} is {value!r}; it is a mapping such as {{'encoder': 'full', 'decoder':"
+            " ['dots', 3]}, by the names that plans show"
+        )
+    read: list[tuple[str, str, int | None]] = []
+    for name, entry in cast("Mapping[str, Any]", value).items():
+        pair = (
+            [entry, None]
+            if isinstance(entry, str)
+            else list(cast("list[Any]", entry))
+            if isinstance(entry, list | tuple)
+            else []
+        )
+        policy, layers = pair if len(pair) == 2 else (None, None)
+        if policy not in REMAT or not (
+            layers is None or (type(layers) is int and layers >= (policy != "none"))
+        ):
+            raise PinError(
+                f"{word}.{name} is {entry!r}; it is one of {', '.join(map(repr, REMAT))}, or a"
+                " list of one of them and how many layers follow it, such as ['full', 3]"
+            )
+        read.append((str(name), policy, None if policy == "none" else layers))
+    return tuple(sorted(read))
+
+
+def write_group_policies(value: GroupPolicies) -> Json:
+    """Remat policies of layer groups as `read_group_policies` reads them.
+
+    >>> write_group_policies((("decoder", "dots", 3), ("encoder", "full", None)))
+    {'decoder': ['dots', 3], 'encoder': 'full'}
+
+    Args:
+        value: what is read.
+    """
+    if value == ANY_GROUP:
+        return "any"
+    return {name: policy if layers is None else [policy, layers] for name, policy, layers in value}
+
+
+def read_offload(word: str, value: Json) -> tuple[str, ...]:
+    """What is offloaded, in the order of `OFFLOAD`; "none" or [] for nothing."""
+    words = cast(
+        "list[Any]",
+        (
+            [value]
+            if isinstance(value, str)
+            else list(cast("list[Any]", value))
+            if isinstance(value, list | tuple)
+            else [None]
+        ),
+    )
+    if any(part not in (*OFFLOAD, "none") for part in words):
+        raise PinError(f"{word} is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
+    if "none" in words and len(set(words)) > 1:
+        raise PinError(f"{word} is {value!r}; 'none' is for nothing at all\nTry: [], or no 'none'")
+    if {"optimizer", "disk"}.issubset(words):
+        raise PinError(
+            f"{word} names 'optimizer' and 'disk': optimizer state rests in host memory or on"
+            " disk\nTry: one of them"
+        )
+    return tuple(part for part in OFFLOAD if part in words)
+
+
+def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
+    """Mesh axes, the one on the outermost links first."""
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise PinError(
+            f"{word} is {value!r}; it is a list of mesh axes, the one on the outermost links first"
+        )
+    axes = tuple(mesh_axis(str(name)) for name in cast("list[Any]", value))
+    if len(set(axes)) < len(axes):
+        raise PinError(f"{word} names an axis twice: {', '.join(axes)}")
+    if ISLAND.name in axes[1:]:
+        raise PinError(
+            f"{word} is {', '.join(axes)}; islands lie on the outermost links\nTry:"
+            f" {ISLAND.name!r} first, or not at all"
+        )
+    return axes
+
+
+# --------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+#: Reads a value that a user gave, or plain data of a stored plan, under the name of its decision;
+#: raises a `ShardlibError` where it is none.
+Reader = Callable[[str, Any], Any]
+#: Writes a value as plain data, for a plan with some mesh.
+Writer = Callable[[Any, MeshShape], Any]
+#: The word with which a pin leaves a decision to the planner that it would not take up by itself.
+ANY = "any"
+
+
+def _as_it_is(value: Any, mesh: MeshShape) -> Any:
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A decision: everything about it but its use.
+
+    Attributes:
+        default: its value in a plan that says nothing of it.
+        meaning: what it decides, one line for people.
+        choices: legal values and what each of them means; empty where values are not listed.
+        read: reads a value.
+        write: its plain data.
+        values: how pins spell it, in Markdown; by default `choices`.
+        label: the line of `Plan.explain` that tells it; by default its name.
+        late: whether plans of older versions do not have it: it is part of a plan's identity only
+            where it is not the default.
+        searched: whether the planner decides it; otherwise it is as pinned, or the default.
+        left_open: whether pins may leave it open with the word "any".
+        also: further rows of the page of pins: (pin, values, meaning).
+    """
+
+    default: Any
+    meaning: str
+    choices: Mapping[Any, str]
+    read: Reader
+    write: Writer = _as_it_is
+    values: str = ""
+    label: str = ""
+    late: bool = False
+    searched: bool = True
+    left_open: bool = False
+    also: tuple[tuple[str, str, str], ...] = ()
+
+
+class _Others(TypedDict, total=False):
+    """What else an `Entry` says of a decision."""
+
+    write: Writer
+    values: str
+    label: str
+    late: bool
+    searched: bool
+    left_open: bool
+    also: tuple[tuple[str, str, str], ...]
+
+
+def decision(
+    default: T,
+    *,
+    meaning: str,
+    choices: Mapping[PinValue, str] | None = None,
+    read: Reader | None = None,
+    **others: Unpack[_Others],
+) -> T:
+    """A field of a dataclass with its entry."""
+    assert choices or read, "something says which values are legal"
+    left_open = (ANY,) if others.get("left_open") else ()
+    entry = Entry(
+        default=default,
+        meaning=meaning,
+        choices=choices or {},
+        read=read or one_of((*(choices or ()), *left_open)),
+        **others,
+    )
+    return field(default=default, metadata={"decision": entry})
+
+
+def entries(kind: type[DataclassInstance]) -> dict[str, Entry]:
+    """The entries of a dataclass by name, in order; fields without one are left out."""
+    return {
+        field.name: field.metadata["decision"]
+        for field in fields(kind)
+        if "decision" in field.metadata
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+
+# ruff: noqa: RUF009  (fields of the table are made by `decision`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,3 +716,85 @@ class Decisions:
 
 #: Every decision by its name.
 TABLE: Mapping[str, Entry] = entries(Decisions)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def plain(decisions: Decisions) -> JsonObject:
+    """All decisions as plain data, in the words of pins."""
+    return {
+        word: entry.write(getattr(decisions, word), decisions.mesh) for word, entry in TABLE.items()
+    }
+
+
+def identity(decisions: Decisions) -> JsonObject:
+    """The decisions that tell plans apart, as plain data: without those that plans of older
+    versions do not have, where they are what those did.
+    """
+    return {
+        word: value
+        for word, value in plain(decisions).items()
+        if not (TABLE[word].late and getattr(decisions, word) == TABLE[word].default)
+    }
+
+
+def values_of(decisions: Decisions) -> dict[str, PinValue]:
+    """All decisions by name, to make another value of them: `Plan(**values_of(one), ...)`."""
+    return {word: getattr(decisions, word) for word in TABLE}
+
+
+def illegal(decisions: JsonMapping) -> list[str]:
+    """Which decisions of a plan, as plain data, have values that none can have; "any" is a word of
+    pins alone.
+    """
+    failures: list[str] = []
+    for word, value in decisions.items():
+        if word not in TABLE:
+            continue
+        if value == ANY:
+            failures.append(f"{word} is 'any', which is no decision")
+            continue
+        try:
+            TABLE[word].read(word, value)
+        except (ShardlibError, TypeError) as error:
+            failures.append(str(error))
+    return failures
+
+
+# --------------------------------------------------------------------------------------------------
+# The table of `docs/pins.md`, written from the table of decisions.
+#
+# python -m shardlib.decisions.table docs/pins.md
+#
+# writes it anew, between its two marks; everything else on the page is prose.
+
+#: Where the table begins and ends on the page.
+BEGIN, END = "<!-- table of decisions -->", "<!-- end of the table -->"
+
+
+def rows(table: Mapping[str, Entry] = TABLE) -> Iterator[tuple[str, str, str]]:
+    """(pin, values, meaning) of every decision, in Markdown."""
+    for word, entry in table.items():
+        legal = [*entry.choices, *((ANY,) if entry.left_open else ())]
+        spelled = ", ".join(f"`{json.dumps(value)}`" for value in legal)
+        yield f"`{word}`", entry.values or spelled, entry.meaning
+        yield from entry.also
+
+
+def table_text(table: Mapping[str, Entry] = TABLE) -> str:
+    """The table in Markdown."""
+    head = [("pin", "values", "meaning"), ("---", "---", "---")]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows(table)])
+
+
+def page(text: str, table: Mapping[str, Entry] = TABLE) -> str:
+    """The page with the table anew."""
+    before, _, remainder = text.partition(BEGIN)
+    _, _, after = remainder.partition(END)
+    return f"{before}{BEGIN}\n{table_text(table)}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(page(path.read_text()))

@@ -5,4 +5,5 @@ lowered (`lowered`, with the loss of its evaluations, `evaluation`); beside them
 asked of a model: a chain of edge devices (`edge`) and a scaling curve (`scale`).
 
 Planning loads nothing that lowers, compiles or verifies.
+
 """

@@ -8,24 +8,20 @@ from typing import TYPE_CHECKING, cast
 
 import jax
 
-from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import BatchError, PinError, TopologyError, raise_all
-from shardlib.exchanges.compressed import Compressed
-from shardlib.exchanges.diloco import DiLoCo
-from shardlib.exchanges.values import EXACT, Exact, Exchange, Several
-from shardlib.frontend.traced_model import TracedModel, traced_again
-from shardlib.graph.problem import Problem
-from shardlib.planning.islands.spread import of_one_island
-from shardlib.planning.plan import Plan
-from shardlib.tracing.batch import describe_batch
-from shardlib.tracing.parameters import abstract
+from shardlib.exchanges import EXACT, Compressed, DiLoCo, Exact, Exchange, Several
+from shardlib.frontend.model import TracedModel, traced_again
+from shardlib.graph import Problem
+from shardlib.planner.islands import of_one_island
+from shardlib.planner.plan import Plan
+from shardlib.tracing.trace import abstract, describe_batch
 
 if TYPE_CHECKING:
     from shardlib.lowering.islands.program import IslandsProgram
-    from shardlib.lowering.program.options import BuildOption
-    from shardlib.lowering.program.program import Program
-    from shardlib.lowering.reading.traced_loss import LossJaxpr
+    from shardlib.lowering.program import BuildOption, Program
+    from shardlib.lowering.uses import LossJaxpr
 
 
 def exchange_of(plan: Plan | None, pin: PinMapping | Pins | None) -> Exchange:
@@ -118,11 +114,10 @@ def _lower_islands(
 ) -> IslandsProgram:
     """A program for each island, and their meetings."""
     from shardlib.frontend.lowered import lower
-    from shardlib.lowering.islands.compression.program import CompressedProgram
-    from shardlib.lowering.islands.delayed.program import DelayedProgram
-    from shardlib.lowering.islands.halves import require_divided
-    from shardlib.lowering.islands.program import IslandsProgram
-    from shardlib.lowering.runtime.random_keys import with_keys
+    from shardlib.lowering.islands.compression import CompressedProgram
+    from shardlib.lowering.islands.delayed import DelayedProgram
+    from shardlib.lowering.islands.program import IslandsProgram, require_divided
+    from shardlib.lowering.random_keys import with_keys
 
     require_carried(model, plan, exchange)
     inner = of_one_island(plan)
@@ -149,7 +144,7 @@ def _lower_islands(
 
 def _retraced(model: TracedModel, islands: int) -> LossJaxpr:
     """The loss traced for the batch of all islands."""
-    from shardlib.lowering.reading.traced_loss import LossJaxpr
+    from shardlib.lowering.uses import LossJaxpr
 
     axes = [axes for _, _, _, axes in model.traced.problem.batch]
     leaves, structure = jax.tree.flatten(abstract(model.batch))

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 
-from shardlib.frontend.traced_model import TracedModel
-from shardlib.lowering.collective_matmul.matmuls import matmuls
-from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
-from shardlib.lowering.context.heads import with_heads
-from shardlib.lowering.loss.interleaving import interleaving
-from shardlib.lowering.loss.placing import Placements
-from shardlib.lowering.program.build import build_program
-from shardlib.lowering.program.options import BuildOption, BuildOptions
-from shardlib.lowering.program.part import PlannedLoss
-from shardlib.lowering.program.program import Program
-from shardlib.lowering.reading.fused_dims import Interleaving
-from shardlib.lowering.reading.loss import LossReading
-from shardlib.lowering.reading.traced_loss import LossJaxpr
-from shardlib.planning.plan import Plan
+from shardlib.findings import Finding
+from shardlib.frontend.model import TracedModel, state_stays
+from shardlib.lowering.collective_matmul import matmuls
+from shardlib.lowering.collective_matmul import operands as activations_of
+from shardlib.lowering.context.dispatch import with_heads
+from shardlib.lowering.contractions import Interleaving
+from shardlib.lowering.loss import interleaving
+from shardlib.lowering.placing import Placements
+from shardlib.lowering.program import BuildOption, BuildOptions, PlannedLoss, Program, build_program
+from shardlib.lowering.random_keys import draws
+from shardlib.lowering.uses import LossJaxpr, LossReading
+from shardlib.planner.plan import Plan
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.propagation.placements import placements
+from shardlib.propagation.contractions import placements
 from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced
+
+# --------------------------------------------------------------------------------------------------
 
 
 def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
@@ -97,3 +99,32 @@ def _colouring(traced: Traced, plan: Plan) -> Colouring:
         if plan.source is not None and plan.source.load.problem is traced.problem
         else colour(traced.problem)
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss of evaluations where the user names none: that of the step, with a finding where a step
+# does what an evaluation should not.
+
+
+def evaluated_as_trained(of: TracedModel) -> TracedModel:
+    """The same, with a finding where evaluations are to use a loss that trains: it draws random
+    numbers, or changes the state of a model that has no mode for evaluations.
+    """
+    model, traced = of.model, of.traced
+    what = [
+        *(["draws random numbers"] if draws(traced.closed_jaxpr) else []),
+        *([] if state_stays(model, traced) else [f"updates {', '.join(model.state)}"]),
+    ]
+    if model.has_modes or not what:
+        return of
+    finding = Finding(
+        code="evaluation-as-trained",
+        severity="warning",
+        where="program.evaluate",
+        message=f"program.evaluate uses the loss of the step, which {' and '.join(what)}.",
+        hint=(
+            "shardlib.compile(..., evaluation=loss_without_dropout_and_with_running_averages),"
+            " see docs/evaluation.md"
+        ),
+    )
+    return replace(of, model=replace(model, findings=(*model.findings, finding)))

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.axes import BATCH_AXES, MESH_AXIS_ALIASES, LogicalAxes
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError, raise_all
-from shardlib.graph.problem import Problem
-from shardlib.planning.plan import Plan
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import Problem
+from shardlib.layout import BATCH_AXES, MESH_AXIS_ALIASES, LogicalAxes
+from shardlib.planner.plan import Plan
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.report import Finding, diagnostic
 from shardlib.tracing.jaxpr_to_graph import PlacedLayout
 from shardlib.tracing.layouts import OwnLayout
 

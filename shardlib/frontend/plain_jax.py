@@ -1,5 +1,5 @@
 """A plan as a file of plain JAX that needs no shardlib: tables of layouts, and the text of
-`shardlib.lowering.plain.step`, which carries them out.
+`shardlib.lowering.plain`, which carries them out.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from typing import Any
 import jax
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
-from shardlib.axes import INNER_AXES
 from shardlib.errors import PlanError, raise_all
-from shardlib.exchanges.values import Exact
+from shardlib.exchanges import Exact
 from shardlib.frontend.lowered import interleaving_of, placements_of
-from shardlib.frontend.traced_model import TracedModel
-from shardlib.graph.problem import Problem
-from shardlib.hardware.placement import device_order
+from shardlib.frontend.model import TracedModel
+from shardlib.graph import Problem
 from shardlib.jax_types import Jaxpr
-from shardlib.layout import Layout
-from shardlib.lowering.accumulation.microbatches import part_of
-from shardlib.lowering.loss.placing import Placements
-from shardlib.lowering.mesh.shardings import batch_dims, parameter_order
-from shardlib.lowering.plain import step
-from shardlib.lowering.reading.contractions import follows
-from shardlib.lowering.reading.traced_loss import LossJaxpr, same_program, trace_loss
-from shardlib.lowering.steps import layouts as step_layouts
-from shardlib.planning.plan import ParameterLayout, Plan, source_of
-from shardlib.planning.units.quantity import seconds_text
+from shardlib.layout import INNER_AXES, Layout
+from shardlib.lowering import plain
+from shardlib.lowering import steps as step_layouts
+from shardlib.lowering.accumulation import part_of
+from shardlib.lowering.contractions import follows
+from shardlib.lowering.mesh import batch_dims, parameter_order
+from shardlib.lowering.placing import Placements
+from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
+from shardlib.machines.topology import device_order
+from shardlib.planner.plan import ParameterLayout, Plan, source_of
 from shardlib.propagation.colours import Colouring
 from shardlib.propagation.contractions import arriving, returned, used
+from shardlib.report.elements import seconds_text
 from shardlib.tracing import layouts
 from shardlib.tracing.program import (
     CUSTOM,
@@ -42,13 +41,13 @@ from shardlib.tracing.program import (
     Equation,
     Program,
     callee,
+    find_repeats,
     flatten,
     result_path,
     with_frozen,
 )
-from shardlib.tracing.rewriting.repeats import find_repeats
-from shardlib.tracing.rows.step import line_of
-from shardlib.tracing.steps.traced_step import TracedStep
+from shardlib.tracing.row_kinds import line_of
+from shardlib.tracing.steps import TracedStep
 
 #: Primitives that draw random numbers.
 _DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
@@ -104,7 +103,7 @@ def plain_step_text(
         ],
         plan,
     )
-    names = step.names(step.flatten(traced.closed))
+    names = plain.names(plain.flatten(traced.closed))
     marked = {
         names[one.path]: {
             **_loss_layouts(one.model, one.plan),
@@ -182,7 +181,7 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
 
 def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
     """What of a step beside its losses such a file has no form for."""
-    marks = [name for name, _ in step.named(step.flatten(traced.closed)) if name[:5] == "loss."]
+    marks = [name for name, _ in plain.named(plain.flatten(traced.closed)) if name[:5] == "loss."]
     outside = [one for one in _all(traced.program) if one.call is None]
     facts = {
         f"calls of {', '.join(sorted(traced.others))} outside of marked losses": bool(
@@ -259,7 +258,7 @@ def _step_layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> dict[
     """The layouts of a step around its losses, as fields of `step.Layouts`."""
     laid = step_layouts.layouts(traced, plan, colouring)
     values = _values(traced.program, _names(traced.closed))
-    state = zip(step.paths(traced.state), laid.state, strict=True)
+    state = zip(plain.paths(traced.state), laid.state, strict=True)
     return {
         "parameters": _rows_text(
             (f"{path!r}: ({_shape(leaf.shape)}, {_spec(plan, layout)})", "")
@@ -321,7 +320,7 @@ def _values(program: Program, names: Mapping[str, str]) -> Values:
 
 
 def _names(closed: Jaxpr) -> Mapping[str, str]:
-    return step.names(step.flatten(closed))
+    return plain.names(plain.flatten(closed))
 
 
 def _where(plan: Plan) -> dict[str, str]:
@@ -463,15 +462,15 @@ def _inside(path: str) -> str:
 
 #: What a file for a loss has, and one for a step, that the other has no use for.
 _OF_LOSS: tuple[Any, ...] = (
-    step.parameter_shardings,
-    step.optimizer_shardings,
-    step.init_optimizer,
-    step.make_step,
+    plain.parameter_shardings,
+    plain.optimizer_shardings,
+    plain.init_optimizer,
+    plain.make_step,
 )
 _OF_STEP: tuple[Any, ...] = (
-    step.state_shardings,
-    step.shard_step,
-    step.value_and_grad,
+    plain.state_shardings,
+    plain.shard_step,
+    plain.value_and_grad,
 )
 
 
@@ -481,7 +480,7 @@ def _written(
     """The file: what it is, the tables, and what carries them out; with what takes out layouts of
     the user's `own`.
     """
-    text = _code(step)
+    text = _code(plain)
     for function in {*_OF_LOSS, *_OF_STEP} - {*kept}:
         text = text.replace(inspect.getsource(function) + "\n\n", "")
     tables = {**_where(plan), "MODE": repr(mode), **tables}

@@ -11,4 +11,5 @@
 A function here is what one device computes. Attention and experts are custom calls: planning sees
 the operations inside; lowering puts a program for many devices in their place, with the same
 results.
+
 """

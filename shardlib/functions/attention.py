@@ -4,20 +4,332 @@ Dims in suffixes: B batch, S query position, T key position, N query heads, K ke
 of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of
 their operands. Where scores are large, queries attend in blocks, whose scores are rematerialised in
 the backward pass (Rabe and Staats, arXiv:2112.05682).
+
+What the distance of a key from a query adds to its score.
+
+    Alibi           a slope of each head times the distance (Press et al., arXiv:2108.12409)
+    RelativeBias    a number of each head for each bucket of distances (T5, arXiv:1910.10683,
+                    section 2.1)
+
+Both are told by the positions of one query and one key alone, so that devices and caches that have
+some of the keys compute what one device would.
+
+>>> Alibi.of(4).slopes.tolist()
+[0.25, 0.0625, 0.015625, 0.00390625]
+>>> distances = jnp.asarray([-40, -9, -8, -1, 0, 1])
+>>> distance_buckets(distances, buckets=8, max_distance=32, both=False).tolist()
+[7, 5, 5, 1, 0, 0]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.functions.attention_checks import check
-from shardlib.functions.biases import Bias, BiasForm, bias_form
-from shardlib.functions.marks import marked
+from shardlib.errors import ModelError, raise_all
+from shardlib.jax_types import Eqn, Function
+
+# --------------------------------------------------------------------------------------------------
+# Checks of the operands of `shardlib.functions.attention`.
+
+
+def check(
+    queries: Sequence[jax.Array],
+    keys: Sequence[jax.Array],
+    value: jax.Array,
+    *,
+    causal: bool,
+    window: int,
+    block: int,
+    segments: jax.Array | None,
+    numbers: Mapping[str, float],
+) -> None:
+    """Raises where operands and options of a call do not fit each other."""
+    batch, seq, heads = queries[0].shape[:3]
+    length, groups = value.shape[1:3]
+    failures = [
+        (
+            len(queries) == len(keys),
+            f"queries are made of {len(queries)} arrays, keys of {len(keys)}",
+        ),
+        (
+            all(query.shape[:3] == (batch, seq, heads) for query in queries),
+            (
+                "parts of queries differ in batch, sequence or heads:"
+                f" {[query.shape for query in queries]}"
+            ),
+        ),
+        (any(key.ndim == 4 for key in keys), "no part of the keys has heads: [B, T, K, H]"),
+        (
+            all(
+                key.shape[:2] == (batch, length) and (key.ndim == 3 or key.shape[2] == groups)
+                for key in keys
+            ),
+            (
+                f"keys {[key.shape for key in keys]} and values {value.shape} differ in batch,"
+                " sequence or heads"
+            ),
+        ),
+        (
+            all(
+                query.shape[-1] == key.shape[-1] for query, key in zip(queries, keys, strict=False)
+            ),
+            (
+                f"heads of queries {[query.shape[-1] for query in queries]} and of keys"
+                f" {[key.shape[-1] for key in keys]} differ in width"
+            ),
+        ),
+        (heads % groups == 0, f"{groups} key heads do not divide {heads} query heads"),
+        (
+            window >= 0 and (causal or not window),
+            f"a window of {window} keys needs causal attention and cannot be negative",
+        ),
+        (block >= 0, f"block={block} is negative; it is 0 for all queries at once"),
+        (
+            block <= 0 or seq <= block or seq % block == 0,
+            f"a sequence of {seq} is no multiple of block={block}",
+        ),
+        (
+            segments is None or tuple(segments.shape) == (batch, seq) == (batch, length),
+            (
+                f"segments are {tuple(getattr(segments, 'shape', ()))}; they must be [batch, seq]"
+                f" of queries and keys alike, {(batch, seq)} and {(batch, length)}"
+            ),
+        ),
+        *((not message, message) for message in _no_numbers(numbers)),
+    ]
+    messages = [message for fits, message in failures if not fits]
+    if messages:
+        raise_all(ModelError, "attention does not fit its operands", messages)
+
+
+def _no_numbers(numbers: Mapping[str, float]) -> list[str]:
+    """What is wrong with factors: scale may be any number, softcap none below 0."""
+    wrong: list[str] = []
+    for name, value in numbers.items():
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        shown = value if isinstance(value, str | int | float) else type(value).__name__
+        if not math.isfinite(number):
+            wrong.append(f"{name} is {shown!r} and no finite number that is known when tracing")
+        elif name == "softcap" and number < 0:
+            wrong.append(f"softcap={number:g} is negative; it is 0 for none")
+    return wrong
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Alibi:
+    """A slope of each head times the distance, subtracted from scores.
+
+    Attributes:
+        slopes: [N], of each head of queries.
+    """
+
+    slopes: jax.Array
+
+    @classmethod
+    def of(cls, heads: int) -> Self:
+        """The published slopes: a geometric series from 2^(-8/N) on; where N is no power of two,
+        those of the next lower one, and then every second of twice as many.
+        """
+        power = 2 ** math.floor(math.log2(heads))
+        series = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
+        between = [2.0 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)]
+        return cls(jnp.asarray([*series, *between], jnp.float32))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RelativeBias:
+    """A number of each head for each bucket of distances, added to scores.
+
+    Attributes:
+        table: [buckets, N]. Where attention is not causal, the second half is for keys after the
+            query.
+        max_distance: from which on all distances share a bucket.
+    """
+
+    table: jax.Array
+    max_distance: int = field(default=128, metadata={"static": True})
+
+
+Bias = Alibi | RelativeBias
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasForm:
+    """How a bias is made of its array.
+
+    Attributes:
+        kind: "alibi" or "relative".
+        max_distance: see `RelativeBias`; 0 for the other.
+        both: whether keys after the query have buckets of their own.
+    """
+
+    kind: Literal["alibi", "relative"]
+    max_distance: int = 0
+    both: bool = False
+
+    def of(self, array: jax.Array, distance: jax.Array) -> jax.Array:
+        """What is added to scores, [N, ...] float32.
+
+        Args:
+            array: slopes [N], or a table [buckets, N].
+        """
+        array = array.astype(jnp.float32)
+        if self.kind == "alibi":
+            return -array.reshape(-1, *[1] * distance.ndim) * jnp.abs(distance)
+        bucket_numbers = distance_buckets(
+            distance, buckets=array.shape[0], max_distance=self.max_distance, both=self.both
+        )
+        # A product with rows of ones, as in T5X: of a gather, TPUs pad each row of heads to 128.
+        return jnp.einsum(
+            "bh,b...->h...",
+            array,
+            jax.nn.one_hot(bucket_numbers, array.shape[0], axis=0, dtype=jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+
+
+def bias_form(
+    bias: Bias | None, *, heads: int, causal: bool
+) -> tuple[BiasForm | None, jax.Array | None]:
+    """The form of a bias, and its array.
+
+    Args:
+        bias: that a call of attention is given; None for none.
+    """
+    if bias is None:
+        return None, None
+    if isinstance(bias, Alibi):
+        _check(
+            [
+                (
+                    bias.slopes.shape == (heads,),
+                    f"slopes are {bias.slopes.shape}; there are {heads} heads",
+                )
+            ]
+        )
+        return BiasForm(kind="alibi"), bias.slopes
+    if not isinstance(bias, RelativeBias):  # pyright: ignore[reportUnnecessaryIsInstance]
+        _check([(False, f"bias is a {type(bias).__name__}; known are Alibi and RelativeBias")])
+    shape, far = tuple(bias.table.shape), bias.max_distance
+    exact = (shape[0] if causal else shape[0] // 2) // 2 if len(shape) == 2 else 0
+    _check(
+        [
+            (
+                len(shape) == 2 and shape[1] == heads and exact > 0,
+                f"the table is {shape}; it is [buckets, heads], of {heads} heads"
+                f" and {2 if causal else 4} buckets at least",
+            ),
+            (
+                far > exact,
+                f"max_distance={far}; {exact} distances have a bucket each, so that it is more",
+            ),
+        ]
+    )
+    return BiasForm(kind="relative", max_distance=far, both=not causal), bias.table
+
+
+def _check(conditions: list[tuple[bool, str]]) -> None:
+    messages = [message for fits, message in conditions if not fits]
+    if messages:
+        raise_all(ModelError, "the bias does not fit attention", messages)
+
+
+def distance_buckets(
+    distance: jax.Array, *, buckets: int, max_distance: int, both: bool
+) -> jax.Array:
+    """The bucket of every distance: one for each of the short ones, then ever wider ones up to
+    `max_distance`, and the last for all beyond.
+    """
+    first = jnp.where(distance > 0, buckets // 2, 0) if both else 0
+    count = buckets // 2 if both else buckets
+    far = jnp.abs(distance) if both else jnp.maximum(-distance, 0)
+    exact = count // 2
+    ratio = jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact) / math.log(
+        max_distance / exact
+    )
+    wide = jnp.minimum(exact + (ratio * (count - exact)).astype(jnp.int32), count - 1)
+    return first + jnp.where(far < exact, far, wide)
+
+
+# --------------------------------------------------------------------------------------------------
+# Marks by which lowering finds a custom call again.
+#
+# A custom call is that of a jitted function whose name tells its form: what it computes, as a
+# frozen value. A call of it stays one equation in a traced program, under loops and
+# rematerialisation too.
+#
+# JAX keeps the name where it makes other functions of such a call: its derivative, the part of it
+# whose operands are known beforehand (Flax Linen's `nn.scan` looks for constants so), the same for
+# many operands at once (`jax.vmap`). These are no calls: their operands are others than those that
+# the function was ever called with.
+
+
+class Form(Protocol):
+    """What a custom call computes: a frozen value."""
+
+    @property
+    def kind(self) -> str:
+        """What planning calls it."""
+        ...
+
+
+#: Shape and dtype of every operand of a call.
+Signature = tuple[tuple[Any, Any], ...]
+
+_FORMS: dict[str, Form] = {}
+_CALLED_WITH: dict[str, set[Signature]] = {}
+
+
+@lru_cache(maxsize=1024)
+def marked(form: Form, function: Function) -> Function:
+    """A function as a marked one.
+
+    Args:
+        function: (form, *arrays) -> arrays.
+    """
+    digest = hashlib.sha256(repr(form).encode()).hexdigest()[:8]
+    name = f"shardlib_{type(form).__name__.lower()}_{digest}"
+    _FORMS[name] = form
+    called_with = _CALLED_WITH.setdefault(name, set())
+
+    def call(*arrays: Any) -> Any:
+        called_with.add(_signature(arrays))
+        return function(form, *arrays)
+
+    call.__name__ = call.__qualname__ = name
+    return jax.jit(call)
+
+
+def form_of(eqn: Eqn) -> Form | None:
+    """The form of the custom call that an equation is; None where it is none."""
+    name = str(eqn.params.get("name", ""))
+    if name not in _FORMS:
+        return None
+    operands = _signature([atom.aval for atom in eqn.invars])
+    return _FORMS[name] if operands in _CALLED_WITH[name] else None
+
+
+def _signature(arrays: Sequence[Any]) -> Signature:
+    return tuple((tuple(array.shape), array.dtype) for array in arrays)
+
+
+# --------------------------------------------------------------------------------------------------
 
 #: An operand of a call of attention, or its abstract value.
 Operand = Any
@@ -85,7 +397,7 @@ def attention(
         segments: number of the document of every position, int [B, S]: a query sees its own alone.
         softcap: scores become cap * tanh(scores / cap); 0 leaves them.
         bias: what the distance of a key adds to its score, after the cap: `Alibi` or `RelativeBias`
-            (`shardlib.functions.biases`). Kernels of vendors have none.
+            (`shardlib.functions.attention`). Kernels of vendors have none.
         block: queries that attend at a time; 0 for all at once. Shorter sequences are one block.
 
     Returns:

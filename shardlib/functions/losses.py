@@ -19,9 +19,11 @@ from jax.core import Tracer
 from jax.extend import core as jex
 
 from shardlib._jax_compat import open_jaxpr
-from shardlib.functions.mapped_axes import bound_axes, whole_batch
-from shardlib.functions.marks import marked
+from shardlib.functions.attention import marked
+from shardlib.functions.experts import bound_axes, whole_batch
 from shardlib.jax_types import Value
+
+# --------------------------------------------------------------------------------------------------
 
 _NUMBERS = itertools.count()
 #: Leaves of the arguments -> (value, auxiliary results).
@@ -154,3 +156,53 @@ def _computed(form: MarkedLoss, *operands: Any) -> tuple[Any, ...]:
 
     (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)([operands[k] for k in chosen])
     return (value, *aux, *gradients)
+
+
+# --------------------------------------------------------------------------------------------------
+# A loss that is a ratio of two sums over the batch.
+#
+# def loss(model, batch):
+#     each = cross_entropy(model(batch["x"]), batch["y"])
+#     total = jnp.sum(each * batch["weight"])
+#     return shardlib.WeightedMean(total=total, weight=jnp.sum(batch["weight"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedMeanForm:
+    """What a weighted mean computes."""
+
+    kind: str = "weighted-mean"
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """A loss or a metric: a sum over the rows of the batch, divided by another one.
+
+    Shardlib proves of most losses how they depend on the rows of the batch. Where it cannot see
+    through one, this says it: for a part of the batch, `total` and `weight` are those of its rows,
+    and those of all parts add up to those of the whole. Then the batch can be worked through in
+    parts; the sums are divided once. A term that depends on parameters alone is added as `total +
+    penalty * weight`.
+
+    Attributes:
+        total: float scalar, a sum over rows.
+        weight: scalar, a sum over rows. No gradient flows through it.
+    """
+
+    total: jax.Array
+    weight: jax.Array
+
+    def value(self) -> jax.Array:
+        """`total` / `weight`, the weight without a gradient.
+
+        Returns:
+            Float scalar in the dtype of `total`.
+        """
+        return marked(WeightedMeanForm(), _divided)(self.total, jax.lax.stop_gradient(self.weight))
+
+
+jax.tree_util.register_dataclass(WeightedMean, data_fields=["total", "weight"], meta_fields=[])
+
+
+def _divided(_: WeightedMeanForm, total: jax.Array, weight: jax.Array) -> jax.Array:
+    return total / weight.astype(total.dtype)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.errors import ModelError, raise_all
-from shardlib.functions.marks import marked
+from shardlib.functions.attention import marked
 
 
 @dataclass(frozen=True, kw_only=True)

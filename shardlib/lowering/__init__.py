@@ -4,4 +4,5 @@ Read from top to bottom: `mesh` and `runtime` are devices and arrays; `reading` 
 uses and custom calls of a loss; `weights`, `context`, `experts` and `collective_matmul` lower its
 operations; `loss` puts the plan's layouts into it; `accumulation`, `pipeline` and `host_memory` are
 ways to drive a step; `program` is what a user holds.
+
 """

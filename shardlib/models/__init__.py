@@ -8,11 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardlib.jax_types import Function
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts, LatentAttention, RopeScaling
-from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
-from shardlib.models.load import UserModel, load
-from shardlib.models.presets import PRESETS
+from shardlib.models.config import (
+    EncoderDecoderConfig,
+    Experts,
+    LatentAttention,
+    RopeScaling,
+    TransformerConfig,
+)
+from shardlib.models.presets import PRESETS, UserModel, load
 
 if TYPE_CHECKING:
     import jax

@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.models.blocks.feedforward import FeedForward, MixtureOfExperts, Terms
-from shardlib.models.blocks.loss import cross_entropy
-from shardlib.models.blocks.parameters import Norm, weight
-from shardlib.models.blocks.position_bias import position_bias
-from shardlib.models.config import TransformerConfig
-from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
+from shardlib.models.blocks import (
+    FeedForward,
+    MixtureOfExperts,
+    Norm,
+    Terms,
+    cross_entropy,
+    position_bias,
+    weight,
+)
+from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
 
 #: (model, batch) -> (loss, metrics); the batch has "inputs", "decoder_inputs" and "targets", int32
 #: [batch, seq] each.

@@ -16,12 +16,17 @@ import numpy as np
 from flax import nnx
 
 from shardlib.functions.routing import stepped
-from shardlib.models.blocks.attention import View
-from shardlib.models.blocks.feedforward import Terms
-from shardlib.models.blocks.layers import Block, Group
-from shardlib.models.blocks.loss import cross_entropy
-from shardlib.models.blocks.parameters import Norm, weight
-from shardlib.models.blocks.rotary import Rotary, rotary
+from shardlib.models.blocks import (
+    Block,
+    Group,
+    Norm,
+    Rotary,
+    Terms,
+    View,
+    cross_entropy,
+    rotary,
+    weight,
+)
 from shardlib.models.config import TransformerConfig
 
 #: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each,

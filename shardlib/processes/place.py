@@ -29,11 +29,38 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import contextlib
+import faulthandler
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import signal
+import site
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from shardlib.errors import LaunchError, raise_all
+import jax
+
+from shardlib import _jax_compat
+from shardlib.errors import LaunchError, StoppedError, TopologyError, raise_all
+from shardlib.processes import kin
+from shardlib.processes import kin as who
+from shardlib.processes.values import OPTIONAL
+from shardlib.untrusted.data import read_regular
+
+# --------------------------------------------------------------------------------------------------
 
 #: Seconds that a process waits for the others; a pod that is pulled anew takes minutes.
 JOIN_SECONDS = 300
@@ -266,3 +293,526 @@ def port_of_job(number: int) -> int:
 def _evenly(text: str) -> int:
     """Tasks of a node, of Slurm's "2(x3)" or "2"; of uneven ones the first."""
     return int(text.partition("(")[0].partition(",")[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# One CPU as several simulated devices.
+#
+# JAX decides how many CPU devices there are when it first looks at them, so this must be settled
+# before.
+
+_FLAG = "xla_force_host_platform_device_count"
+#: Variable with the number of CPU devices that each of several processes simulates; who starts
+#: processes sets it.
+HOST_DEVICES = "SHARDLIB_HOST_DEVICES"
+#: CPU devices that are simulated by default.
+CPU_DEVICES = 8
+#: Threads of a simulated device: four collectives may wait at a time.
+THREADS = 4
+
+
+def simulate_cpu_devices(count: int) -> None:
+    """Makes JAX see `count` CPU devices and no accelerator; of several processes, each simulates
+    its part of them.
+    """
+    joined = _jax_compat.coordination()
+    processes = 1 if joined is None else joined[2]
+    if processes == 1:
+        set_cpu_devices(count)
+    elif HOST_DEVICES not in os.environ:
+        if count % processes:
+            raise TopologyError(
+                f"{processes} processes cannot share {count} CPU devices evenly\nTry:"
+                f" cpu:{max(count - count % processes, processes)}"
+            )
+        set_cpu_devices(count // processes)
+    devices = jax.devices()
+    if len(devices) == count and devices[0].platform == "cpu":
+        return
+    if processes > 1:
+        raise TopologyError(
+            f"{count} CPU devices were asked for, and {processes} processes have {len(devices)} of"
+            f" {devices[0].platform} together\nTry: --topology cpu:{len(devices)}, or another"
+            " number of devices of each process"
+        )
+    raise TopologyError(
+        f"{count} CPU devices were asked for, and JAX already runs on {len(devices)} of"
+        f" {devices[0].platform}\nTry: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and"
+        f" JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS"
+    )
+
+
+def cpu_devices_of_job() -> int:
+    """CPU devices to simulate where nobody says how many: those that the processes of the job were
+    given, or else `CPU_DEVICES`, as far as processes can share them evenly.
+    """
+    joined = _jax_compat.coordination()
+    processes = 1 if joined is None else joined[2]
+    each = os.environ.get(HOST_DEVICES)
+    return processes * (max(1, CPU_DEVICES // processes) if each is None else int(each))
+
+
+def set_cpu_devices(count: int) -> None:
+    """Has this process simulate `count` CPU devices and use no accelerator, unless JAX has been
+    used already or XLA_FLAGS says how many.
+    """
+    if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+            jax.config.update("jax_platforms", "cpu")
+    let_collectives_wait()
+
+
+#: What a machine with an accelerator has: files of drivers, and variables of those who lend one.
+_DRIVERS = ("nvidia[0-9]*", "nvidiactl", "nvhost*", "dxg", "kfd", "accel*", "vfio/[0-9]*", "dri/*")
+_LENT = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TPU_NAME", "TPU_WORKER_ID")
+
+
+def cpu_without_accelerators(
+    dev: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
+) -> None:
+    """Has this process use the CPU where the machine has no accelerator and nobody says otherwise:
+    plugins that are installed without one print errors of their own while JAX looks for it. Call it
+    before JAX is used; processes that this one starts are not concerned.
+    """
+    if jax.config.values["jax_platforms"] or {*_LENT} & environ.keys():
+        return
+    if not any(file for form in _DRIVERS for file in dev.glob(form)):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_platforms", "cpu")
+
+
+def let_collectives_wait(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Gives simulated CPU devices threads for several collectives at a time; call it before JAX
+    starts. What the user has set stays.
+
+    XLA runs all devices of a process on one pool of as many threads as there are devices (or cores,
+    if more), and a collective that waits for the others holds its thread. A device can be in two at
+    once, of which one is in a branch or a loop (JAX 0.10.2 and 0.12); then another device finds no
+    thread to arrive on, and the process stands still. `PJRT_NPROC` is the size of the pool.
+    """
+    devices = _simulated_devices(environ)
+    if devices > 1 and not {"PJRT_NPROC", "NPROC"} & environ.keys():
+        environ["PJRT_NPROC"] = str(max(THREADS * devices, os.cpu_count() or 1))
+
+
+def _simulated_devices(environ: Mapping[str, str]) -> int:
+    """How many CPU devices a process with these variables and JAX's settings simulates."""
+    flag = re.search(rf"{_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
+    counts = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
+    set_in_jax = jax.config.values["jax_num_cpu_devices"]  # -1: not set
+    return max(1, set_in_jax, *(int(word) for word in counts if word.isdigit()))
+
+
+def keep_compiled(folder: Path) -> None:
+    """Has XLA keep what it compiles in a folder, so that a process that starts again need not
+    compile; a folder that is set already stays.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a process that trains says of itself, and how it is seen from outside that it has stopped
+# saying so.
+#
+# A heartbeat has a number that rises. Whoever watches looks when the number changes, by a clock of
+# its own that nobody sets (`Observer`): clocks of other hosts may be wrong, and that of this one
+# may be set while it looks. Processes of one boot of one machine share a clock that nobody sets
+# either, and need not wait to see how old a heartbeat is.
+
+#: Seconds between two heartbeats.
+EVERY = 1.0
+#: Phase of a loop that has ended; its process may go on with something else, and writes no more
+#: heartbeats.
+ENDED = "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """What a process says of itself.
+
+    Attributes:
+        rank: number of the process.
+        host: name of its machine.
+        pid: of the operating system there.
+        step: steps done.
+        phase: what the loop is doing: "compile", "data", "step", "save", ...
+        lasts: seconds that the phase had taken when this was written.
+        number: of heartbeats that the process has written, this one included.
+        boot: which boot of which machine; empty where the system does not say.
+        clock: seconds since that boot when this was written.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    lasts: float
+    number: int
+    boot: str
+    clock: float
+
+    def age(self) -> float | None:
+        """Seconds since it was written; None where it is of another machine, or of this one before
+        it was started again.
+        """
+        return max(kin.clock() - self.clock, 0.0) if self.boot and self.boot == kin.boot() else None
+
+
+_KINDS = {"int": (int,), "str": (str,), "float": (int, float)}
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """The heartbeat in a file; None where there is none, or none that can be read."""
+    try:
+        data = json.loads(read_regular(path))
+        heartbeat = Heartbeat(**data)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    right = all(
+        isinstance(getattr(heartbeat, field.name), _KINDS[str(field.type)])
+        and not isinstance(getattr(heartbeat, field.name), bool)
+        for field in fields(Heartbeat)
+    )
+    return heartbeat if right else None
+
+
+class Observer:
+    """Sees which processes have stopped to give signs of life, by the clock of the one that
+    looks.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[Hashable, tuple[Hashable, float]] = {}
+
+    def silent(self, key: Hashable, beat: Heartbeat | None) -> float:
+        """Seconds since the heartbeat of something was seen to change; or since it was asked for
+        first.
+
+        Args:
+            beat: as it is now; None where there is none.
+        """
+        now, mark = self._clock(), (beat.host, beat.pid, beat.number) if beat is not None else None
+        if key not in self._seen or self._seen[key][0] != mark:
+            self._seen[key] = (mark, now)
+        return now - self._seen[key][1]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or not at all, also after a loss of power; what
+    stands in the place of the draft, a link to somewhere perhaps, is not written to.
+    """
+    draft = path.with_name(f"{path.name}.part")
+    with contextlib.suppress(FileNotFoundError):
+        draft.unlink()
+    with draft.open("x", encoding="utf-8") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+# --------------------------------------------------------------------------------------------------
+# The watchdog, which ends a process that hangs, and says where.
+#
+# A thread looks at the loop every second. It writes a heartbeat (`shardlib.processes.place`): who
+# the process is, at which step it is, in which phase, and for how long; whoever watches from
+# outside (the supervisor, `shardlib status`) reads that file, and a process that was stopped or
+# swapped out writes none. All of it goes by a clock that nobody sets. When a phase lasts longer
+# than it may, the thread prints which rank is stuck where, with the stacks of all threads, and
+# ends the process: a collective that waits for a peer that is gone never returns by itself.
+
+#: Exit code of a process whose watchdog ended it.
+HUNG = 86
+
+
+class Watchdog:
+    """Watches a loop from a thread of its own until it is closed."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        rank: int = 0,
+        seconds: float | None = None,
+        on_hang: Callable[[str], None] | None = None,
+    ) -> None:
+        """Args: path: file of the heartbeat; None for none. rank: number of this process. seconds:
+        how long a phase may last; None for any time. Compiling and restoring may take ten times as
+        long. on_hang: what to do with the message about a hang; by default it is printed with all
+        stacks, and the process ends with exit code `HUNG`.
+        """
+        self._path, self._rank, self._seconds, self._on_hang = path, rank, seconds, on_hang or _end
+        self._step, self._phase, self._since, self._patience = 0, "start", time.monotonic(), 10.0
+        self._closed, self._told = threading.Event(), False
+        self._thread = threading.Thread(target=self._watch, name="shardlib-watchdog", daemon=True)
+        self._number, self._boot = 0, who.boot()
+        self._beat()
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str, step: int | None = None, *, patience: float = 1.0) -> Iterator[None]:
+        """Says what the loop does in this block, at which step; `patience` times the allowed time
+        may pass.
+
+        Args:
+            step: steps done; None where it makes no difference.
+            patience: times the allowed seconds that it may take.
+        """
+        before = (self._phase, self._patience)
+        self._enter(name, patience, step)
+        try:
+            yield
+        finally:
+            self._enter(*before, None)
+
+    def close(self) -> None:
+        """Ends the thread, and says so."""
+        self._closed.set()
+        self._thread.join()
+        self._enter(ENDED, 1.0, None)
+        self._beat()
+
+    def _enter(self, phase: str, patience: float, step: int | None) -> None:
+        self._phase, self._patience, self._since = phase, patience, time.monotonic()
+        self._step = self._step if step is None else step
+
+    def _watch(self) -> None:
+        while not self._closed.wait(EVERY):
+            self._beat()
+            lasts = time.monotonic() - self._since
+            if (
+                self._seconds is not None
+                and not self._told
+                and lasts > self._seconds * self._patience
+            ):
+                self._told = True
+                self._on_hang(
+                    f"rank {self._rank} (process {os.getpid()}) has been in the phase"
+                    f" {self._phase!r} of step {self._step + 1} for {lasts:.0f} s, longer than the"
+                    f" {self._seconds * self._patience:.0f} s that it may take"
+                )
+
+    def _beat(self) -> None:
+        if self._path is None:
+            return
+        self._number += 1
+        beat = Heartbeat(
+            rank=self._rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step=self._step,
+            phase=self._phase,
+            lasts=time.monotonic() - self._since,
+            number=self._number,
+            boot=self._boot,
+            clock=who.clock(),
+        )
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            write_whole(self._path, json.dumps(asdict(beat)))
+
+
+def _end(message: str) -> None:
+    print(f"error: {message}; stacks of all threads:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    sys.stderr.flush()
+    os._exit(HUNG)
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals by which somebody wants the run to stop.
+#
+# A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it)
+# some seconds before it kills; a person presses Ctrl-C; a terminal that closes, or a connection
+# that breaks, sends SIGHUP, unless the command was started with `nohup`. The first of them lets
+# the step that runs end, so that the loop can save; a second Ctrl-C interrupts at once.
+
+#: Signals that ask for an orderly end; those that a platform lacks are left out.
+STOPPING: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+    if hasattr(signal, name)
+)
+
+
+class StopRequest:
+    """Whether somebody wants the run to stop, and who.
+
+    Attributes:
+        reason: name of the signal, "SIGTERM"; empty as long as nobody does.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def ask(self, reason: str) -> None:
+        """Asks for a stop; the first reason stays."""
+        self.reason = self.reason or reason
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.reason == "SIGINT" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.ask(signal.Signals(number).name)
+
+
+def _unheard(number: signal.Signals) -> bool:
+    """Whether somebody wants a signal not to end this process: `nohup` has SIGHUP ignored."""
+    return number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Listens for signals until the end of the block, where this is the main thread; elsewhere
+    nobody can ask but by `ask`. What came inside of `ends_at_once` and was not obeyed is asked
+    again.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    with _heard_by(request._on_signal, STOPPING) as before:
+        for handler in before:
+            if isinstance(handler, _AtOnce) and handler.reason:
+                request.ask(handler.reason)
+        yield request
+
+
+@dataclass
+class _AtOnce:
+    """Ends the process where a signal finds it. An exception that is raised in a callback of a
+    library is printed and forgotten there; hence the note.
+
+    Attributes:
+        reason: name of the first signal that came; empty before.
+    """
+
+    reason: str = ""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.reason = self.reason or signal.Signals(number).name
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise StoppedError(
+            f"{signal.Signals(number).name} came outside of the training loop; the run is as its"
+            " newest checkpoint has it\nTry: the same command again"
+        )
+
+
+@contextlib.contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in
+    order; inside, `stop_requests` takes over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _heard_by(_AtOnce(), STOPPING):
+        yield
+
+
+@contextlib.contextmanager
+def _heard_by(
+    handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]
+) -> Iterator[list[Any]]:
+    """Installs a handler until the end of the block, and gives those that it takes the place of."""
+    before = {number: signal.signal(number, handler) for number in numbers if not _unheard(number)}
+    try:
+        yield list(before.values())
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+
+# --------------------------------------------------------------------------------------------------
+# The code and the packages that this process runs.
+#
+# Short digests and versions, to be compared between processes: a host with an older checkout, or
+# with another JAX, computes something else or hangs.
+
+#: Packages whose versions decide what is computed.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what computes, and a digest of shardlib's own sources. Imports none
+    of them.
+    """
+    installed = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            installed[name] = "not installed"
+    return installed | {"code of shardlib": package_digest(Path(__file__).parents[1])}
+
+
+def user_code() -> dict[str, str]:
+    """A digest of every source file that has been loaded and that no installer has put there: the
+    user's own modules, by name.
+    """
+    theirs = {
+        _word(name, module): path
+        for name, module in [*sys.modules.items()]
+        if (path := _source(module)) is not None
+    }
+    return {
+        f"{OPTIONAL}{word}": _digest(path.read_bytes()) for word, path in sorted(theirs.items())
+    }
+
+
+@functools.cache
+def package_digest(folder: Path) -> str:
+    """Twelve hexadecimal digits of the names and texts of all Python files under a folder."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        total.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+        total.update(path.read_bytes())
+        total.update(b"\0")
+    return total.hexdigest()[:12]
+
+
+def _word(name: str, module: object) -> str:
+    """The module's name; of the main one that of its file, which differs where processes run
+    different scripts.
+    """
+    return Path(str(getattr(module, "__file__", name))).name if name == "__main__" else name
+
+
+def _source(module: object) -> Path | None:
+    """The file of a module that belongs to the user."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return None
+    path = Path(file).resolve()
+    return (
+        None
+        if any(path.is_relative_to(folder) for folder in _installed()) or not path.is_file()
+        else path
+    )
+
+
+@functools.cache
+def _installed() -> tuple[Path, ...]:
+    """Folders whose files belong to Python, to installed packages or to shardlib."""
+    paths: Mapping[str, str] = sysconfig.get_paths()
+    folders = [
+        paths["stdlib"],
+        paths["platstdlib"],
+        paths["purelib"],
+        paths["platlib"],
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        str(Path(__file__).parents[1]),
+    ]
+    return tuple(Path(folder).resolve() for folder in folders)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]

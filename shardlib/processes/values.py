@@ -17,26 +17,33 @@ whether it went well.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from shardlib import _jax_compat
-from shardlib.errors import LaunchError
+from shardlib import _jax_compat, errors
+from shardlib.errors import LaunchError, raise_all
 from shardlib.jax_types import Constant
+
+# --------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -338,3 +345,388 @@ def _unpacked(data: bytes) -> list[jax.Array]:
         begin += value.nbytes
         arrays.append(jax.device_put(value.copy(), here))
     return arrays
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether all processes of a job mean the same.
+#
+# Processes that run different programs do not fail: they hang in a collective, or compute
+# nonsense. So they compare what they are about to do before they do it, through the store of keys
+# and values of JAX's coordination service. Nothing of this touches a device, every wait is
+# bounded, and whoever is missing is named.
+#
+# `agree` compares values: process 0 reads those of all, and writes down what is different.
+# `of_first` gives all processes what process 0 has found: a measurement, which every one would
+# make a little differently.
+
+#: Seconds that processes wait for each other: one of them may have to measure, to read an index or
+#: to plan on a slow host.
+AGREE_SECONDS = 600.0
+#: Seconds between two looks at the store.
+LOOK_EVERY = 0.05
+#: Keys of values that a process may leave out: nobody loads modules that it does not need.
+OPTIONAL = "code of "
+
+_rounds: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+_known: dict[str, str] = {}
+
+
+def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECONDS) -> None:
+    """Compares values with those of all other processes; to be called by all, in the same order.
+    Alone it does nothing.
+
+    Args:
+        seconds: how long to wait for the others.
+    """
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
+        return
+    client, process, processes = coordination
+    folder = f"shardlib/agree/{name}/{next(_rounds[name])}"
+    client.key_value_set(f"{folder}/said/{process}", json.dumps(dict(values)))
+    if process == 0:
+        answers = _said(client, f"{folder}/said", processes, seconds)
+        absent = [number for number in range(processes) if number not in answers]
+        client.key_value_set(
+            f"{folder}/verdict", json.dumps({"absent": absent, "different": differences(answers)})
+        )
+    verdict = json.loads(_waited(client, f"{folder}/verdict", seconds + 10, f"compare its {name}"))
+    if verdict["absent"]:
+        raise LaunchError(
+            f"{processes_text(verdict['absent'])} of {processes} did not come to compare"
+            f" {'its' if len(verdict['absent']) == 1 else 'their'} {name} within {seconds:g}"
+            " s\nTry: look at what they wrote last, and start all of them again",
+            again=True,
+        )
+    if verdict["different"]:
+        raise_all(
+            LaunchError,
+            f"the processes do not fit each other: their {name} differs",
+            verdict["different"],
+            hint="start all of them with the same words, code and packages",
+        )
+
+
+def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECONDS) -> str:
+    """What process 0 makes, in all processes; made once for each name. Alone, what this process
+    makes.
+
+    Args:
+        seconds: how long the others wait.
+    """
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
+        return make()
+    client, process, _ = coordination
+    if name not in _known:
+        key = f"shardlib/first/{name}"
+        if process == 0:
+            client.key_value_set(key, make())
+        _known[name] = _waited(client, key, seconds, f"say its {name}")
+    return _known[name]
+
+
+def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """What the processes say differently, a line a key.
+
+    >>> differences({0: {"plan": "a1"}, 1: {"plan": "b2"}, 2: {"plan": "a1"}})
+    ['plan: a1 (processes 0 and 2), b2 (process 1)']
+    """
+    lines: list[str] = []
+    for key in dict.fromkeys(key for values in answers.values() for key in values):
+        by_value: defaultdict[str, list[int]] = defaultdict(list)
+        for process, values in sorted(answers.items()):
+            if key in values or not key.startswith(OPTIONAL):
+                by_value[values.get(key, "nothing")].append(process)
+        if len(by_value) > 1:
+            lines.append(
+                f"{key}: "
+                + ", ".join(f"{value} ({processes_text(who)})" for value, who in by_value.items())
+            )
+    return lines
+
+
+def processes_text(numbers: Sequence[int]) -> str:
+    """Processes in words.
+
+    >>> processes_text([3]), processes_text([0, 2]), processes_text([0, 1, 2, 3, 7])
+    ('process 3', 'processes 0 and 2', 'processes 0 to 3 and 7')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [
+        part
+        for run in runs
+        for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
+    ]
+    text = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return f"process {text}" if len(numbers) == 1 else f"processes {text}"
+
+
+def _said(client: Any, folder: str, processes: int, seconds: float) -> dict[int, dict[str, str]]:
+    """What all processes have said, or those that did in time."""
+    end = time.monotonic() + seconds
+    while True:
+        answers = {
+            int(key.rpartition("/")[2]): json.loads(value)
+            for key, value in client.key_value_dir_get(folder)
+        }
+        if len(answers) == processes or time.monotonic() > end:
+            return answers
+        time.sleep(LOOK_EVERY)
+
+
+def _waited(client: Any, key: str, seconds: float, what: str) -> str:
+    try:
+        return client.blocking_key_value_get(key, int(seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise LaunchError(
+            f"process 0 did not {what} within {seconds:g} s"
+            f" ({str(error).partition(chr(10))[0]})\nTry: look at what it wrote last, and start all"
+            " of them again",
+            again=True,
+        ) from error
+
+
+def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int, str]:
+    """What every process says, by its number, in all processes; to be called by all, in the same
+    order. Alone, what this one says.
+
+    Args:
+        seconds: how long to wait for the others.
+    """
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
+        return {0: text}
+    client, process, processes = coordination
+    folder = f"shardlib/say/{name}/{next(_rounds[name])}"
+    client.key_value_set(f"{folder}/{process}", json.dumps({"said": text}))
+    answers = _said(client, folder, processes, seconds)
+    absent = [number for number in range(processes) if number not in answers]
+    if absent:
+        raise LaunchError(
+            f"{processes_text(absent)} of {processes} did not say"
+            f" {'its' if len(absent) == 1 else 'their'} {name} within {seconds:g} s\nTry: look at"
+            " what they wrote last, and start all of them again",
+            again=True,
+        )
+    return {number: answer["said"] for number, answer in answers.items()}
+
+
+def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
+    """Waits until all processes are at this point; to be called by all, in the same order. Alone it
+    does nothing.
+
+    Args:
+        seconds: how long to wait for the others.
+    """
+    coordination = _jax_compat.coordination()
+    if coordination is None or coordination[2] == 1:
+        return
+    try:
+        coordination[0].wait_at_barrier(
+            f"shardlib/meet/{name}/{next(_rounds[name])}", int(seconds * 1000)
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise LaunchError(
+            f"not all processes came to {name!r} within {seconds:g} s"
+            f" ({str(error).partition(chr(10))[0]})\nTry: look at what they wrote last, and start"
+            " all of them again",
+            again=True,
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks of processes that run one program, and what they agree on.
+
+#: Steps between two times that processes ask each other whether one of them wants to stop.
+ASK_EVERY = 10
+
+
+def rank() -> int:
+    """Number of this process."""
+    return jax.process_index()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks for all; asking does not start JAX's devices."""
+    coordination = _jax_compat.coordination()
+    return coordination is None or coordination[1] == 0
+
+
+def is_alone() -> bool:
+    """Whether this process is the only one of its job; asking does not start JAX's devices."""
+    coordination = _jax_compat.coordination()
+    return coordination is None or coordination[2] == 1
+
+
+def anywhere(condition: bool, *, needed: bool, step: int = 0) -> bool:
+    """Whether this holds in any process; all of them get the same answer, at the same step."""
+    if jax.process_count() == 1:
+        return condition
+    if not needed or step % ASK_EVERY:
+        return False
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(condition))))
+
+
+# --------------------------------------------------------------------------------------------------
+# Shards of arrays in folders of Orbax, written and read by the processes that own them.
+#
+# Orbax refuses arrays of which a process has no shard, and of a job of several processes those of
+# a mesh inside of one. So owners alone write and read; idle processes wait for them, and get
+# arrays without shards.
+
+
+def options(owners: frozenset[int]) -> ocp.options.MultiprocessingOptions:
+    """How Orbax waits for other processes: by JAX's coordination service.
+
+    Its default are collectives on the devices, which must not run in a thread beside those of the
+    training loop.
+    """
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=min(owners), active_processes=set(owners)
+    )
+
+
+class ArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Writes arrays, also those of a mesh inside of one of several processes.
+
+    Args:
+        first: number of the first process that writes.
+    """
+
+    def __init__(self, first: int | None) -> None:
+        super().__init__(
+            primary_host=first, array_metadata_store=None, enable_write_sharding_file=False
+        )
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """See Orbax."""
+        return await super().serialize([_of_job(value) for value in values], infos, args)
+
+
+class _OfJob:
+    """An array of a mesh inside of one process, as Orbax takes it: it refuses a `jax.Array` that is
+    in one of several processes, since each could have one of its own.
+    """
+
+    def __init__(self, array: jax.Array) -> None:
+        self._array = array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array, name)
+
+
+def _of_job(array: Any) -> Any:
+    inside = isinstance(array, jax.Array) and array.is_fully_addressable
+    return _OfJob(array) if jax.process_count() > 1 and inside else array
+
+
+def save(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Writes arrays to a folder that is not there yet; to be called by all processes."""
+    owners = owners_of(arrays.values())
+
+    def write() -> None:
+        handler = ocp.PyTreeCheckpointHandler(
+            multiprocessing_options=options(owners),
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (jax.Array, ArrayHandler(min(owners)))
+            ),
+        )
+        with ocp.Checkpointer(handler, multiprocessing_options=options(owners)) as checkpointer:
+            checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
+
+    by_owners(f"arrays in {folder}", owners, write)
+
+
+def read(
+    folder: str | Path | epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Reads arrays, every device's part alone; no process waits for another.
+
+    The handler is used without a `Checkpointer`, which would wait at a barrier for processes that
+    have failed.
+    """
+    if jax.process_index() not in owners_of(leaves.values()):
+        return {name: without_shards(leaf) for name, leaf in leaves.items()}
+    return ocp.handlers.PyTreeCheckpointHandler().restore(
+        epath.Path(folder),
+        args=ocp.args.PyTreeRestore(
+            item=dict(leaves),
+            restore_args={
+                name: ocp.ArrayRestoreArgs(
+                    sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+                )
+                for name, leaf in leaves.items()
+            },
+            partial_restore=True,
+        ),
+    )
+
+
+def without_shards(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array as a process has it that owns none of its devices."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, jax.sharding.Sharding)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [], dtype=leaf.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Decisions of one process for all, and failures that are known to all, so that none waits for ever
+# for another.
+
+
+def together_is_first() -> bool:
+    """Whether this process is the one that deletes and renames."""
+    return jax.process_index() == 0
+
+
+def steps_of_first(steps: Sequence[int]) -> tuple[int, ...]:
+    """The steps that the first process sees; to be called by all."""
+    if jax.process_count() == 1:
+        return tuple(steps)
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    numbers = np.zeros(count, np.int32)
+    numbers[: min(count, len(steps))] = steps[:count]
+    return tuple(int(step) for step in multihost_utils.broadcast_one_to_all(numbers))
+
+
+def all_well(well: bool) -> bool:
+    """Whether it went well in every process; to be called by all."""
+    return (
+        well
+        if jax.process_count() == 1
+        else bool(np.all(multihost_utils.process_allgather(np.bool_(well))))
+    )
+
+
+def first_decides(name: str, decide: Callable[[], T]) -> T | None:
+    """What the first process comes to; nothing in the others, or the error that the first has come
+    to; to be called by all.
+    """
+    if jax.process_count() == 1:
+        return decide()
+    if not together_is_first():
+        _raise_alike(all_say(name, "")[0])
+        return None
+    try:
+        decision = decide()
+    except errors.ShardlibError as error:
+        all_say(name, json.dumps({"kind": type(error).__name__, "message": str(error)}))
+        raise
+    all_say(name, "")
+    return decision
+
+
+def _raise_alike(message: str) -> None:
+    if message:
+        data: dict[str, Any] = json.loads(message)
+        raise getattr(errors, data["kind"], errors.ShardlibError)(data["message"])

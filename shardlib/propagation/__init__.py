@@ -7,4 +7,5 @@ assignment.py     which colours are sharded, and so every dim
 contractions.py   how operands of a contraction are sharded
 head_sharding.py  how heads of attention are shared out
 placements.py     where the lowering pins layouts of activations
+
 """

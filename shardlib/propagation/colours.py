@@ -13,20 +13,44 @@ with its backward pass, in a block of several layers, as five local ones and a g
 A colour may occur twice in one value: the query and the key dim of attention scores both come from
 the sequence. It then cuts the first of the two; the other stays whole (`Rules.resolve` sees to
 that, and `Colouring.conflicts` lists them).
+
+Choices: which colours are sharded, and so how every dim and factor is.
+
+For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes shard
+(data, fsdp and expert together), which dim the *context* axis shards, which dim the *tensor* axis
+cuts, and which dim of a weight the *expert* axis shards. `Choice` is that decision; for the tensor
+axis it follows the priority semantics of `shardlib.rules`: the colours of `tensor` in order, then,
+with sequence parallelism, the sequence colour.
+
+>>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq")
+>>> choice.cut(("batch", "seq", "mlp"))
+('batch', None, 'tensor')
+>>> choice.cut(("batch", "seq", "embed"))
+('batch', 'tensor', None)
+
+A dim that two axes shard names both, the major one first. The expert axis shards the batch of
+everything that has one, and the experts of weights:
+
+>>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq", context="seq", expert="expert")
+>>> choice.cut(("batch", "seq", "embed"))
+('batch', 'context+tensor', None)
+>>> choice.cut(("expert", "embed", "mlp"))
+('expert', None, 'tensor')
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
-from shardlib.axes import LogicalAxes
-from shardlib.graph import Graph
-from shardlib.graph.problem import Problem
-from shardlib.propagation.loops import carried_along, walked_along
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import Dim, Dims, FactorRule, Graph, Op, Place, Problem, Window
+from shardlib.layout import BATCH_AXES, EXPERT, LogicalAxes
 from shardlib.propagation.ties import (
     Classes,
     named_dims,
@@ -36,7 +60,523 @@ from shardlib.propagation.ties import (
     tie_inputs,
     tie_names,
 )
-from shardlib.report import Finding, diagnostic
+from shardlib.rules import Rules
+
+# --------------------------------------------------------------------------------------------------
+
+#: Per dim: the kinds of axes that shard it, joined by "+", or None.
+Cut = tuple[str | None, ...]
+
+#: What a dim is called that merges batch and sequence, as the tokens of a mixture of experts: batch
+#: and context axes shard it together.
+TOKENS = "batch+context"
+
+
+@lru_cache(maxsize=1 << 14)
+def has(cut: Cut, kind: str) -> bool:
+    """Whether some dim is sharded over a kind of axis."""
+    return any(part is not None and kind in part for part in cut)
+
+
+@lru_cache(maxsize=1 << 14)
+def divisors(cut: Cut) -> tuple[bool, bool, bool, bool]:
+    """Whether batch, tensor, context and expert axes divide an array."""
+    return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
+
+
+def kinds(part: str | None) -> tuple[str, ...]:
+    """The kinds of axes that shard one dim, the major one first."""
+    return tuple(part.split("+")) if part else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which colours the mesh axes shard.
+
+    Attributes:
+        tensor: colours that the tensor axis shards, the first has priority.
+        batch: the colour that data, fsdp and expert cut; None where the batch has none.
+        sequence: the colour that the tensor axis shards where no colour of `tensor` occurs; None
+            without sequence parallelism.
+        context: the colour that the context axis shards; None without one.
+        expert: the colour of experts, that the expert axis shards in values without a batch; None
+            without one.
+    """
+
+    tensor: tuple[str, ...] = ()
+    batch: str | None = None
+    sequence: str | None = None
+    context: str | None = None
+    expert: str | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.tensor, self.batch, self.sequence, self.context, self.expert))
+
+    def __hash__(self) -> int:
+        return self._hash  # tables of the search are asked for the same choices all the time
+
+    def cut(
+        self, colours: LogicalAxes, unsharded: Iterable[int] = (), sequence_at: int | None = None
+    ) -> Cut:
+        """The cut of a value or of the factors of an op.
+
+        Args:
+            sequence_at: position along the sequence that is sharded where several are (queries and
+                keys of attention); by default the first.
+        """
+        result: list[str | None] = [None] * len(colours)
+        blocked = set(unsharded)
+
+        def place(name: str | None, axis: str, beside: str | None = None) -> bool:
+            if name is None or name not in colours:
+                return False
+            for dim, colour in enumerate(colours):
+                if colour == name and dim not in blocked and result[dim] in (None, beside):
+                    result[dim] = f"{beside}+{axis}" if result[dim] else axis
+                    return True
+            return False
+
+        tokens = TOKENS in colours and place(TOKENS, TOKENS if self.context else "batch")
+        batched = tokens or place(self.batch, "batch")
+        if self.context and not tokens:
+            if sequence_at is not None and result[sequence_at] is None:
+                result[sequence_at] = "context"
+            elif sequence_at is None:
+                place(self.context, "context")
+        if not batched:
+            place(self.expert, "expert")
+        if any(place(name, "tensor") for name in self.tensor):
+            return tuple(result)
+        beside = "context" if self.sequence == self.context else None
+        if (
+            sequence_at is not None
+            and result[sequence_at] in (None, beside)
+            and colours[sequence_at] == self.sequence
+        ):
+            result[sequence_at] = f"{beside}+tensor" if result[sequence_at] else "tensor"
+        else:
+            place(self.sequence, "tensor", beside)
+        return tuple(result)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    def alike(self, other: Choice) -> bool:
+        """Whether the tensor axis shards the same under another choice."""
+        return (self.tensor, self.sequence) == (other.tensor, other.sequence)
+
+    def restrict(self, colours: frozenset[str]) -> Choice:
+        """The part of the choice that can matter to something that has only these colours."""
+        tensor = tuple(c for c in self.tensor if c in colours)
+        sequence = self.sequence if self.sequence in colours else None
+        if tensor == self.tensor and sequence == self.sequence:
+            return self
+        return Choice(
+            tensor=tensor,
+            batch=self.batch,
+            sequence=sequence,
+            context=self.context,
+            expert=self.expert,
+        )
+
+    def rules(self) -> Rules:
+        """The choice as sharding rules over mesh axes."""
+        over = tuple(a for a in BATCH_AXES if self.expert or a != EXPERT.name)
+        entries: list[tuple[str, tuple[str, ...]]] = [(self.batch, over)] if self.batch else []
+        if self.expert:
+            entries.append((self.expert, ("expert",)))
+        entries += [(name, ("tensor",)) for name in self.tensor]
+        along = (("context",) if self.context else ()) + (("tensor",) if self.sequence else ())
+        if along:
+            name = self.sequence or self.context
+            assert name is not None
+            entries += [
+                (name, along),
+                *([(name, ("context",))] if len(along) > 1 else []),
+            ]  # the second where tensor shards another dim already
+        return Rules(tuple(entries))
+
+
+# --------------------------------------------------------------------------------------------------
+# Fused dims: several things side by side, and what may be sharded of them.
+#
+# The kernel of a fused projection makes queries, keys and values at once, [embed, 3 heads]; that
+# of an LSTM makes four gates. A split, slices or a reshape to [3, heads] take the result apart. To
+# cut such a dim so that nothing is gathered, every *piece* of it is sharded: a device has its part
+# of the queries, of the keys and of the values (Megatron-LM stores such weights so). In a rule the
+# major factor of the dim counts the pieces and is outer, and the next one is what is sharded
+# (Shardy's compound factors, openxla/shardy `docs/propagation.md`, with the major one blocked):
+#
+#     split      [embed*3] -> [embed] [embed] [embed]       outer 3
+#     reshape    [3*heads*width] -> [3] [heads] [width]     outer 3
+#
+# Which dims these are follows from where ops cut them: the starts and ends of all windows
+# (`shardlib.graph.Window`) into a dim, and into every dim that the program ties to it position by
+# position, are its joints. Pieces may differ in size; they are sharded alike by whatever divides
+# all of them.
+#
+# Dims of the batch and of the sequence are left alone: a part of the batch is not the same part of
+# each of two batches.
+
+#: A dim whose pieces have no larger common measure than this part of it is no fused one: a padded
+#: vocabulary, a shift by one.
+FINEST = 64
+
+
+def in_pieces(problem: Problem) -> Problem:
+    """The problem with rules that cut every piece of a fused dim, and with the pieces of every
+    fused dim of its forward graph.
+    """
+    graphs = {
+        "forward": problem.forward,
+        **{policy: step.graph for policy, step in problem.steps.items()},
+    }
+    if not _windows(graphs):  # all joints come from them
+        return problem
+    fused = _found(problem, graphs)
+    if not fused.sizes:
+        return problem
+    changed = {
+        tag: replace(graph, ops=tuple(fused.changed(tag, op) for op in graph.ops))
+        for tag, graph in graphs.items()
+    }
+    dims = (
+        (index, dim)
+        for index, value in enumerate(problem.forward.values)
+        for dim in range(len(value.shape))
+    )
+    pieces = {place: sizes for place in dims if (sizes := fused.pieces("forward", *place))}
+    return replace(
+        problem,
+        forward=changed["forward"],
+        steps={
+            policy: replace(step, graph=changed[policy]) for policy, step in problem.steps.items()
+        },
+        pieces=pieces,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The fused dims of some graphs.
+
+    Attributes:
+        same: classes of dims that are the same index of everything, position by position.
+        sizes: for the root of each class of fused dims, its pieces.
+    """
+
+    same: Classes
+    sizes: Mapping[Hashable, tuple[int, ...]]
+
+    def pieces(self, tag: str, value: int, dim: int) -> tuple[int, ...]:
+        """The pieces of a dim; () where it is none."""
+        return self.sizes.get(self.same.find((tag, value, dim)), ())
+
+    def changed(self, tag: str, op: Op) -> Op:
+        """An op with the rule that cuts pieces."""
+        rule = op.rule
+        windows = rule.windows
+        if windows and (sizes := self._at(tag, op, windows[0].long)):
+            return replace(op, rule=_windows_cut(rule, math.gcd(*sizes)))
+        outer = frozenset(
+            counter
+            for counter, place in counters(rule)
+            if len(sizes := self._at(tag, op, place)) > 1
+            and self._counts(rule, counter, sizes, _dim(rule, place))
+        )
+        return (
+            replace(op, rule=replace(rule, outer=outer, whole=rule.whole | outer)) if outer else op
+        )
+
+    def _at(self, tag: str, op: Op, place: Place) -> tuple[int, ...]:
+        result, position, dim = place
+        return self.pieces(tag, op.value(result, position), dim)
+
+    @staticmethod
+    def _counts(rule: FactorRule, counter: int, sizes: tuple[int, ...], dim: Dim) -> bool:
+        """Whether a factor counts the pieces of a dim, rather than being in shards itself."""
+        inner = math.prod(rule.sizes[factor] for factor in dim if factor != counter)
+        return (
+            all(size % inner == 0 for size in sizes)
+            and math.gcd(*(size // inner for size in sizes)) == 1
+        )
+
+
+def counters(rule: FactorRule) -> Iterator[tuple[int, Place]]:
+    """Major factors of dims with several, each with such a dim; of the ops that change no order,
+    reshapes alone have them.
+    """
+    yield from (
+        (dim[0], place) for place, dim in rule.dims() if len(dim) > 1 and dim[0] not in rule.summed
+    )
+
+
+def _dim(rule: FactorRule, place: Place) -> Dim:
+    result, position, dim = place
+    return (rule.results if result else rule.operands)[position][dim]
+
+
+def _windows_cut(rule: FactorRule, measure: int) -> FactorRule:
+    """The rule of an op with windows, all into one dim: the common measure of all pieces is one
+    factor, that of the long dim and of every window; what counts it is outer.
+    """
+    sizes, outer = list(rule.sizes), set[int]()
+    sizes.append(measure)
+    common = len(sizes) - 1
+    dims: dict[Place, Dim] = dict(rule.dims())
+
+    def cut(place: Place, size: int) -> None:
+        if size > measure:
+            sizes.append(size // measure)
+            outer.add(len(sizes) - 1)
+            dims[place] = (len(sizes) - 1, common)
+        else:
+            dims[place] = (common,)
+
+    long = rule.windows[0].long
+    cut(long, math.prod(rule.sizes[factor] for factor in dims[long]))
+    for window in rule.windows:
+        if window.short is not None:
+            cut(window.short, window.size)
+
+    def side(result: bool, values: tuple[Dims, ...]) -> tuple[Dims, ...]:
+        return tuple(
+            tuple(dims[result, position, dim] for dim in range(len(value)))
+            for position, value in enumerate(values)
+        )
+
+    return replace(
+        rule,
+        sizes=tuple(sizes),
+        operands=side(False, rule.operands),
+        results=side(True, rule.results),
+        whole=rule.whole | outer,
+        outer=frozenset(outer),
+    )
+
+
+def _found(problem: Problem, graphs: Mapping[str, Graph]) -> _Found:
+    same, tied = Classes(), Classes()
+    for classes in (same, tied):
+        tie_inputs(classes, problem)
+    for tag, graph in graphs.items():
+        tie_graph(tied, tag, graph)
+        _tie_positions(same, tag, graph)
+    tie_names(tied, problem)
+    left = {
+        tied.find(("input", path, dim))
+        for path, shape, _, _ in problem.batch
+        for dim in range(len(shape))
+    }
+    joints = _joints(same, graphs)
+    pieces = {
+        root: tuple(b - a for a, b in pairwise(sorted(points))) for root, points in joints.items()
+    }
+    fit = {
+        root: sizes
+        for root, sizes in pieces.items()
+        if len(sizes) > 1 and (measure := math.gcd(*sizes)) > 1 and measure * FINEST >= sum(sizes)
+    }
+    for tag, op, window in _windows(graphs):
+        long, short = (_nodes(tag, op, place) for place in (window.long, window.short))
+        if any(tied.find(node) in left for node in (*long, *short)):
+            fit.pop(same.find(long[0]), None)
+    for tag, op, window in sorted(
+        _windows(graphs), key=lambda window: -_size(*window)
+    ):  # a piece of a fused dim is no fused one itself
+        if window.short is not None and same.find(_nodes(tag, op, window.long)[0]) in fit:
+            fit.pop(same.find(_nodes(tag, op, window.short)[0]), None)
+    return _Found(same=same, sizes=fit)
+
+
+def _windows(graphs: Mapping[str, Graph]) -> list[tuple[str, Op, Window]]:
+    return [
+        (tag, op, window)
+        for tag, graph in graphs.items()
+        for op in graph.ops
+        for window in op.rule.windows
+    ]
+
+
+def _nodes(tag: str, op: Op, place: Place | None) -> list[Hashable]:
+    return [] if place is None else [(tag, op.value(place[0], place[1]), place[2])]
+
+
+def _size(tag: str, op: Op, window: Window) -> int:
+    del tag
+    return math.prod(op.rule.sizes[factor] for factor in _dim(op.rule, window.long))
+
+
+def _tie_positions(same: Classes, tag: str, graph: Graph) -> None:
+    """Ties dims that an op gives the same index, position by position."""
+    for op in graph.ops:
+        members: dict[int, list[Hashable]] = defaultdict(list)
+        for (result, position, axis), dim in op.rule.dims():
+            if len(dim) == 1 and dim[0] not in op.rule.whole:
+                members[dim[0]].append((tag, op.value(result, position), axis))
+        for nodes in members.values():
+            same.join(nodes)
+
+
+def _reach(spans: Iterable[tuple[int, int]]) -> int:
+    """How far spans reach from 0 without a gap.
+
+    >>> _reach([(0, 2), (4, 8), (2, 3)])
+    3
+    """
+    end = 0
+    for start, stop in sorted(spans):
+        end = max(end, stop) if start <= end else end
+    return end
+
+
+def _joints(same: Classes, graphs: Mapping[str, Graph]) -> dict[Hashable, set[int]]:
+    """Where windows cut each class of dims, its own ends included; of a dim that a reshape
+    makes of several, where the major one is.
+
+    A dim of which windows leave some part out (the best few of all experts) is not several things
+    side by side.
+    """
+    joints: dict[Hashable, set[int]] = defaultdict(set)
+    read: dict[Hashable, set[tuple[int, int]]] = defaultdict(set)
+    for tag, op, window in _windows(graphs):
+        root = same.find(_nodes(tag, op, window.long)[0])
+        joints[root] |= {0, window.start, window.start + window.size, _size(tag, op, window)}
+        read[root].add((window.start, window.start + window.size))
+    for root, spans in read.items():
+        if _reach(spans) < max(joints[root]):
+            del joints[root]
+    for tag, graph in graphs.items():
+        for op in graph.ops:
+            if op.rule.windows:
+                continue
+            for counter, place in counters(op.rule):
+                alone = [
+                    same.find((tag, op.value(side, position), dim_position))
+                    for (side, position, dim_position), dim in op.rule.dims()
+                    if dim == (counter,)
+                ]
+                inner = math.prod(op.rule.sizes[factor] for factor in _dim(op.rule, place)[1:])
+                for points in [joints[root] for root in alone if root in joints]:
+                    joints[same.find(_nodes(tag, op, place)[0])] |= {
+                        point * inner for point in points
+                    }
+    return dict(joints)
+
+
+# --------------------------------------------------------------------------------------------------
+# The colour of every factor of every op: that of the dims that the factor is in.
+
+
+def all_factor_colours(
+    graph: Graph, names: tuple[LogicalAxes, ...], weights: Set[int]
+) -> tuple[LogicalAxes, ...]:
+    """Colour of every factor of every op.
+
+    A mesh axis shards one dim of a value. Where two dims of a weight have one colour (the matrix of
+    a recurrence, [embed, embed]), it is the first; ops that read the weight, or make its gradient,
+    have it where it lies, and their other factor of that colour is not sharded.
+    """
+    turned = {
+        value: op
+        for op in graph.ops
+        if op.kind == "transpose"
+        for value in (*op.operands, *op.results)
+        if value in weights
+    }
+    return tuple(
+        _where_weights_lie(op, factor_colours(op, names), names, weights, turned)
+        for op in graph.ops
+    )
+
+
+def _where_weights_lie(
+    op: Op,
+    colours: LogicalAxes,
+    names: tuple[LogicalAxes, ...],
+    weights: Set[int],
+    turned: Mapping[int, Op],
+) -> LogicalAxes:
+    twice = {
+        colour for colour, count in Counter(colours).items() if colour is not None and count > 1
+    }
+    if not twice or op.category != "matmul":
+        return colours
+    for value, dims in (
+        *zip(op.operands, op.rule.operands, strict=True),
+        *zip(op.results, op.rule.results, strict=True),
+    ):
+        if value not in weights:
+            continue
+        order = _order(value, turned.get(value), len(dims))
+        for colour in twice:
+            lying = [op.rule.major(dims[dim]) for dim in order if names[value][dim] == colour]
+            if len(lying) > 1:
+                colours = tuple(
+                    None if factor_colour == colour and factor != lying[0] else factor_colour
+                    for factor, factor_colour in enumerate(colours)
+                )
+    return colours
+
+
+def _order(value: int, turn: Op | None, rank: int) -> Sequence[int]:
+    """The dims of a form of a parameter, in the order of the parameter's own."""
+    if turn is None:
+        return range(rank)
+    (before,), (after,) = turn.rule.operands, turn.rule.results
+    form_dims, parameter_dims = (before, after) if value in turn.operands else (after, before)
+    return [form_dims.index(factors) for factors in parameter_dims]
+
+
+def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
+    """Colour of every factor of an op: the colour of a dim of which it is the major factor.
+
+    Returns:
+        One per factor; None where no dim has a colour.
+    """
+    result: list[str | None] = [None] * len(op.rule.sizes)
+    for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+        for value, dims in zip(values, all_dims, strict=True):
+            for dim, factors in enumerate(dims):
+                major = op.rule.major(factors)
+                if major is not None and result[major] is None:
+                    result[major] = names[value][dim]
+    return tuple(result)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which dims do loops carry from layer to layer, and along which do they walk?
+
+
+def carried_along(
+    classes: Classes, problem: Problem, sequences: Collection[Hashable]
+) -> set[Hashable]:
+    """Classes that some loop carries in a value that has the sequence, too; of a model without a
+    sequence, all that loops carry.
+    """
+    carried: set[Hashable] = set()
+    for policy, step in problem.steps.items():
+        for value in (value for op in step.graph.ops if op.kind == "carry" for value in op.results):
+            roots = {
+                classes.find((policy, value, dim))
+                for dim in range(len(step.graph.values[value].shape))
+            }
+            carried |= roots if not sequences or roots & set(sequences) else set()
+    return carried
+
+
+def walked_along(classes: Classes, problem: Problem) -> set[Hashable]:
+    """Classes of dims along which some loop takes one position per iteration."""
+    return {
+        classes.find((policy, op.operands[0], 0))
+        for policy, step in problem.steps.items()
+        for op in step.graph.ops
+        if op.kind == "enter"
+    }
+
+
+# --------------------------------------------------------------------------------------------------
 
 #: Names that mean the same as ours, from MaxText, T5X and Flax examples.
 BATCH_NAMES: tuple[str, ...] = ("batch", "activation_batch")

@@ -17,18 +17,33 @@ it is moved before and after.
 >>> found = agreed(rule, (Layout(batch, tensor), Layout(tensor, ()), Layout(batch, tensor)))
 >>> print(*found)
 [data, tensor] [tensor, -] [data, -]
+
+How the heads of attention are shared out over devices that have parts of something else.
+
+A kernel of attention needs the whole sequence and the whole width of the heads that it works on.
+Where neither queries nor keys come sharded by heads, the devices that shard their sequence or width
+exchange these for heads (arXiv:2309.14509): of queries one share each, and of keys and values as
+well where there are enough of them. With fewer groups of keys than devices, every device gathers
+all groups and works on the one of its queries.
+
+>>> shared(heads=32, groups=8, ways=4), shared(heads=128, groups=8, ways=16)
+('all', 'queries')
+>>> shared(heads=12, groups=12, ways=8)
+'none'
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from shardlib.axes import LogicalAxes, MeshShape
-from shardlib.graph import FactorRule, Graph, Op
-from shardlib.layout import Layout
-from shardlib.propagation.factor_colours import factor_colours
+from shardlib.graph import FactorRule, Graph, Op, input_source
+from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.propagation.colours import factor_colours
 from shardlib.rules import Rules
+
+# --------------------------------------------------------------------------------------------------
 
 #: Categories of the operations that multiply and add up.
 CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution"})
@@ -182,4 +197,92 @@ def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
     return tuple(
         None if factor in op.rule.whole else colour
         for factor, colour in enumerate(factor_colours(op, names))
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Which heads are shared out: those of queries, keys and values, those of queries alone, or none.
+Shared = Literal["all", "queries", "none"]
+
+
+def shared(*, heads: int, groups: int, devices: int) -> Shared:
+    """Which heads devices can share out."""
+    if heads % devices:
+        return "none"
+    if groups % devices == 0:
+        return "all"
+    return "queries" if (heads // groups) % (heads // devices) == 0 else "none"
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the lowering pins the layout of an activation, and to what.
+#
+# Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions
+# and gathers, and on the carry of every loop; and on what contractions read, in the layouts in
+# which they run. What a contraction gathers is pinned as it is before, too: left free, XLA's
+# partitioner makes it gathered from the start, so that a layer which rematerialises nothing would
+# keep it gathered for its backward pass (a sequence sharded over tensor: as many times the bytes
+# as there are devices along the axis). Everything between follows by propagation in XLA.
+
+_ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
+
+
+def placements(
+    graph: Graph,
+    names: tuple[LogicalAxes, ...],
+    rules: Rules,
+    mesh: MeshShape,
+    batch: str | None,
+    operands: Mapping[tuple[str, int], tuple[str, int]] | None = None,
+) -> Mapping[tuple[str, int], Layout]:
+    """Layout constraints of a forward graph.
+
+    Args:
+        operands: more values that lowering wants to know of, keyed as they shall be in the result
+            -> what makes them.
+
+    Returns:
+        (path of the equation, index of the result) -> layout; for the carry of a loop, the path of
+    """
+    layouts: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
+    gathered = _gathered(graph, names, rules, mesh, layouts)
+    keys_by_source: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for key, source in (operands or {}).items():
+        keys_by_source.setdefault(source, []).append(key)
+    for number, value in enumerate(graph.inputs):
+        for key in keys_by_source.get(input_source(number), ()):
+            layouts[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
+    for op in graph.ops:
+        for position, value in enumerate(op.results):
+            for key in keys_by_source.get((op.path, position), ()):
+                layouts[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
+        anchor = op.category in _ANCHORS or op.kind == "carry"
+        for position, value in enumerate(op.results):
+            if not anchor and value not in gathered:
+                continue
+            axes = names[value]
+            if batch is not None and batch in axes:
+                layouts[op.path, position] = rules.resolve(
+                    axes, graph.values[value].shape, mesh
+                ).layout
+    return layouts
+
+
+def _gathered(
+    graph: Graph,
+    names: tuple[LogicalAxes, ...],
+    rules: Rules,
+    mesh: MeshShape,
+    operands: Mapping[tuple[str, int], Layout],
+) -> frozenset[int]:
+    """The values that some mesh axis shards, and of which a contraction reads more than a shard."""
+    return frozenset(
+        value
+        for op in graph.ops
+        if op.category in CONTRACTIONS
+        for position, value in enumerate(op.operands)
+        if (read := operands.get(used(op.path, position))) is not None
+        and not rules.resolve(names[value], graph.values[value].shape, mesh).layout.axes
+        <= read.axes
     )

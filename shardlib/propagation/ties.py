@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from shardlib.axes import LogicalAxes
-from shardlib.graph import Graph
-from shardlib.graph.problem import Problem
+from shardlib.graph import Graph, Problem
+from shardlib.layout import LogicalAxes
 
 
 class Classes:

@@ -14,7 +14,7 @@ unchanged.py       inputs that are handed on as they are
 """
 
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
-from shardlib.tracing.rewriting.interpreter import evaluate
+from shardlib.tracing.rewriting import evaluate
 from shardlib.tracing.trace import Traced, trace
 
 __all__ = ["Traced", "evaluate", "graph_from_jaxpr", "trace"]

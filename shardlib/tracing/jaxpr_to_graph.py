@@ -14,17 +14,25 @@ from dataclasses import dataclass
 from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
-from shardlib.graph import FactorRule, Graph, Op, Region, Value
-from shardlib.graph.check import check
-from shardlib.graph.factors import elementwise
+from shardlib.findings import Finding
+from shardlib.graph import FactorRule, Graph, Op, Region, Value, check, elementwise
 from shardlib.jax_types import Aval
-from shardlib.report import Finding
 from shardlib.tracing.layouts import OwnLayout
-from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten
-from shardlib.tracing.rules.description import Call as Described
-from shardlib.tracing.rules.description import Describe, Description, unknown
-from shardlib.tracing.rules.table import TABLE
-from shardlib.tracing.trip_counts import counted_trips, dtype_name, literal, stacking
+from shardlib.tracing.program import (
+    CUSTOM,
+    REMAT,
+    Call,
+    Equation,
+    Program,
+    callee,
+    counted_trips,
+    dtype_name,
+    flatten,
+    literal,
+    stacking,
+)
+from shardlib.tracing.rules import TABLE, Describe, Description, unknown
+from shardlib.tracing.rules import Call as Described
 
 #: A custom call, and the values of a graph that are its operands.
 PlacedCall = tuple[Call, tuple[int, ...]]

@@ -7,49 +7,589 @@ its graph, and the graphs of value-and-gradient under each remat policy, are wha
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
-from jax.extend import core as jex
+from jax.core import Tracer
+from jax.extend import core
 
-from shardlib.annotation.frozen import freeze
-from shardlib.annotation.model import Model, PureLoss
-from shardlib.annotation.trees.paths import Tree
-from shardlib.errors import BatchError, ShardlibError, TracingError, raise_all
-from shardlib.functions.attention import Attention
-from shardlib.functions.kernels import Wanted
-from shardlib.functions.mapped_axes import found_axes, mapped_finding, whole_batch
-from shardlib.graph import Graph
-from shardlib.graph.check import check
-from shardlib.graph.kernels import KINDS
-from shardlib.graph.problem import AttentionCalls, InputDim, Problem, StepGraph
-from shardlib.graph.prune import prune
-from shardlib.graph.rows import Rows
-from shardlib.jax_types import Aval
-from shardlib.propagation.pieces import in_pieces
-from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
-from shardlib.tracing.held_arrays import require_none
-from shardlib.tracing.jaxpr_to_graph import PlacedLayout, graph_from_jaxpr, translated
-from shardlib.tracing.parameters import (
-    abstract,
-    constant_state,
-    described_parameters,
-    function_name,
-    named,
-    named_inputs,
+from shardlib import _jax_compat
+from shardlib.annotation.names import Model, PureLoss, freeze
+from shardlib.annotation.trees import Tree, origins, path_text
+from shardlib.errors import (
+    AnnotationError,
+    ArgumentError,
+    BatchError,
+    ModelError,
+    ShardlibError,
+    TracingError,
+    raise_all,
 )
-from shardlib.tracing.program import Program, called, flatten, has_matmul, with_frozen
-from shardlib.tracing.rewriting.fold import Folded, fold
-from shardlib.tracing.rewriting.interpreter import evaluate_program
-from shardlib.tracing.rewriting.remat_policies import check_policy
-from shardlib.tracing.rewriting.walk import Place, Walk
-from shardlib.tracing.row_proofs import proven_rows
-from shardlib.tracing.trip_counts import dtype_name
+from shardlib.functions.attention import Attention
+from shardlib.functions.experts import Wanted, found_axes, mapped_finding, whole_batch
+from shardlib.graph import (
+    KINDS,
+    STATE,
+    AttentionCalls,
+    Dependence,
+    Graph,
+    InputDim,
+    Parameter,
+    Problem,
+    Rows,
+    StepGraph,
+    check,
+    prune,
+)
+from shardlib.jax_types import Aval, Function, Jaxpr, Leaf
+from shardlib.layout import LogicalAxes
+from shardlib.propagation.colours import in_pieces
+from shardlib.tracing.folding import Folded, fold
+from shardlib.tracing.jaxpr_to_graph import (
+    PlacedLayout,
+    graph_from_jaxpr,
+    graph_from_program,
+    translated,
+)
+from shardlib.tracing.program import Program, called, dtype_name, flatten, has_matmul, with_frozen
+from shardlib.tracing.rewriting import Place, Walk, check_policy, evaluate_program
+from shardlib.tracing.rows import Inputs, Names, prove, prove_parts
+from shardlib.untrusted.data import fit
+
+# --------------------------------------------------------------------------------------------------
+# What are the dims of a batch called, and how many tokens does it hold?
+
+#: Kinds of NumPy's dtypes that hold no numbers: strings, objects, dates.
+NO_NUMBERS = "SUOMm"
+#: (path, shape, dtype name, logical axes) of one batch array, as `Problem.batch` has it.
+Described = tuple[str, tuple[int, ...], str, LogicalAxes]
+#: Arrays have fewer elements than this; what counts them, here and in XLA, has 63 bits.
+ELEMENTS = 1 << 63
+#: Arrays that a message lists.
+LISTED = 4
+
+
+def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...]:
+    """Names the dims of every array of a batch.
+
+    Args:
+        batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names
+            by convention.
+    """
+    leaves = _arrays(
+        [
+            (".".join(filter(None, ("batch", path_text(path)))), leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        ]
+    )
+    check_counts((path, tuple(leaf.shape)) for path, leaf in leaves)
+    axes = (
+        _by_convention(batch, leaves)
+        if batch_axes is None
+        else _as_given(batch, batch_axes, leaves)
+    )
+    return tuple(
+        (path, tuple(leaf.shape), leaf.dtype.name, names)
+        for (path, leaf), names in zip(leaves, axes, strict=True)
+    )
+
+
+def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    """Refuses arrays, by path and shape, with more elements than can be counted."""
+    failures = [
+        *dict.fromkeys(
+            f"{path}: shape {fit(str(shape), 200)}"
+            for path, shape in arrays
+            if math.prod(shape) >= ELEMENTS
+        )
+    ]
+    if failures:
+        more = [f"and {len(failures) - LISTED} more"] if len(failures) > LISTED else []
+        raise_all(
+            BatchError,
+            "arrays have 2^63 elements or more, which nothing can count",
+            [*failures[:LISTED], *more],
+            hint="a smaller batch or sequence",
+        )
+
+
+def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The leaves of a batch, numbers as arrays."""
+    arrays: list[tuple[str, Any]] = []
+    failures: list[str] = []
+    for path, leaf in leaves:
+        try:
+            array = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        except (TypeError, ValueError):
+            failures.append(f"{path} is a {type(leaf).__name__}")
+            continue
+        if getattr(array.dtype, "kind", "") in NO_NUMBERS and not jax.dtypes.issubdtype(
+            array.dtype, jax.dtypes.prng_key
+        ):
+            failures.append(f"{path} is an array of {array.dtype}")
+        arrays.append((path, array))
+    if failures:
+        raise_all(
+            BatchError,
+            "the batch holds what is no array of numbers or random keys",
+            failures,
+            hint="leave it out of the batch; tokens are integers",
+        )
+    return arrays
+
+
+def require_rows(described: tuple[Described, ...]) -> None:
+    """Refuses a batch of no rows."""
+    empty = [
+        f"{path}: shape {shape}"
+        for path, shape, _, axes in described
+        if any(size == 0 and name == "batch" for size, name in zip(shape, axes, strict=True))
+    ]
+    if empty:
+        raise_all(BatchError, "the batch has no rows", empty, hint="a batch of at least one row")
+
+
+def _by_convention(batch: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
+    rows = {leaf.shape[0] for _, leaf in leaves if leaf.shape and not _is_key(leaf)}
+    sizes = rows or {leaf.shape[0] for _, leaf in leaves if leaf.shape}
+    if len(sizes) > 1:
+        raise_all(
+            BatchError,
+            'the leading dims of the batch differ in size, so they cannot all be "batch"',
+            [f"{path}: shape {tuple(leaf.shape)}" for path, leaf in leaves],
+            hint=_which_rows(batch, [leaf for _, leaf in leaves]),
+        )
+    return [
+        (
+            (None,) * len(leaf.shape)
+            if _is_key(leaf) and leaf.shape[:1] != (*sizes,)
+            else _conventional(leaf)
+        )
+        for _, leaf in leaves
+    ]
+
+
+def _which_rows(batch: Tree, leaves: list[Any]) -> str:
+    """How to say which arrays of a batch have rows: as many as most arrays have, for example."""
+    sizes = Counter(leaf.shape[0] for leaf in leaves if leaf.shape and not _is_raw_key(leaf))
+    common_size = sizes.most_common(1)[0][0] if sizes else 0
+    names = [
+        ("batch" if leaf.shape[:1] == (common_size,) else None, *(None,) * len(leaf.shape[1:]))
+        if leaf.shape
+        else ()
+        for leaf in leaves
+    ]
+    axes = jax.tree.unflatten(jax.tree.structure(batch), names)
+    advice = f"name the dims, for example batch_axes={fit(_spelled(axes), 600)}"
+    if any(map(_is_raw_key, leaves)):
+        return f"{advice}; a jax.random.PRNGKey belongs to no row, and jax.random.key needs no name"
+    return f"{advice}, where the {common_size} are the rows"
+
+
+def _spelled(axes: Tree) -> str:
+    """A batch of names as its user writes it, by the fields of its own types."""
+    if isinstance(axes, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_spelled(entry)}' for key, entry in axes.items())}}}"
+    fields = getattr(axes, "_fields", ())
+    if not fields and dataclasses.is_dataclass(axes):
+        fields = tuple(field.name for field in dataclasses.fields(axes))
+    if fields:
+        parts = ", ".join(f"{name}={_spelled(getattr(axes, name))}" for name in fields)
+        return f"{type(axes).__name__}({parts})"
+    if isinstance(axes, list):
+        return f"[{', '.join(map(_spelled, axes))}]"
+    return repr(axes)
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """Whether an array may be the integers of one random key."""
+    return leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether an array holds typed random keys: as many of them as there are rows are one for each,
+    others belong to the whole batch.
+    """
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _conventional(leaf: Any) -> LogicalAxes:
+    second = "seq" if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer) else None
+    return ("batch", second, *(None,) * len(leaf.shape))[: len(leaf.shape)]
+
+
+def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
+    structure = jax.tree.structure(batch)
+    try:
+        names_by_leaf = structure.flatten_up_to(batch_axes)
+    except ValueError as error:
+        raise BatchError(
+            f"batch_axes has another structure than the batch, {structure}: {error}\n"
+            "Try: one tuple of names per array, in the same dicts and lists as the batch"
+        ) from error
+    failures: list[str] = []
+    for (path, leaf), names in zip(leaves, names_by_leaf, strict=True):
+        if names is not None and (isinstance(names, str) or not isinstance(names, (tuple, list))):
+            failures.append(f"{path}: {names!r} is no tuple of names")
+        elif names is not None and len(names) != len(leaf.shape):
+            failures.append(
+                f"{path}: {len(names)} names {tuple(names)} for shape {tuple(leaf.shape)}"
+            )
+        elif names is not None and not all(name is None or isinstance(name, str) for name in names):
+            failures.append(f"{path}: {tuple(names)} holds something that is no name")
+        elif names is not None and (
+            twice := sorted(
+                {name for name in names if name is not None and list(names).count(name) > 1}
+            )
+        ):
+            failures.append(
+                f"{path}: {', '.join(map(repr, twice))} names two dims of {tuple(names)}"
+            )
+    if failures:
+        raise_all(
+            BatchError,
+            "batch_axes does not fit the batch",
+            failures,
+            hint="give one name, or None, per dim",
+        )
+    return [
+        (None,) * len(leaf.shape) if names is None else tuple(names)
+        for (_, leaf), names in zip(leaves, names_by_leaf, strict=True)
+    ]
+
+
+def tokens_of(batch: tuple[Described, ...]) -> int:
+    """Tokens of a batch: elements of the first integer array of rank 2, else the leading size of
+    the first array.
+    """
+    for _, shape, dtype, _ in batch:
+        if len(shape) == 2 and dtype.startswith(("int", "uint")):
+            return shape[0] * shape[1]
+    return next((shape[0] for _, shape, _, _ in batch if shape), 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# The parameters of a traced model: their axes, and the optimizer state that belongs to each.
+
+
+def described_parameters(
+    model: Model, optimizer: optax.GradientTransformation | None
+) -> tuple[Parameter, ...]:
+    """The parameters of a model for the planner, in tree order, and then the model state that a
+    step updates.
+
+    Args:
+        optimizer: optax transformation, whose state is counted for each parameter; None for none.
+
+    Returns:
+        Each with path, shape, dtype, logical axes, role and bytes of optimizer state.
+    """
+    leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "")]
+    roles = ["trained" if trained else "frozen" for trained in model.partition.flags]
+    extra, arrays = _state_bytes(
+        model,
+        optimizer,
+        [leaf for leaf, role in zip(leaves, roles, strict=True) if role == "trained"],
+    )
+    updated = [
+        (path, leaf) for path, leaf in named(abstract(model.state), STATE) if trainable(leaf)
+    ]
+    named_axes = {
+        **model.axes,
+        **{f"{STATE}.{path}": axes for path, axes in model.state_axes.items()},
+    }
+    failures: list[str] = []
+    parameters: list[Parameter] = []
+    for (path, leaf), role in zip(
+        [*leaves, *updated], [*roles, *["updated"] * len(updated)], strict=True
+    ):
+        axes: LogicalAxes = tuple(named_axes.get(path, (None,) * len(leaf.shape)))
+        if len(axes) != len(leaf.shape):
+            failures.append(f"{path}: {len(axes)} names {axes} for shape {tuple(leaf.shape)}")
+            continue
+        parameters.append(
+            Parameter(
+                path=path,
+                shape=tuple(leaf.shape),
+                dtype=dtype_name(leaf),
+                axes=axes,
+                state_bytes_per_element=extra.get(path, 0) / max(1, math.prod(leaf.shape)),
+                state_arrays=arrays[path],
+                role=role,
+            )
+        )
+    if failures:
+        raise_all(
+            AnnotationError,
+            "logical axes do not fit the parameters",
+            failures,
+            hint="give one name, or None, per dim",
+        )
+    return tuple(parameters)
+
+
+def _state_bytes(
+    model: Model,
+    optimizer: optax.GradientTransformation | None,
+    leaves: Sequence[tuple[str, jax.ShapeDtypeStruct]],
+) -> tuple[Counter[str], Counter[str]]:
+    """Bytes and number of arrays of optimizer state of a parameter's shape, per parameter: state
+    leaves whose path ends with the parameter's.
+    """
+    total: Counter[str] = Counter()
+    arrays: Counter[str] = Counter()
+    if optimizer is None:
+        return total, arrays
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves}
+    for path, leaf in named(
+        jax.eval_shape(optimizer.init, model.partition.trained(abstract(model.params))), ""
+    ):
+        parts = path.split(".")
+        owner = next(
+            (
+                tail
+                for i in range(len(parts))
+                if shapes.get(tail := ".".join(parts[i:])) == tuple(leaf.shape)
+            ),
+            None,
+        )
+        if owner is not None:
+            total[owner] += math.prod(leaf.shape) * leaf.dtype.itemsize
+            arrays[owner] += 1
+    return total, arrays
+
+
+def trainable(leaf: Leaf) -> bool:
+    """Whether a leaf could have a gradient."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def named(tree: Tree, prefix: str) -> list[tuple[str, Tree]]:
+    """(dotted path, leaf) in tree order; `prefix` goes before every path."""
+    return [
+        (".".join(filter(None, (prefix, path_text(path)))), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[str, str]]:
+    """(path, role) of every input: parameters go by their own path, state and batch behind these
+    words. State that is floating-point is used as frozen parameters are.
+    """
+    params, state, batch = shapes
+    inputs = [
+        (path or "params", "parameter" if trained else "frozen")
+        for (path, _), trained in zip(named(params, ""), model.partition.flags, strict=True)
+    ]
+    inputs += [
+        (path, "frozen" if trainable(leaf) else "state") for path, leaf in named(state, STATE)
+    ]
+    return inputs + [(path, "batch") for path, _ in named(batch, "batch")]
+
+
+def abstract(tree: Tree) -> Tree:
+    """Shapes and dtypes of a tree of arrays as JAX takes them, without shardings: 64-bit numbers of
+    NumPy are 32 bits wide there.
+    """
+
+    def leaf(x: Any) -> jax.ShapeDtypeStruct:
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)
+        typed_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+        dtype = x.dtype if typed_key else jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    return jax.tree.map(leaf, tree)
+
+
+def constant_state(jaxpr: Jaxpr, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
+    """Paths of floating-point arrays of the model state that the loss hands on as they came."""
+    leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
+    results = origins(jaxpr)
+    state = enumerate(results[len(results) - len(leaves) :], first)
+    return frozenset(
+        path
+        for (path, leaf), (number, origin) in zip(leaves, state, strict=True)
+        if origin == number and trainable(leaf)
+    )
+
+
+def function_name(function: Function) -> str:
+    return repr(getattr(function, "__qualname__", type(function).__name__))
+
+
+# --------------------------------------------------------------------------------------------------
+# Arrays that a model holds where nobody sees them: in functions and in static fields.
+#
+# They are made while an initialiser is traced, and are no numbers yet when a loss uses them.
+
+
+def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
+    """The loss as it was traced, refused where it uses such arrays."""
+    captured = [
+        f"{constant.dtype}{list(constant.shape)}"
+        for constant in _jax_compat.open_jaxpr(closed)[1]
+        if isinstance(constant, Tracer)
+    ]
+    if captured:
+        raise TracingError(
+            f"the loss uses arrays that model {model!r} holds in functions or static fields,"
+            " where an initialiser that is traced leaves no numbers:"
+            f" {', '.join(captured[:8])}\nTry: NumPy for such constants; or make the module once,"
+            " outside of init, let init return its arrays alone, and put them together in the loss"
+        )
+    return closed
+
+
+# --------------------------------------------------------------------------------------------------
+# A forward pass as the planner sees it, without a loss and its gradient.
+
+#: Rows and tokens of the batch that weights are laid out for; layouts hardly depend on it.
+ROWS, TOKENS = 8, 32
+
+
+def forward_problem(
+    model: Model, forward: Callable[[Tree, jax.Array], jax.Array], *, rows: int, tokens: int
+) -> Problem:
+    """The forward pass of a model; there are no step graphs.
+
+    Args:
+        forward: (model, int32 tokens [rows, tokens]) -> logits.
+    """
+
+    def run(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
+        return forward(model.evaluating(model.rebuild(params, state)), tokens)
+
+    batch = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    shapes = (abstract(model.params), abstract(model.state), batch)
+    described = describe_batch(batch)
+    return Problem(
+        model=model.name,
+        forward=graph_from_program(
+            flatten(jax.make_jaxpr(run)(*shapes)), named_inputs(model, shapes)
+        ),
+        steps={},
+        parameters=described_parameters(model, None),
+        batch=described,
+        tokens=tokens_of(described),
+    )
+
+
+def served_problem(
+    model: Model, forward: Callable[[Tree, jax.Array], jax.Array], *, longest: int
+) -> Problem:
+    """The forward pass by which programs that serve lay out weights."""
+    try:
+        return forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
+    except ModelError:  # a model may want whole blocks of tokens
+        return forward_problem(model, forward, rows=ROWS, tokens=longest)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a loss depends on the rows of its batch, by tracing it again for another number of rows.
+
+
+def proven_rows(
+    model: Model,
+    loss: Callable[..., Tree],
+    shapes: tuple[Tree, Tree, Tree],
+    closed: core.ClosedJaxpr,
+    out_shape: Tree,
+    described: Sequence[Described],
+    rows: str,
+) -> Callable[[int], Rows]:
+    """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of
+    one of them, and for 1, by that of another batch.
+    """
+    if rows not in ("prove", "mean"):
+        raise ArgumentError(
+            f"rows is {rows!r} and neither 'prove' nor 'mean'\nTry: 'prove', or 'mean' for a loss"
+            " that is the mean over the rows of a batch, which then is not checked"
+        )
+    dims, sizes = rows_of(described)
+    if rows == "mean" or len(sizes) == 0:
+        return lambda _: Rows(loss=Dependence(kind="mean"), asserted=True)
+    if len(sizes) > 1:
+        return lambda _: Rows(
+            loss=Dependence(
+                kind="coupled",
+                why=(
+                    "arrays of the batch have different numbers of rows,"
+                    f" {', '.join(map(str, sizes))}"
+                ),
+            )
+        )
+    (size,), (params, state, batch) = sizes, shapes
+    inputs, names = (
+        Inputs(
+            parameters=len(jax.tree.leaves(params)), states=len(jax.tree.leaves(state)), dims=dims
+        ),
+        result_names(out_shape),
+    )
+
+    def at(number: int) -> Any:
+        return jax.make_jaxpr(model.bind(loss))(params, state, with_rows(batch, dims, number))
+
+    return lambda parts: (
+        prove(closed, at, inputs, names, size).rows
+        if parts == 1
+        else prove_parts(closed, at, inputs, names, size, parts)
+    )
+
+
+def rows_of(described: Sequence[Described]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """For each array of a described batch its dim of rows, None where it has none; and the numbers
+    of rows that there are.
+    """
+    dims = tuple(axes.index("batch") if "batch" in axes else None for _, _, _, axes in described)
+    return dims, tuple(
+        sorted(
+            {
+                shape[dim]
+                for dim, (_, shape, _, _) in zip(dims, described, strict=True)
+                if dim is not None
+            }
+        )
+    )
+
+
+def result_names(out_shape: Tree) -> Names:
+    """What the results of a loss are called, for (loss, (metrics, state))."""
+    _, (metrics, state) = out_shape
+    return Names(
+        metrics=tuple(path for path, _ in named(metrics, "")),
+        states=tuple(path for path, _ in named(state, "")),
+    )
+
+
+def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:
+    """A batch with another number of rows.
+
+    Args:
+        dims: dim of the rows in each leaf; None where it has none.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+
+    def sized(leaf: Any, dim: int | None) -> Any:
+        return (
+            leaf
+            if dim is None
+            else jax.ShapeDtypeStruct(
+                (*leaf.shape[:dim], number, *leaf.shape[dim + 1 :]), leaf.dtype
+            )
+        )
+
+    return structure.unflatten([sized(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +609,7 @@ class Traced:
         layouts: those that the loss brings along, with values of `problem.forward`.
     """
 
-    closed_jaxpr: jex.ClosedJaxpr
+    closed_jaxpr: core.ClosedJaxpr
     program: Program
     in_tree: jax.tree_util.PyTreeDef
     out_tree: jax.tree_util.PyTreeDef
@@ -234,7 +774,7 @@ def _trace_loss(
     return bound, mapped, require_none(closed, model.name), out_shape
 
 
-def _attention_calls(closed: jex.ClosedJaxpr) -> AttentionCalls:
+def _attention_calls(closed: core.ClosedJaxpr) -> AttentionCalls:
     """What the calls of attention ask of kernels."""
     calls = [
         Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)

@@ -17,4 +17,5 @@ sampling.py      text that it writes
 result.py        what its run found
 display.py       what a person sees of a run
 notebook.py      the same in a notebook
+
 """

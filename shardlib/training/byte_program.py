@@ -8,23 +8,16 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from shardlib import compiler, models
-from shardlib.errors import (
-    ModelError,
-    TopologyError,
-)
-from shardlib.hardware.family import of_size
-from shardlib.hardware.topology import topology as parse_topology
-from shardlib.lowering.program.guards import Guards
-from shardlib.lowering.program.program import Program
-from shardlib.models import EncoderDecoderConfig, TransformerConfig
-from shardlib.processes.devices import (
-    cpu_devices_of_job,
-    keep_compiled,
-    simulate_cpu_devices,
-)
-from shardlib.training.config import TrainConfig, optimizer
-from shardlib.training.run.folder import RunFolder
+from shardlib import api, models
+from shardlib.errors import ModelError, TopologyError
+from shardlib.lowering.program import Program
+from shardlib.lowering.step import Guards
+from shardlib.machines.topology import of_size
+from shardlib.machines.topology import topology as parse_topology
+from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
+from shardlib.processes.place import cpu_devices_of_job, keep_compiled, simulate_cpu_devices
+from shardlib.training.run import RunFolder
+from shardlib.training.settings import TrainConfig, optimizer
 
 #: Steps that are not finite are left out, and gradients are clipped to a norm of 1.
 GUARDS = Guards(clip=1.0)
@@ -73,7 +66,7 @@ def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> 
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
     with console.status(f"planning {model.name} for {topology}"):
-        return compiler.compile(
+        return api.compile(
             init,
             loss,
             optimizer(config),

@@ -2,20 +2,84 @@
 
 from __future__ import annotations
 
+import html
+import importlib
 import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shardlib.training.measures.busy import in_words
-from shardlib.training.notebook import NotebookBar
-from shardlib.training.result import Figures, TrainResult
+from shardlib.models.transformer import Transformer
+from shardlib.training.measures import in_words
+from shardlib.training.settings import Figures, TrainResult
+
+# --------------------------------------------------------------------------------------------------
+# The progress of a run in a notebook: one line of HTML that is updated where it stands, with no
+# widgets.
+
+#: Seconds between two updates.
+EVERY = 0.25
+
+
+class NotebookBar:
+    """A bar with the step, the loss, tokens a second and the time that is left.
+
+    Args:
+        steps: in all.
+        clock: gives seconds.
+    """
+
+    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._clock, self._shown, self._handle = steps, clock, -EVERY, None
+        self._began: tuple[int, float] | None = None
+
+    def update(self, step: int, loss: float, rate: float) -> None:
+        """Shows where the run is."""
+        now = self._clock()
+        if self._began is None:
+            self._began = (step, now)
+        if now - self._shown < EVERY and step < self._steps:
+            return
+        self._shown = now
+        self._show(self._line(step, loss, rate, now))
+
+    def _line(self, step: int, loss: float, rate: float, now: float) -> str:
+        first, began = self._began or (step, now)
+        left = (now - began) / (step - first) * (self._steps - step) if step > first else None
+        words = [f"{step:,} of {self._steps:,} steps", f"loss {loss:.3f}"]
+        words += [f"{rate:,.0f} tokens/s"] if rate else []
+        words += [f"{_duration(left)} left"] if left is not None else []
+        text = html.escape(" · ".join(words))
+        return (
+            f'<div role="status"><progress max="{max(self._steps, 1)}" value="{step}"'
+            f' aria-label="training"></progress> {text}</div>'
+        )
+
+    def _show(self, text: str) -> None:
+        shown = importlib.import_module("IPython.display")
+        if self._handle is None:
+            self._handle = shown.display(shown.HTML(text), display_id=True)
+        else:
+            self._handle.update(shown.HTML(text))
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+# --------------------------------------------------------------------------------------------------
 
 #: Steps whose median gives the tokens a second that are shown.
 RECENT = 50
@@ -174,3 +238,50 @@ def _printable(text: str) -> str:
         letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for letter in text
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Text that the trained model writes.
+
+
+def generate(
+    model: Transformer,
+    prompt: bytes,
+    count: int,
+    *,
+    window: int,
+    seed: int,
+    temperature: float = 0.8,
+) -> bytes:
+    """Continues a text byte by byte.
+
+    Every byte is predicted from the last `window` bytes, which are run through the model anew each
+    time: short, and quick enough for a sample.
+
+    Args:
+        prompt: at least one byte; its last `window` bytes count.
+        count: bytes to write.
+        window: bytes that the model looks at.
+        temperature: below 1 prefers likely bytes.
+    """
+    definition, state = nnx.split(model)
+    start = np.zeros((1, window), np.int32)
+    used = prompt[-window:]
+    start[0, : len(used)] = list(used)
+
+    def write(state: nnx.State, tokens: jax.Array) -> jax.Array:
+        def step(
+            carry: tuple[jax.Array, jax.Array], key: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            tokens, length = carry
+            logits = nnx.merge(definition, state)(tokens)[0, :, :256]
+            choice = jax.random.categorical(key, logits[length - 1] / temperature).astype(jnp.int32)
+            full = length == window
+            tokens = jnp.where(full, jnp.roll(tokens, -1, axis=1), tokens)
+            length = jnp.where(full, window, length + 1)
+            return (tokens.at[0, length - 1].set(choice), length), choice
+
+        start = (tokens, jnp.asarray(len(used), jnp.int32))
+        return jax.lax.scan(step, start, jax.random.split(jax.random.key(seed), count))[1]
+
+    return bytes(np.asarray(jax.jit(write)(state, start)).astype(np.uint8))

@@ -5,19 +5,19 @@ supervisor is a second, small process (it never imports JAX) that starts the fir
 heartbeat, and starts it again:
 
 - a process that ends with an error, or that something killed, is noticed at once;
-- one that hangs ends itself (`shardlib.processes.watchdog`), with exit code `HUNG`;
+- one that hangs ends itself (`shardlib.processes.place`), with exit code `HUNG`;
 - one that does not even write its heartbeat any more (stopped, swapped out) is killed after
   `silent_seconds`, unless its loop has ended.
 
 Every start goes on at the newest good checkpoint. Starts that save nothing new count against a
 budget, so that a run that cannot go on ends, with the last lines of what its process wrote; waits
 between them double. SIGTERM, SIGHUP and Ctrl-C are passed on, and the run ends in order. A
-supervisor that is killed takes its process with it (`shardlib.processes.lifetime.kin`): one that
+supervisor that is killed takes its process with it (`shardlib.processes.kin`): one that
 trained on would hold the folder of the run, and nobody would watch it.
 
 Of several processes that train together each may have a supervisor on its own machine: where one
 fails the others cannot go on, and all start again. Those of one machine are better started together
-(`shardlib.launching.local`, which counts and waits as this does).
+(`shardlib.launch.local`, which counts and waits as this does).
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import IO
 
-from shardlib.processes.heartbeat import ENDED, Heartbeat, Observer, read_heartbeat
-from shardlib.processes.lifetime.kin import Guard, finish, start
-from shardlib.processes.signals import StopRequest, stop_requests
-from shardlib.processes.watchdog import HUNG
-from shardlib.training.run.folder import RunFolder
+from shardlib.processes.kin import Guard, finish, start
+from shardlib.processes.place import (
+    ENDED,
+    HUNG,
+    Heartbeat,
+    Observer,
+    StopRequest,
+    read_heartbeat,
+    stop_requests,
+)
+from shardlib.training.run import RunFolder
 
 #: Exit code of a run that somebody stopped after it had saved: whoever started it may start it
 #: again (EX_TEMPFAIL of sysexits.h).

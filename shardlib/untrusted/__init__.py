@@ -17,18 +17,22 @@ shardlib.errors.PlanError: the plan is no JSON: NaN is no finite number
 
 from __future__ import annotations
 
-from shardlib.untrusted.documents import (
+from shardlib.untrusted.data import (
     LIMITS,
+    Form,
     Limits,
+    construct,
+    fit,
+    guarded,
     parse_json,
     parse_toml,
+    printable,
     read_bytes,
     read_json,
     read_regular,
     read_toml,
+    shown,
 )
-from shardlib.untrusted.shown import fit, printable, shown
-from shardlib.untrusted.typed import Form, construct, guarded
 
 __all__ = [
     "LIMITS",

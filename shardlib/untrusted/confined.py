@@ -29,9 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib.errors import ShardlibError
-from shardlib.untrusted.documents import Limits, parse_json
-from shardlib.untrusted.json_types import JsonMapping, JsonObject
-from shardlib.untrusted.shown import fit, printable
+from shardlib.untrusted.data import JsonMapping, JsonObject, Limits, fit, parse_json, printable
 
 CHILD = Path(__file__).with_name("confined_child.py")
 _LENGTHS = struct.Struct("<II")

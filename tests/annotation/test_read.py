@@ -11,12 +11,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import shardlib._jax_compat as compat
-from shardlib.annotation.activations import planning_mesh
-from shardlib.annotation.linen import linen
+from shardlib.annotation.flax import linen
 from shardlib.annotation.names import spelled
-from shardlib.annotation.read import read
-from shardlib.annotation.tree import tree
-from shardlib.annotation.trees.paths import path_text
+from shardlib.annotation.tree import planning_mesh, read, tree
+from shardlib.annotation.trees import path_text
 from shardlib.errors import AnnotationError
 
 kernel_init = nnx.initializers.lecun_normal()

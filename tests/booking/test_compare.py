@@ -13,16 +13,15 @@ import optax
 import pytest
 
 import shardlib
-from shardlib import booking
-from shardlib.booking.looking import Step, offers
-from shardlib.booking.sizes import machines
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, PinError, TopologyError
-from shardlib.frontend.traced_model import problem
-from shardlib.hardware import topology
-from shardlib.planning.planner import search
-from shardlib.planning.questions.least_work import least_device_seconds
-from shardlib.planning.search.search import prepared
+from shardlib.frontend.model import problem
+from shardlib.launch import booking
+from shardlib.launch.booking import Step, machines, offers
+from shardlib.machines.topology import topology
+from shardlib.planner.planner import search
+from shardlib.planner.questions import least_device_seconds
+from shardlib.planner.search import prepared
 from tests.cli.perceptron import make
 from tests.planning.fixture_plan import PLAN
 

@@ -10,11 +10,12 @@ import optax
 import pytest
 
 import shardlib
-from shardlib import booking
-from shardlib.booking.family import family
-from shardlib.booking.fitting import _largest
 from shardlib.errors import ArgumentError
-from shardlib.models import PRESETS, TransformerConfig, build, example_batch, load
+from shardlib.launch import booking
+from shardlib.launch.booking import _largest, family
+from shardlib.models import build, example_batch
+from shardlib.models.config import TransformerConfig
+from shardlib.models.presets import PRESETS, load
 
 SMALL = TransformerConfig(
     name="small",

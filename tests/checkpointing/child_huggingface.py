@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from shardlib.checkpointing import huggingface
-from shardlib.checkpointing.huggingface import reading
 from tests.checkpointing.test_huggingface import CONFIGS, program_of
 from tests.processes import forked
 
@@ -26,7 +25,7 @@ def run(number: int, count: int, port: str, where: str) -> None:
     whole, read, read_part = (
         sum(leaf.size for leaf in jax.tree.leaves(program.state.params)),
         0,
-        reading.read_part,
+        huggingface.read_part,
     )
 
     def counted(*arguments: Any) -> np.ndarray:
@@ -35,9 +34,9 @@ def run(number: int, count: int, port: str, where: str) -> None:
         read += found.size
         return found
 
-    reading.read_part = counted
+    huggingface.read_part = counted
     imported = huggingface.load(folder / "in", program)
-    reading.read_part = read_part
+    huggingface.read_part = read_part
     huggingface.save(program, imported.state, folder / "out", config=folder / "in" / "config.json")
     Path(folder, f"share-{number}").write_text(f"{read / whole:.3f}")
     jax.distributed.shutdown()

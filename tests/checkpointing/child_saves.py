@@ -11,8 +11,7 @@ import signal
 import sys
 import threading
 
-from shardlib.checkpointing.keep import Keep
-from shardlib.checkpointing.store import Checkpoints
+from shardlib.checkpointing.store import Checkpoints, Keep
 from tests.checkpointing.states import state
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime import TrainState
 
 P = PartitionSpec
 #: Layouts of "embedding" and "kernel" on a mesh of two axes.

@@ -14,16 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.checkpointing import huggingface
 from shardlib.checkpointing.foreign import (
+    in_form,
     learn_names,
     read_adapter,
     read_weights,
     tensors_of,
     write_adapter,
 )
-from shardlib.checkpointing.foreign.forms import in_form
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError, MissingFileError
 from tests.models.configs import tiny

@@ -20,14 +20,12 @@ from safetensors.numpy import load_file, save_file
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.checkpointing import huggingface
-from shardlib.checkpointing.huggingface import reading
-from shardlib.checkpointing.huggingface.located import locate, stored
-from shardlib.checkpointing.huggingface.names import names
+from shardlib.checkpointing.huggingface import locate, names, stored
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError, MissingFileError
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime import TrainState
 from tests.checkpointing.states import assert_same, mesh, numbers
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
@@ -142,11 +140,14 @@ def logits(program: Any, imported: huggingface.Imported) -> np.ndarray:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_and_shapes_are_those_of_transformers(name: str, tmp_path: Path):
-    config, family = reading.read_config(written(CONFIGS[name], tmp_path))
+    config, family = huggingface.read_config(written(CONFIGS[name], tmp_path))
     model = read(models.build(config)[0])
     shapes = {
         path: leaf.shape
-        for path, leaf in {**named_leaves(model.params), **reading.held_state(model.state)}.items()
+        for path, leaf in {
+            **named_leaves(model.params),
+            **huggingface.held_state(model.state),
+        }.items()
     }
     found: dict[str, list[Any]] = {}
     for tensor, one in stored(locate(config, names(config, family), shapes)).items():
@@ -174,7 +175,8 @@ def test_computes_as_transformers_does(name: str, tmp_path: Path):
     imported = huggingface.load(tmp_path / "out", other)
     assert_same(imported.state.params, state.params)
     assert_same(
-        reading.held_state(imported.state.model_state), reading.held_state(state.model_state)
+        huggingface.held_state(imported.state.model_state),
+        huggingface.held_state(state.model_state),
     )
     assert imported.findings == ()
 
@@ -309,7 +311,7 @@ def test_no_more_is_read_at_once_than_a_device_keeps(
     state = drawn(program)
     huggingface.save(program, state, tmp_path / "out", config=tmp_path / "config.json")
     seen: dict[str, list[int]] = {"pieces": [], "parts": []}
-    piece, part = reading.Files.read, reading.read_part
+    piece, part = huggingface.Files.read, huggingface.read_part
 
     def counted_piece(self, name, places):
         seen["pieces"].append(int(np.prod([dim.max() + 1 - dim.min() for dim in places])) * 4)
@@ -319,8 +321,8 @@ def test_no_more_is_read_at_once_than_a_device_keeps(
         seen["parts"].append((found := part(*arguments)).nbytes)
         return found
 
-    monkeypatch.setattr(reading.Files, "read", counted_piece)
-    monkeypatch.setattr(reading, "read_part", counted_part)
+    monkeypatch.setattr(huggingface.Files, "read", counted_piece)
+    monkeypatch.setattr(huggingface, "read_part", counted_part)
     huggingface.load(tmp_path / "out", program)
     leaves = jax.tree.leaves(state.params)
     assert max(seen["parts"]) == max(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

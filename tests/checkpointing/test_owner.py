@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.checkpointing import owner as owners
-from shardlib.checkpointing.owner import claim, refuse_where_owned
-from shardlib.checkpointing.owner_files import KEPT, Claim, described
+from shardlib.checkpointing import folder as owners
+from shardlib.checkpointing.folder import KEPT, Claim, claim, described, refuse_where_owned
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError, OwnedError, RunError
-from shardlib.processes.lifetime import who
-from shardlib.processes.lifetime.who import Who, this_process
+from shardlib.processes import kin
+from shardlib.processes.kin import Who, this_process
 
 #: Claims a folder, says so, and waits to be told to end.
 HOLD = (
-    "import sys; from pathlib import Path; from shardlib.checkpointing.owner import claim; held ="
+    "import sys; from pathlib import Path; from shardlib.checkpointing.folder import claim; held ="
     " claim(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 )
 #: Many processes that claim a folder at the same moment, round after round; prints how many got it
@@ -33,7 +32,7 @@ HOLD = (
 RACE = """
 import os, sys
 from pathlib import Path
-from shardlib.checkpointing.owner import claim
+from shardlib.checkpointing.folder import claim
 from shardlib.errors import OwnedError
 root, rounds, racers = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 for number in range(rounds):
@@ -231,7 +230,7 @@ def test_old_numbers_are_cleared_away(tmp_path: Path):
 
 def test_a_fork_gives_nothing_back(tmp_path: Path):
     code = (
-        "import os, sys; from pathlib import Path; from shardlib.checkpointing.owner import claim,"
+        "import os, sys; from pathlib import Path; from shardlib.checkpointing.folder import claim,"
         " described; held = claim(Path(sys.argv[1]))\nchild = os.fork()\nif child == 0:"
         " held.release(); sys.exit(0)\nos.waitpid(child, 0); sys.exit(described(Path(sys.argv[1]))"
         " is None)"
@@ -260,17 +259,17 @@ def test_a_second_writer_of_checkpoints_touches_nothing(tmp_path: Path):
 def test_a_process_is_known_by_more_than_its_number():
     me = this_process()
     assert (
-        who.lives(me) is True
-        and who.lives(replace(me, started="1")) is False
-        and who.lives(replace(me, boot="another")) is None
+        kin.lives(me) is True
+        and kin.lives(replace(me, started="1")) is False
+        and kin.lives(replace(me, boot="another")) is None
     )
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    one = replace(me, pid=child.pid, started=who._started(child.pid) or "0")
+    one = replace(me, pid=child.pid, started=kin._started(child.pid) or "0")
     end = time.monotonic() + 60
-    while who.lives(one) and time.monotonic() < end:
+    while kin.lives(one) and time.monotonic() < end:
         time.sleep(0.01)
     assert (
-        child.returncode is None and who.lives(one) is False
+        child.returncode is None and kin.lives(one) is False
     )  # it has ended, and nobody has asked how
     child.wait()
-    assert who.lives(one) is False
+    assert kin.lives(one) is False

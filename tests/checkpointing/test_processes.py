@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from shardlib.checkpointing import huggingface
-from shardlib.checkpointing.owner_files import described
+from shardlib.checkpointing.folder import described
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError
 from tests.checkpointing.states import BOTH, ROWS, WHOLE, abstract, assert_same, mesh, placed, state

@@ -13,11 +13,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from shardlib.checkpointing.keep import Keep
-from shardlib.checkpointing.store import Checkpoints
+from shardlib.checkpointing.store import Checkpoints, Keep
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime import TrainState
 from tests.checkpointing.states import (
     BOTH,
     ROWS,

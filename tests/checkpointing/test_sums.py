@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.checkpointing.snapshot import Camera
-from shardlib.lowering.runtime.checksums import by_path, sums
+from shardlib.checkpointing.tree import Camera
+from shardlib.lowering.runtime import by_path, sums
 from tests.checkpointing.states import mesh
 
 

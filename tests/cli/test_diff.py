@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardlib.planning.text.change import change
+from shardlib.report.changes import change
 from tests.planning.fixture_plan import PLAN
 
 REVIEW = Path(__file__).parents[2] / "examples" / "review"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.planning.plan import Plan
-from shardlib.planning.text.explain import explain
-from shardlib.verification.report import FORMAT
+from shardlib.planner.plan import Plan
+from shardlib.report.text import explain
+from shardlib.verify.report import FORMAT
 from tests.planning.fixture_plan import PLAN
 
 

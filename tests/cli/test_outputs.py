@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from shardlib.cli import app
+from shardlib.cli.app import app
 from shardlib.cli.output import writable, write
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError
-from shardlib.launching.engines.shared.submission import Submission, submit
+from shardlib.launch.submission import Submission, submit
 
 COMPARE = ("compare", "nowhere", "--tokens", "15T", "--deadline", "30d", "-t", "h100:8")
 #: Every command and option that writes a file. What else the commands are told is not there, so

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.cli import parse_pins
+from shardlib.cli.inputs import parse_pins
 from shardlib.errors import PinError
-from shardlib.planning.plan import Plan
-from shardlib.planning.text.diff import diff
+from shardlib.planner.plan import Plan
+from shardlib.report.changes import diff
 
 
 def test_pins_are_json_or_words():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardlib import calibration
-from shardlib.hardware.topology import topology
-from shardlib.planning.plan import Plan
+from shardlib.machines.topology import topology
+from shardlib.planner.plan import Plan
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.planning.plan import Plan
+from shardlib.planner.plan import Plan
 
 
 @pytest.mark.long

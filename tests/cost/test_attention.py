@@ -10,24 +10,25 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.profiles.eight_bit import quantised
-from shardlib.cost.profiles.loop_saves import saved_bytes
-from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import keep_operands, rematerialise_attention
-from shardlib.cost.step.attention import fused
-from shardlib.cost.step.attention_kernels import (
+from shardlib.cost.activations import (
+    keep_operands,
+    quantised,
+    rematerialise_attention,
+    rewritten,
+    saved_bytes,
+)
+from shardlib.cost.attention import (
     BACKWARD,
     FORWARD,
     causal_share,
+    cores,
+    fused,
     head_size,
     head_widths,
 )
-from shardlib.cost.step.attention_search import cores
-from shardlib.cost.step.layers import weights_of
-from shardlib.cost.terms.framework_profiles import XLA, framework_profile
-from shardlib.graph import Graph, Op
-from shardlib.graph.check import check
-from shardlib.graph.problem import StepGraph
+from shardlib.cost.framework import XLA, framework_profile
+from shardlib.cost.layers import weights_of
+from shardlib.graph import Graph, Op, StepGraph, check
 from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem
 from tests.planning import worlds

@@ -10,16 +10,13 @@ import optax
 import pytest
 
 from shardlib import models
-from shardlib.cost.machine.efficiency_curves import efficiency_of
-from shardlib.cost.machine.expert_load import dropped_share
-from shardlib.cost.machine.roofline import busiest
-from shardlib.cost.terms.terms import Amount, Routed
-from shardlib.frontend.traced_model import problem
-from shardlib.graph.problem import Problem
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
+from shardlib.cost.roofline import busiest, dropped_share, efficiency_of
+from shardlib.cost.terms import Amount, Routed
+from shardlib.frontend.model import problem
+from shardlib.graph import Problem
+from shardlib.models.config import Experts, TransformerConfig
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
 
 SKEWED = replace(efficiency_of("h100", "nvidia", "xla"), skew=0.25)
 CONFIG = TransformerConfig(

@@ -9,10 +9,11 @@ import pickle
 import numpy as np
 import pytest
 
-from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.collective import KINDS
-from shardlib.cost.machine.collectives import FREE, LinearCost, collective_cost
-from shardlib.hardware import Chip, Span, Tier, Topology, place, topology
+from shardlib.cost.collectives import FREE, LinearCost, collective_cost
+from shardlib.layout import MESH_AXES, MeshShape
+from shardlib.machines.chips import Chip, Tier
+from shardlib.machines.topology import Span, Topology, place, topology
 
 MACHINES = [
     "cpu:8",

@@ -10,13 +10,11 @@ import optax
 import pytest
 
 from shardlib import models
-from shardlib.frontend.traced_model import problem
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts
-from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
-from shardlib.planning.planner import search
-from shardlib.planning.space.workload import Workload, prepare
-from shardlib.verification.report import totals
+from shardlib.frontend.model import problem
+from shardlib.models.config import EncoderDecoderConfig, Experts, TransformerConfig
+from shardlib.planner.planner import search
+from shardlib.planner.workload import Workload, prepare
+from shardlib.verify.report import totals
 
 BATCH, SEQ, EMBED, VOCAB, LAYERS = 16, 256, 128, 512, 2
 #: Bytes of the tokens of a device, whole along the sequence, in 16 bits; fsdp is 2

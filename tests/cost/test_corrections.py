@@ -24,9 +24,9 @@ from benchmarks.learn_corrections import (
     learn,
     read,
 )
-from shardlib.axes import MeshShape
-from shardlib.cost.machine import corrections as room
-from shardlib.cost.machine.corrections import (
+from shardlib.cost import roofline as room
+from shardlib.cost.pricing import combine
+from shardlib.cost.roofline import (
     UNKNOWN_MARGIN,
     Applied,
     Correction,
@@ -35,23 +35,20 @@ from shardlib.cost.machine.corrections import (
     margin,
     without_margin,
 )
-from shardlib.cost.pricing.candidates import candidates
-from shardlib.cost.pricing.sums import Model, sums
-from shardlib.cost.pricing.totals import combine
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.tables.quantities import ROWS, Q
-from shardlib.cost.terms.terms import OUTSIDE_LAYERS
+from shardlib.cost.stages import Model, candidates, sums
+from shardlib.cost.tables import ROWS, Pricer, Q
+from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.decisions.table import Decisions
 from shardlib.errors import TopologyError
-from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import Workload
-from shardlib.planning.text.explain import explain
-from shardlib.verification.compare import other_compiler
+from shardlib.layout import MeshShape
+from shardlib.machines.catalog import CATALOG
+from shardlib.machines.topology import Topology, place, topology
+from shardlib.planner import planner
+from shardlib.planner.assembly import price
+from shardlib.planner.plan import Plan
+from shardlib.planner.workload import Workload
+from shardlib.report.text import explain
+from shardlib.verify.report import other_compiler
 from tests.planning import worlds
 
 PIN = {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2}

@@ -11,12 +11,18 @@ import pytest
 from benchmarks.environment import RESULTS
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.unseen.levels import RANGES
-from shardlib.cost.machine.efficiency import Efficiency, efficiency
-from shardlib.cost.machine.efficiency_curves import curves, efficiency_of, evidence_of, linked
-from shardlib.cost.terms.framework_profiles import framework_profiles
+from shardlib.cost.framework import framework_profiles
+from shardlib.cost.roofline import (
+    Efficiency,
+    curves,
+    efficiency,
+    efficiency_of,
+    evidence_of,
+    linked,
+)
 from shardlib.errors import PinError, TopologyError
-from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.topology import Topology, topology
+from shardlib.machines.catalog import CATALOG
+from shardlib.machines.topology import Topology, topology
 
 
 def test_curves_name_chips_stacks_and_sources() -> None:

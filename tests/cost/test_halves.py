@@ -6,10 +6,8 @@ from collections import Counter
 
 import pytest
 
-from shardlib.cost.profiles.eight_bit import quantised
-from shardlib.cost.profiles.half_precision import in_halves
-from shardlib.graph import Graph
-from shardlib.graph.check import check
+from shardlib.cost.activations import in_halves, quantised
+from shardlib.graph import Graph, check
 from shardlib.propagation.colours import colour
 from tests.cost.traced import CONFIGS, plain
 

@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.machine.expert_load import BALANCED, load_factor
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.tables.quantities import BYTES, Q
-from shardlib.cost.terms.local_sizes import Shapes, local
-from shardlib.cost.terms.terms import Compute, Transfer
-from shardlib.hardware.topology import topology
-from shardlib.planning.space.workload import prepare
-from shardlib.propagation.assignment import Choice
+from shardlib.cost.roofline import BALANCED, load_factor
+from shardlib.cost.tables import BYTES, Pricer, Q
+from shardlib.cost.terms import Compute, Shapes, Transfer, local
+from shardlib.machines.topology import topology
+from shardlib.planner.workload import prepare
+from shardlib.propagation.colours import Choice
 from tests.planning import worlds
 
 

@@ -8,23 +8,26 @@ from functools import lru_cache
 
 import pytest
 
-from shardlib.cost.items.live_buffers import lives
-from shardlib.cost.profiles.loop_saves import saved_bytes
-from shardlib.cost.profiles.retained_buffers import Keeping, Life
-from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import keep_named, keep_operands, keep_rows
-from shardlib.cost.step.attention import fused
-from shardlib.cost.step.attention_kernels import FORWARD
-from shardlib.cost.step.layer_results import roles
-from shardlib.cost.step.layers import weights_of
-from shardlib.cost.step.routed_experts import localised
-from shardlib.cost.terms.framework import RESULTS, FrameworkProfile
-from shardlib.cost.terms.framework_profiles import XLA
-from shardlib.graph.check import check
-from shardlib.hardware.topology import topology
-from shardlib.planning.plan import Plan
-from shardlib.planning.planner import search
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.cost.activations import (
+    Keeping,
+    Life,
+    keep_named,
+    keep_operands,
+    keep_rows,
+    rewritten,
+    saved_bytes,
+)
+from shardlib.cost.attention import FORWARD, fused
+from shardlib.cost.experts import localised
+from shardlib.cost.facts import roles
+from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile
+from shardlib.cost.layers import weights_of
+from shardlib.cost.memory import lives
+from shardlib.graph import check
+from shardlib.machines.topology import topology
+from shardlib.planner.plan import Plan
+from shardlib.planner.planner import search
+from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem
 

@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.cost.machine.best_links import best_links
-from shardlib.cost.machine.collective_tables import (
-    SLOTS,
-    Slot,
-    links,
-    slot_cost,
-    stored,
-)
-from shardlib.hardware.placement import placements
-from shardlib.hardware.topology import topology
+from shardlib.cost.collectives import SLOTS, Slot, best_links, links, slot_cost, stored
+from shardlib.layout import MESH_AXES, MeshShape
+from shardlib.machines.topology import placements, topology
 
 
 @pytest.mark.long

@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.frontend.traced_model import problem
-from shardlib.hardware.topology import topology as machine
-from shardlib.planning import planner
-from shardlib.planning.space.workload import prepare
+from shardlib.frontend.model import problem
+from shardlib.machines.topology import topology as machine
+from shardlib.planner import planner
+from shardlib.planner.workload import prepare
 
 SEQ, WIDTHS = 4096, {"embed": 1024, "mlp": 16384, "inner": 16384}
 LAYER = {

@@ -8,25 +8,21 @@ import numpy as np
 import pytest
 import worlds
 
-from shardlib.axes import MeshShape
-from shardlib.cost.pricing.candidates import Candidates, candidates
-from shardlib.cost.pricing.device_memory import PIPELINE_ON_GPUS, heap_share
-from shardlib.cost.pricing.totals import Totals, mapped_anew
-from shardlib.cost.pricing.variants.offload_and_partial_remat import offloaded
-from shardlib.cost.step.fusion import fuse
-from shardlib.cost.step.liveness import intervals, levels, points
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.framework_profiles import framework_profile
+from shardlib.cost.facts import fuse, intervals, levels, points
+from shardlib.cost.framework import FrameworkProfile, framework_profile
+from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, heap_share, mapped_anew
+from shardlib.cost.stages import Candidates, candidates
+from shardlib.cost.tables import Pricer
+from shardlib.cost.variants import offloaded
 from shardlib.decisions.table import Decisions
 from shardlib.graph import FactorRule, Graph, Op, Value
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.space.workload import Workload, prepare
-from shardlib.propagation.assignment import Choice
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import place, topology
+from shardlib.planner import planner
+from shardlib.planner.assembly import price
+from shardlib.planner.stored import Candidate
+from shardlib.planner.workload import Workload, prepare
+from shardlib.propagation.colours import Choice
 
 
 def workload() -> Workload:

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.frontend.traced_model import problem as traced_problem
-from shardlib.graph.graph import ITEMSIZE
-from shardlib.planning.assembly.assemble import model_flops
+from shardlib.frontend.model import problem as traced_problem
+from shardlib.graph import ITEMSIZE
+from shardlib.planner.assembly import model_flops
 
 LAYERS, EMBED, MLP, HEADS, VOCAB, RANK = 32, 4096, 11008, 32, 32000, 16
 

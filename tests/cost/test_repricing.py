@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Seconds
-from shardlib.cost.pricing.from_compiled import group_seconds, reprice
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.space.workload import Workload
+from shardlib.cost.pricing import group_seconds, reprice
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.workload import Workload
 from tests.planning import worlds
 
 

@@ -10,13 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published.machines import PRODUCTS
-from shardlib.cost.machine.efficiency import Efficiency, efficiency
-from shardlib.cost.machine.efficiency_curves import curves, efficiency_of
-from shardlib.cost.machine.expert_load import load_factor
-from shardlib.cost.machine.roofline import kernel_seconds, matmul_seconds
-from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
-from shardlib.cost.terms.terms import Amount, AttentionCore, Compute, Elements, Matmul, Routed
-from shardlib.hardware.catalog import CATALOG
+from shardlib.cost.attention import BACKWARD, FORWARD
+from shardlib.cost.roofline import (
+    Efficiency,
+    curves,
+    efficiency,
+    efficiency_of,
+    kernel_seconds,
+    load_factor,
+    matmul_seconds,
+)
+from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, Routed
+from shardlib.machines.catalog import CATALOG
 
 H100 = CATALOG["h100"].chip
 CURVES = [

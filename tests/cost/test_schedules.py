@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.pricing.pipeline_stages import bottleneck
-from shardlib.schedules.schedule import Pipelines
-from shardlib.schedules.table import least_in_flight, named, pipelines
-from shardlib.schedules.timetable import Timetable
+from shardlib.cost.stages import bottleneck
+from shardlib.schedules import Pipelines, Timetable, least_in_flight, named, pipelines
 
 
 def simulate(stages: int, micro: int, forward: float, backward: float) -> tuple[float, int]:

@@ -6,10 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.terms.framework import CHOICES, FrameworkProfile
-from shardlib.cost.terms.framework_profiles import XLA, framework_profile, framework_profiles
+from shardlib.cost.framework import (
+    CHOICES,
+    XLA,
+    FrameworkProfile,
+    framework_profile,
+    framework_profiles,
+)
 from shardlib.errors import PinError
-from shardlib.lowering.experts.groups import Where
+from shardlib.lowering.experts import Where
 
 
 @pytest.mark.parametrize("name", sorted(framework_profiles()))

@@ -8,10 +8,9 @@ from functools import lru_cache
 import optax
 
 from shardlib import models
-from shardlib.annotation.read import read
-from shardlib.graph.problem import Problem
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts, LatentAttention
+from shardlib.annotation.tree import read
+from shardlib.graph import Problem
+from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.tracing.trace import trace
 
 SEQ, BATCH = 256, 2

@@ -15,11 +15,9 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
+from shardlib.data import sources
 from shardlib.data.open import read
-from shardlib.data.reading import cache
-from shardlib.data.reading.cache import CachedFiles, cached
-from shardlib.data.reading.files import FileInfo, PathFiles
-from shardlib.data.reading.locks import locked
+from shardlib.data.sources import CachedFiles, FileInfo, PathFiles, cached, locked
 from shardlib.errors import DataError
 
 
@@ -202,8 +200,8 @@ def test_threads_fetch_a_file_once_and_keep_the_bound(tmp_path: Path):
 _PROCESS = """
 import sys, time
 from pathlib import Path
-from shardlib.data.reading.cache import cached
-from shardlib.data.reading.files import PathFiles
+from shardlib.data.sources import cached
+from shardlib.data.sources import PathFiles
 class Slow(PathFiles):
     def open(self, name):
         with open(sys.argv[3], "a") as stream: stream.write(name + " ")
@@ -250,7 +248,7 @@ def test_data_are_read_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     far = read(cached(remote, tmp_path / "cache", limit_bytes=10**6), seq=8).batch(0, 20)
     near = read(tmp_path / "source", seq=8).batch(0, 20)
     assert (far["inputs"] == near["inputs"]).all() and remote.opened == ["tokens.npy"]
-    monkeypatch.setattr(cache, "_COPIED", 7)
+    monkeypatch.setattr(sources, "_COPIED", 7)
     text = Remote(**{"lines.jsonl": lines})
     found = read(
         cached(text, tmp_path / "cache", limit_bytes=10**6), seq=8, cache=tmp_path / "stores"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardlib.data.batches.dataset import TokenDataset
+from shardlib.data.batches import TokenDataset
 from shardlib.data.open import read
 from shardlib.errors import DataError
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.data.batches.dataset import TokenDataset
-from shardlib.data.batches.loader import Loader, local_rows, placed
+from shardlib.data.batches import Loader, TokenDataset, local_rows, placed
 from shardlib.data.open import read
 from shardlib.errors import BatchError, DataError
 from tests.processes import free_port
@@ -200,7 +199,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 address, count, number, path, start = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 jax.distributed.initialize(address, count, number)
-from shardlib.data.batches.loader import Loader
+from shardlib.data.batches import Loader
 from shardlib.data.open import read
 class Watched:
     def __init__(self, inner): self.inner, self.fields, self.seq, self.read = inner, inner.fields, inner.seq, []

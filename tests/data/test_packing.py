@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardlib.data.batches import packing
-from shardlib.data.batches.order import WRITTEN, shuffled, shuffled_indices
-from shardlib.data.batches.packing import best_fit, cut, first_fit
+from shardlib.data import batches
+from shardlib.data.batches import WRITTEN, best_fit, cut, first_fit, shuffled, shuffled_indices
 from shardlib.data.open import read
 
 
@@ -104,13 +103,13 @@ def test_rows_are_kept_and_made_again_where_they_are_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.int32).reshape(60, 10))
-    monkeypatch.setattr(packing, "KEPT", 10)
+    monkeypatch.setattr(batches, "KEPT", 10)
     packed = list[int]()
     monkeypatch.setattr(
-        packing,
+        batches,
         "PACKERS",
         {
-            **packing.PACKERS,
+            **batches.PACKERS,
             "first-fit": lambda lengths, room: (packed.append(room), first_fit(lengths, room))[1],
         },
     )

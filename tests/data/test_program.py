@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import shardlib
-from shardlib.data.batches.loader import Loader
+from shardlib.data.batches import Loader
 from shardlib.data.open import read
 
 AXES = {"table": ("vocab", "embed"), "head": ("embed", "vocab")}

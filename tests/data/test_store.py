@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardlib.data import sources
 from shardlib.data.open import read
-from shardlib.data.reading import sources
-from shardlib.data.reading.tokenizer import ByteTokenizer, adapted
+from shardlib.data.tokens import ByteTokenizer, adapted
 from shardlib.errors import DataError, MissingFileError
 
 
@@ -338,7 +338,7 @@ def test_lines_are_read_once_however_files_are_cut(
 
 
 def sources_files(path: Path) -> Any:
-    from shardlib.data.reading.files import PathFiles
+    from shardlib.data.sources import PathFiles
 
     return PathFiles(root=str(path))
 
@@ -473,7 +473,7 @@ def test_sources_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def broken(self: object, name: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", name)
 
-    monkeypatch.setattr("shardlib.data.reading.files.PathFiles.open", broken)
+    monkeypatch.setattr("shardlib.data.sources.PathFiles.open", broken)
     with pytest.raises(DataError, match=r"00.txt of .* cannot be read: .*Permission denied"):
         read(texts, seq=4, cache=tmp_path / "cache")
     with pytest.raises(

@@ -33,11 +33,11 @@ NEW = """    prefetch: str = decision(
 """
 ASKED = """
 import json
-from shardlib.decisions.page import table_text
+from shardlib.decisions.table import table_text
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ShardlibError
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
+from shardlib import planner
+from shardlib.planner.plan import Plan
 from tests.planning import worlds
 
 def refused(make):
@@ -94,7 +94,7 @@ def test_it_is_pinned_and_stored(answers: dict[str, Any]) -> None:
 
 
 def test_plans_without_it_keep_their_identity(answers: dict[str, Any]) -> None:
-    from shardlib.planning import planner
+    from shardlib.planner import planner
     from tests.planning import worlds
 
     assert planner.search(worlds.mlp(), "h100:2").digest == answers["digest"]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.decisions.obeyed import require_obeyed
-from shardlib.decisions.pins import Pins
+from shardlib.decisions.pins import Pins, require_obeyed
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import PlanError
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.workload import Workload, prepare
 from tests.planning import worlds
 
 LISTED = [(word, value) for word, entry in TABLE.items() for value in entry.choices]

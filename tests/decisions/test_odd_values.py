@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.decisions.pin_words import aliased
-from shardlib.decisions.pins import Pins
+from shardlib.decisions.pins import Pins, aliased
 from shardlib.errors import PinError
 
 READ = (

@@ -10,19 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.decisions.contradictions import RULES, Given, contradictions
-from shardlib.decisions.page import page
-from shardlib.decisions.pins import Pins
-from shardlib.decisions.plain_data import illegal, plain, values_of
-from shardlib.decisions.table import TABLE, Decisions
+from shardlib.decisions.pins import RULES, Given, Pins, contradictions
+from shardlib.decisions.table import TABLE, Decisions, illegal, page, plain, values_of
 from shardlib.errors import PinError
+from shardlib.layout import MeshShape
 
 PAGE = Path(__file__).parents[2] / "docs" / "pins.md"
 
 
 def test_the_page_has_the_table() -> None:
-    """`python -m shardlib.decisions.page docs/pins.md` writes it."""
+    """`python -m shardlib.decisions.table docs/pins.md` writes it."""
     text = PAGE.read_text()
     assert page(text) == text
     assert page(text.replace("| `zero` |", "| `one` |")) == text

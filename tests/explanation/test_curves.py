@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from shardlib.errors import InfeasibleError
-from shardlib.explanation.curves import BOTTOM, HEIGHT, curve_svg
-from shardlib.planning.questions.scaling import Curve
+from shardlib.planner.scaling import Curve
+from shardlib.report.curves import BOTTOM, HEIGHT, curve_svg
 from tests.planning.test_scaling import made_up
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import shardlib
-from shardlib import federated
+from shardlib.islands import federated
 
 Tree = Any
 WIDTH, BATCH, EPOCHS, CLIENTS = 4, 8, 2, 3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib import federated
+from shardlib.islands import federated
 from tests.federated.jobs import CLIENTS, first, job, rows
 from tests.federated.test_local import ask
 

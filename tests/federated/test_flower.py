@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib import federated
+from shardlib.islands import federated
 from tests.federated.jobs import CLIENTS, ROWS, averaged, first, job, rows
 
 pytest.importorskip("flwr", reason="the package flwr is not installed")

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib import federated
+from shardlib.islands import federated
 from tests.federated.jobs import (
     ABSTRACT,
     CLIENTS,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib import federated
+from shardlib.islands import federated
 
 pytestmark = pytest.mark.unit
 installed = importlib.util.find_spec("dp_accounting") is not None

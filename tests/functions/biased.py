@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 import shardlib
-from shardlib.functions.biases import Alibi, RelativeBias
-from shardlib.models.blocks.parameters import weight as annotated
+from shardlib.functions.attention import Alibi, RelativeBias
+from shardlib.models.blocks import weight as annotated
 
 VOCAB, EMBED, HEADS, GROUPS, WIDTH, BUCKETS, FAR = 61, 32, 4, 2, 8, 8, 20
 

@@ -15,12 +15,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardlib
 from shardlib.errors import ModelError, PinError
-from shardlib.functions.biases import Alibi, BiasForm, RelativeBias
-from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.mask import Offsets
+from shardlib.functions.attention import Alibi, BiasForm, RelativeBias
+from shardlib.lowering.context.block import Offsets, Scores
+from shardlib.lowering.context.dispatch import Collected
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import Collected
 from tests.functions.biased import BUCKETS, FAR, GROUPS, HEADS, WIDTH, Biased, loss, written_bias
 
 SEQ = 32

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardlib.errors import ModelError
+from shardlib.functions.attention import form_of
 from shardlib.functions.experts import ExpertForm, visit
-from shardlib.functions.marks import form_of
 from tests.functions import numpy_experts
 
 BATCH, SEQ, WIDTH, INNER, COUNT = 2, 12, 6, 5, 4

@@ -12,8 +12,7 @@ import pytest
 from flax import linen as nn
 
 import shardlib
-from shardlib.functions.attention import Attention
-from shardlib.functions.marks import form_of
+from shardlib.functions.attention import Attention, form_of
 
 BATCH, SEQ, HEADS, WIDTH, LAYERS = 8, 6, 4, 16, 4
 SHAPE = (BATCH, SEQ, HEADS, WIDTH // HEADS)

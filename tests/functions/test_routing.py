@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.axes import MeshShape
 from shardlib.errors import ModelError
 from shardlib.functions.routing import balance_loss, bias_step, route, z_loss
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.layout import MeshShape
+from shardlib.verify.timelines import read_traffic
 from tests.functions import numpy_experts
 
 COUNT = 8

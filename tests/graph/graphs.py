@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shardlib.graph import FactorRule, Graph, Op, Region, Value
-from shardlib.graph.factors import elementwise
+from shardlib.graph import FactorRule, Graph, Op, Region, Value, elementwise
 
 SAME = elementwise([(4,)], (4,))
 STACK = FactorRule(sizes=(3, 4), operands=(((0,), (1,)),), results=(((1,),),), whole=frozenset({0}))

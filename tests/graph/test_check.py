@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.graph import Graph, Region
-from shardlib.graph.check import check
+from shardlib.graph import Graph, Region, check
 from tests.graph.graphs import array, loop, one_op, op
 
 ROOT = Region(parent=-1, kind="root")

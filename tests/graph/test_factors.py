@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardlib.graph import FactorRule
-from shardlib.graph.factors import elementwise, opaque
+from shardlib.graph import FactorRule, elementwise, opaque
 
 #: A reshape that merges two dims, beside a dim of size 1 and one whose major factor counts pieces.
 MERGE = FactorRule(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardlib.graph import Op, Region, Value
-from shardlib.graph.text import text
+from shardlib.graph import Op, Region, Value, text
 from tests.graph.graphs import SAME, loop, one_op
 
 LOOP = """\

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardlib.graph import Graph
-from shardlib.graph.check import check
-from shardlib.graph.forward import forward_pass
-from shardlib.graph.prune import prune
+from shardlib.graph import Graph, check, forward_pass, prune
 from tests.graph.graphs import array, loop, op
 
 

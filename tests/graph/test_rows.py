@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardlib.graph.rows import KINDS, Dependence, Rows
+from shardlib.graph import ROWS_KINDS, Dependence, Rows
 
 COUPLED = Dependence(kind="coupled", why="rows meet other rows", where="dot_general at loss.py:12")
 
 
 def test_only_what_couples_rows_is_in_the_way() -> None:
-    for kind in KINDS:
+    for kind in ROWS_KINDS:
         rows = Rows(loss=Dependence(kind="mean"), metrics=(("share", Dependence(kind=kind)),))
         assert rows.splits == (kind != "coupled") and rows.reasons == (
             () if rows.splits else ("metric 'share': a coupled",)

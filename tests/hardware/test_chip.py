@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardlib.errors import TopologyError
-from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.chip import VENDORS, Chip
+from shardlib.machines.catalog import CATALOG
+from shardlib.machines.chips import VENDORS, Chip
 
 
 def chip(**changes: object) -> Chip:

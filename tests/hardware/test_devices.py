@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import TopologyError
-from shardlib.hardware import topology
-from shardlib.hardware.devices import devices_of, spelling_of
+from shardlib.machines.topology import devices_of, spelling_of, topology
 
 
 def gpus(kind: str, hosts: int, each: int, **more: Any) -> list[Any]:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardlib.errors import TopologyError
-from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.family import of_size
-from shardlib.hardware.topology import topology
+from shardlib.machines.catalog import CATALOG
+from shardlib.machines.topology import of_size, topology
 
 DOUBLINGS = [2**n for n in range(15)]
 

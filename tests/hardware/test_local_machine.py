@@ -15,17 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.calibration import cache_path, exchanges, figure_names, measured_cpu
-from shardlib.calibration import machine as machine_module
-from shardlib.calibration import machine as measured_machine
-from shardlib.calibration.machine import machine_of_figures
-from shardlib.calibration.stopwatch import quiet_seconds
-from shardlib.cost.machine.collectives import collective_cost
-from shardlib.cost.machine.efficiency_curves import efficiency_of
-from shardlib.cost.machine.roofline import busy_cores, kernel_parts, kernel_seconds, matmul_seconds
-from shardlib.cost.terms.terms import Amount, Compute, Elements, Matmul
+from shardlib import calibration
+from shardlib.calibration import (
+    cache_path,
+    figure_names,
+    machine_of_figures,
+    measured_cpu,
+    quiet_seconds,
+)
+from shardlib.cost.collectives import collective_cost
+from shardlib.cost.roofline import (
+    busy_cores,
+    efficiency_of,
+    kernel_parts,
+    kernel_seconds,
+    matmul_seconds,
+)
+from shardlib.cost.terms import Amount, Compute, Elements, Matmul
 from shardlib.errors import TopologyError
-from shardlib.hardware import Span, Topology, topology
+from shardlib.machines.topology import Span, Topology, topology
 
 
 @pytest.fixture
@@ -70,7 +78,7 @@ def test_a_measurement_is_plausible_and_kept(cache: Path):
     assert 1e-8 < machine.chip.launch_s < 1e-2
     assert 1 <= machine.alone <= 8
     assert {(one.kind, one.ways) for one in machine.tiers[0].exchanges} == {
-        (kind, ways) for kind in exchanges.KINDS for ways in (2, 8)
+        (kind, ways) for kind in calibration.KINDS for ways in (2, 8)
     }
     assert all(1e-8 < one.latency_s < 1e-1 for one in machine.tiers[0].exchanges)
     assert all(1e-13 < one.seconds_per_byte < 1e-5 for one in machine.tiers[0].exchanges)
@@ -163,7 +171,7 @@ def test_small_kernels_keep_one_of_two_cores_busy(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Of a large kernel a second; of one that has less than a core's work, twice its share of it."""
-    monkeypatch.setattr(machine_module, "cores", lambda: 2)
+    monkeypatch.setattr(calibration, "cores", lambda: 2)
     machine = machine_of_figures(1, 1, figures(1, cores=8.0, batched=share, launch_s=1e-30))
     constants = efficiency_of("cpu", "cpu", "xla", dict(machine.efficiency))
     assert constants.cores == 2
@@ -272,7 +280,7 @@ def test_collectives_of_other_groups_lie_between_the_measured_ones():
 
 
 def test_a_noisy_small_collective_does_not_make_bytes_free():
-    assert exchanges.line(2.0, 1.0) == (2.0, 0.1 / (4 * exchanges.MESSAGE))
+    assert calibration.line(2.0, 1.0) == (2.0, 0.1 / (4 * calibration.MESSAGE))
 
 
 def test_processor_time_counts_only_where_all_cores_are_busy():
@@ -303,7 +311,7 @@ def test_a_spoilt_cache_file_is_measured_again(
     cache: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ):
     cache_path(8, 8).write_text(content)
-    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
+    monkeypatch.setattr(calibration, "measure", lambda _: figures(8, launch_s=4.0))
     assert measured_cpu(8).chip.launch_s == 4.0
     assert json.loads(cache_path(8, 8).read_text())["launch_s"] == 4.0
 
@@ -314,13 +322,13 @@ def test_a_figure_that_no_run_could_have_written_is_measured_again(
     cache: Path, name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ):
     cache_path(8, 8).write_text(json.dumps({**figures(8), name: value}))
-    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
+    monkeypatch.setattr(calibration, "measure", lambda _: figures(8, launch_s=4.0))
     assert measured_cpu(8).chip.launch_s == 4.0
 
 
 def test_refresh_measures_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
     keep(8, 8)
-    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
+    monkeypatch.setattr(calibration, "measure", lambda _: figures(8, launch_s=4.0))
     assert measured_cpu(8, refresh=True).chip.launch_s == 4.0
 
 
@@ -329,7 +337,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(
 ):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDLIB_CACHE_DIR", str(tmp_path / "file" / "folder"))
-    monkeypatch.setattr(measured_machine, "measure", lambda _: figures(8, launch_s=4.0))
+    monkeypatch.setattr(calibration, "measure", lambda _: figures(8, launch_s=4.0))
     assert measured_cpu(8).chip.launch_s == 4.0
 
 
@@ -367,7 +375,7 @@ def test_threads_for_several_collectives_of_every_device(said: dict[str, str]):
     shardlib they are fewer than four a device.
     """
     code = (
-        "import os; from shardlib.processes.devices import let_collectives_wait;"
+        "import os; from shardlib.processes.place import let_collectives_wait;"
         " {}; import jax; jax.devices(); print(len(os.listdir('/proc/self/task')))"
     )
     environ = {k: v for k, v in os.environ.items() if not k.endswith("NPROC")} | said

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardlib.hardware import topology
+from shardlib.machines.topology import topology
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.hardware import Span, Topology, device_order, place, topology
+from shardlib.layout import MESH_AXES, MeshShape
+from shardlib.machines.topology import Span, Topology, device_order, place, topology
 
 MACHINES = [
     "cpu:8",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import MissingFileError, TopologyError
-from shardlib.hardware import Tier, Topology, topology
+from shardlib.machines.chips import Tier
+from shardlib.machines.topology import Topology, topology
 
 SPELLINGS = [
     "cpu:8",

@@ -10,11 +10,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from shardlib import serving
-from shardlib.serving.hosting.deployment import Deployment, deploy
-from shardlib.serving.http.app import application
-from shardlib.serving.http.server import serving as serve
-from shardlib.serving.http.settings import Settings
+from shardlib import serve as serving
+from shardlib.serve.hosting import Deployment, deploy
+from shardlib.serve.http.app import application
+from shardlib.serve.http.server import serving as serve
+from shardlib.serve.http.settings import Settings
 from tests.models.configs import tiny
 from tests.serving.hf_folders import write_folder
 

@@ -14,9 +14,8 @@ import pytest
 from fastapi import FastAPI
 
 from benchmarks import hostile_forms
-from shardlib.serving.http.guard import Guard
-from shardlib.serving.http.server import serving as serve
-from shardlib.serving.http.settings import Settings
+from shardlib.serve.http.server import serving as serve
+from shardlib.serve.http.settings import Guard, Settings
 from tests.http.conftest import TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}

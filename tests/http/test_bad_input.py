@@ -14,11 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardlib.serving.hosting.deployment import Deployment, spell
-from shardlib.serving.http.asking.requests import asked_of
-from shardlib.serving.http.bodies.chat import Chat
-from shardlib.serving.http.catalog import Named
-from shardlib.serving.http.faults import Fault
+from shardlib.serve.hosting import Deployment, spell
+from shardlib.serve.http.bodies import Chat, asked_of
+from shardlib.serve.http.settings import Fault, Named
 from tests.http.conftest import TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
@@ -232,7 +230,7 @@ def test_half_a_surrogate_pair_is_no_character(ask: Any, path: str, body: str, s
 
 
 def test_a_form_without_its_package_says_so(deployed: Deployment, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("shardlib.serving.hosting.deployment.find_spec", lambda _: None)
+    monkeypatch.setattr("shardlib.serve.hosting.find_spec", lambda _: None)
     bare = replace(deployed, formless=spell(deployed.worker.engine, deployed.served.text))
     for name, field in (
         ("response_format", {"type": "json_object"}),

@@ -11,10 +11,8 @@ import pytest
 
 from shardlib.cli import main
 from shardlib.errors import DataError
-from shardlib.serving.hosting.deployment import Deployment
-from shardlib.serving.measuring.figures import figures
-from shardlib.serving.measuring.replay import Seen
-from shardlib.serving.measuring.workload import read_workload
+from shardlib.serve.hosting import Deployment
+from shardlib.serve.measuring import Seen, figures, read_workload
 from tests.http.conftest import TOKENS
 from tests.http.test_load import held, idle
 

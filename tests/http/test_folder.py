@@ -9,19 +9,19 @@ import httpx2
 import openai
 import pytest
 
-from shardlib import serving
-from shardlib.serving.hosting.deployment import Deployment
+from shardlib import serve
+from shardlib.serve.hosting import Deployment
 
 MESSAGES: Any = [{"role": "user", "content": " größer als 7? "}]
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Deployment) -> serving.Engine:
-    return folder.served.engine(serving.Capacity(longest=96, slots=1))
+def engine(folder: Deployment) -> serve.Engine:
+    return folder.served.engine(serve.Capacity(longest=96, slots=1))
 
 
 def test_a_conversation_is_what_the_template_writes(
-    folder_client: openai.OpenAI, folder: Deployment, engine: serving.Engine
+    folder_client: openai.OpenAI, folder: Deployment, engine: serve.Engine
 ):
     tokenizer = folder.served.text
     written = "<s>[user]größer als 7?</s>[assistant]"
@@ -31,8 +31,8 @@ def test_a_conversation_is_what_the_template_writes(
         model="tiny-llama", messages=MESSAGES, seed=3, max_tokens=20
     )
     assert found.usage is not None and found.usage.prompt_tokens == len(tokens)
-    how = serving.Sampling(temperature=0.6, top_k=20, seed=3)  # of generation_config.json
-    asked = serving.Asked(prompt=tuple(tokens), most=20, sampling=how, stop=frozenset({1}))
+    how = serve.Sampling(temperature=0.6, top_k=20, seed=3)  # of generation_config.json
+    asked = serve.Asked(prompt=tuple(tokens), most=20, sampling=how, stop=frozenset({1}))
     request = engine.add(asked)
     engine.run()
     text = tokenizer.decode(request.answer)
@@ -45,7 +45,7 @@ def test_a_conversation_is_what_the_template_writes(
 
 
 def test_a_prompt_begins_with_the_token_that_the_model_wants(
-    folder_client: openai.OpenAI, folder: Deployment, engine: serving.Engine
+    folder_client: openai.OpenAI, folder: Deployment, engine: serve.Engine
 ):
     tokenizer = folder.served.text
     found = folder_client.completions.create(

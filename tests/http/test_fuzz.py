@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardlib.serving.hosting.deployment import Deployment
+from shardlib.serve.hosting import Deployment
 
 #: Bodies; more by SHARDLIB_FUZZ.
 EXAMPLES = int(os.environ.get("SHARDLIB_FUZZ", "80"))

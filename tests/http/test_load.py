@@ -19,15 +19,14 @@ import jax
 import openai
 import pytest
 
-from shardlib import serving
-from shardlib.annotation.read import read
+from shardlib import serve as serving
+from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
-from shardlib.serving.hosting.deployment import Deployment, deploy
-from shardlib.serving.hosting.stream import Heard, Stream, StreamError
-from shardlib.serving.http.app import application
-from shardlib.serving.http.server import serving as serve
-from shardlib.serving.http.settings import Settings
-from shardlib.serving.scheduling.requests import Asked, Request, Told
+from shardlib.serve.hosting import Deployment, Heard, Stream, StreamError, deploy
+from shardlib.serve.http.app import application
+from shardlib.serve.http.server import serving as serve
+from shardlib.serve.http.settings import Settings
+from shardlib.serve.requests import Asked, Request, Told
 from tests.http.conftest import CAPACITY, TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
@@ -113,7 +112,7 @@ def test_clients_that_go_give_back_what_they_had(url: str, deployed: Deployment)
 def test_an_engine_that_hangs_is_not_well(
     url: str, deployed: Deployment, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("shardlib.serving.hosting.worker.HUNG_SECONDS", 0.05)
+    monkeypatch.setattr("shardlib.serve.hosting.HUNG_SECONDS", 0.05)
     with held(deployed):
         time.sleep(0.1)
         health = httpx2.get(f"{url}/health")

@@ -12,19 +12,18 @@ import numpy as np
 import openai
 import pytest
 
-from shardlib import serving
-from shardlib.lowering.serving.stored import all_plain
-from shardlib.serving.hosting.answer import written
-from shardlib.serving.hosting.deployment import Deployment
-from shardlib.serving.http.replies.shapes import COMPLETION
+from shardlib import serve
+from shardlib.serve.cache import all_plain
+from shardlib.serve.hosting import Deployment, written
+from shardlib.serve.http.replies import COMPLETION
 
 PROMPT = "value_1 = 7 + 1\n"
 BYTES = list(PROMPT.encode())
 
 
-def text_of(engine: serving.Engine, prompt: list[int], most: int, **how: Any) -> str:
+def text_of(engine: serve.Engine, prompt: list[int], most: int, **how: Any) -> str:
     """What the engine answers."""
-    (answer,) = engine.generate([prompt], most, sampling=serving.Sampling(**how))
+    (answer,) = engine.generate([prompt], most, sampling=serve.Sampling(**how))
     return bytes(answer).decode("utf-8", "replace")
 
 
@@ -35,7 +34,7 @@ def test_models_are_listed(client: openai.OpenAI):
         client.models.retrieve("../../etc/passwd")
 
 
-def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, engine: serving.Engine):
+def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, engine: serve.Engine):
     found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
     assert found.choices[0].text == text_of(engine, BYTES, 24)
     assert found.choices[0].finish_reason == "length" and found.usage is not None
@@ -60,19 +59,19 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("asked", "how"), SETTINGS, ids=lambda value: "-".join(value))
 def test_settings_are_those_of_the_engine(
-    client: openai.OpenAI, engine: serving.Engine, asked: dict[str, Any], how: dict[str, Any]
+    client: openai.OpenAI, engine: serve.Engine, asked: dict[str, Any], how: dict[str, Any]
 ):
     found = client.completions.create(model="tiny", prompt=BYTES, max_tokens=20, **asked)
     assert found.choices[0].text == text_of(engine, BYTES, 20, **how)
 
 
-def test_top_p_of_nothing_takes_the_likeliest(client: openai.OpenAI, engine: serving.Engine):
+def test_top_p_of_nothing_takes_the_likeliest(client: openai.OpenAI, engine: serve.Engine):
     found = client.completions.create(model="tiny", prompt=BYTES, max_tokens=8, top_p=0)
     assert found.choices[0].text == text_of(engine, BYTES, 8)
 
 
 def test_a_conversation_is_lines_where_there_is_no_template(
-    client: openai.OpenAI, engine: serving.Engine
+    client: openai.OpenAI, engine: serve.Engine
 ):
     lines = "system: Be short.\nuser: Hello, you.\nassistant:"
     found = client.chat.completions.create(
@@ -129,7 +128,7 @@ def test_streams_say_what_the_whole_answer_says(client: openai.OpenAI):
     assert said[-1].choices[0].finish_reason == "length" and all(one.choices for one in said)
 
 
-def test_several_answers_and_several_prompts(client: openai.OpenAI, engine: serving.Engine):
+def test_several_answers_and_several_prompts(client: openai.OpenAI, engine: serve.Engine):
     found = client.completions.create(
         model="tiny", prompt=[PROMPT, "b = "], n=2, seed=8, max_tokens=9
     )
@@ -247,7 +246,7 @@ def test_answers_have_the_form_that_is_asked_for(client: openai.OpenAI):
     assert {one.text for one in chosen.choices} <= {"yes", "no"}
 
 
-def test_logarithms_are_those_of_the_forward_pass(client: openai.OpenAI, engine: serving.Engine):
+def test_logarithms_are_those_of_the_forward_pass(client: openai.OpenAI, engine: serve.Engine):
     found = client.completions.create(
         model="tiny", prompt=BYTES, max_tokens=6, logprobs=3, echo=True, temperature=0
     ).choices[0]
@@ -290,7 +289,7 @@ def test_logarithms_are_those_of_the_forward_pass(client: openai.OpenAI, engine:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("size", [1, 30, 256])
 def test_a_prompt_alone_is_scored(
-    client: openai.OpenAI, engine: serving.Engine, size: int, stream: bool
+    client: openai.OpenAI, engine: serve.Engine, size: int, stream: bool
 ):
     """As lm-evaluation-harness asks: `echo` with `max_tokens=0`; a prompt may fill all the room."""
     prompt = np.random.default_rng(size).integers(0, 256, size).tolist()
@@ -317,7 +316,7 @@ def test_a_prompt_alone_is_scored(
 
 def test_tokens_that_are_written_alike_are_told_apart(folder: Deployment):
     likeliest = tuple((token, -1.0 - token) for token in (0, 1, 40))  # two special ones, and "F"
-    told = serving.Told(token=40, logprob=-41.0, likeliest=likeliest)
+    told = serve.Told(token=40, logprob=-41.0, likeliest=likeliest)
     one = written(folder.served.text, told, 0)
     top: Any = COMPLETION.listed([one])["top_logprobs"]
     assert top == [{"": -1.0, "token_id:1": -2.0, one.listed.text: -41.0}]
@@ -328,14 +327,14 @@ def _name(byte: int) -> str:
     return chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"
 
 
-def _logits(engine: serving.Engine, tokens: list[int]) -> np.ndarray:
+def _logits(engine: serve.Engine, tokens: list[int]) -> np.ndarray:
     """Logarithms of probabilities by the forward pass without a cache, [seq, vocab]."""
     model = engine.forward.model
     logits = model.rebuild(*all_plain(engine.compute.weights))(np.asarray([tokens]))[0]
     return np.asarray(jax.nn.log_softmax(logits[..., :256], axis=-1))
 
 
-def test_embeddings_are_means_of_hidden_states(client: openai.OpenAI, engine: serving.Engine):
+def test_embeddings_are_means_of_hidden_states(client: openai.OpenAI, engine: serve.Engine):
     found = client.embeddings.create(model="tiny", input=["a text", "another text " * 12])
     plain = client.embeddings.create(model="tiny", input="a text", encoding_format="float")
     assert plain.data[0].embedding == pytest.approx(found.data[0].embedding)

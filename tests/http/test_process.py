@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from shardlib import serving
+from shardlib import serve
 from shardlib.cli import main
-from shardlib.serving.hosting.demonstration import demonstration
-from shardlib.training.run.folder import RunFolder
+from shardlib.serve.demonstration import demonstration
+from shardlib.training.run import RunFolder
 from tests.http.conftest import TOKENS
 
 
@@ -124,13 +124,13 @@ def test_files_of_tokens_are_checked(
 def test_where_no_model_is_named_a_demonstration_is_trained_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("shardlib.serving.hosting.demonstration.SECONDS", 0.5)
-    monkeypatch.setattr("shardlib.serving.hosting.demonstration.SAVE_EVERY", 2)
+    monkeypatch.setattr("shardlib.serve.demonstration.SECONDS", 0.5)
+    monkeypatch.setattr("shardlib.serve.demonstration.SAVE_EVERY", 2)
     monkeypatch.setenv("SHARDLIB_CACHE_DIR", str(tmp_path))
     said: list[str] = []
     place = demonstration(said.append)
     assert place == tmp_path / "demonstration" and "is trained for a minute" in said[0]
-    served = serving.named(str(place))
+    served = serve.named(str(place))
     assert served.version.startswith("step ") and served.newer is not None
     assert not served.warning, "it is no model with random weights"
     assert demonstration(said.append) == place and len(said) == 2

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import ArgumentError
-from shardlib.serving.hosting.templates import Renderer
-from shardlib.serving.text import ByteText
+from shardlib.serve.hosting import Renderer
+from shardlib.serve.served import ByteText
 
 MESSAGES = [{"role": "user", "content": "Hello."}]
 

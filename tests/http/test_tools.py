@@ -9,9 +9,16 @@ import jsonschema
 import openai
 import pytest
 
-from shardlib.serving.hosting.answer import Part
-from shardlib.serving.hosting.deployment import Deployment
-from shardlib.serving.hosting.tool_calls import CallReader, Splitter, forced, joined, plain, tagged
+from shardlib.serve.hosting import (
+    CallReader,
+    Deployment,
+    Part,
+    Splitter,
+    forced,
+    joined,
+    plain,
+    tagged,
+)
 
 PLACE = {
     "type": "object",

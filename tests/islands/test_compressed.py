@@ -12,11 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardlib
-from shardlib.exchanges.compressors import PowerSGD, Quantised, TopK
-from shardlib.lowering.islands.compression.few_bits import quantised, signs
-from shardlib.lowering.islands.compression.low_rank import low_rank
-from shardlib.lowering.islands.compression.matrices import Gradient
-from shardlib.lowering.islands.compression.sparse import largest
+from shardlib.exchanges import PowerSGD, Quantised, TopK
+from shardlib.lowering.islands.compression import Gradient, largest, low_rank, quantised, signs
 from tests.islands.replicas import close, power_sgd, sign, top_k
 from tests.islands.replicas import compressed as by_loop
 from tests.islands.test_diloco import (

@@ -14,8 +14,8 @@ import pytest
 import shardlib
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError, RunError
-from shardlib.training.measures.metrics import read_records
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.measures import read_records
+from shardlib.training.run import RunFolder
 from tests.checkpointing.states import assert_same, numbers
 from tests.islands.small import program, rows, stepped
 

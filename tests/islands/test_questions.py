@@ -12,7 +12,7 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.models.config import TransformerConfig
-from shardlib.planning.units.quantity import bytes_text, seconds_text
+from shardlib.report.elements import bytes_text, seconds_text
 from tests.islands.test_diloco import AXES, loss, rows, weights
 
 MODEL = shardlib.tree(weights, AXES)

@@ -14,9 +14,8 @@ import pytest
 
 import shardlib
 from shardlib.errors import RunError
-from shardlib.training.measures.judge import Policy
-from shardlib.training.measures.metrics import by_step, read_records
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.measures import Policy, by_step, read_records
+from shardlib.training.run import RunFolder
 from tests.checkpointing.states import assert_same, numbers
 from tests.islands import test_diloco
 from tests.islands.small import program, rows

@@ -16,11 +16,11 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.data.open import read
 from shardlib.errors import RunError
 from shardlib.training.byte_program import byte_model, planned
-from shardlib.training.config import TrainConfig
-from shardlib.training.loop import PROMPT, VALIDATION_BATCHES, train
-from shardlib.training.measures.metrics import by_step, read_records
-from shardlib.training.run.folder import RunFolder
-from shardlib.training.sampling import generate
+from shardlib.training.display import generate
+from shardlib.training.fit import PROMPT, VALIDATION_BATCHES, train
+from shardlib.training.measures import by_step, read_records
+from shardlib.training.run import RunFolder
+from shardlib.training.settings import TrainConfig
 from tests.checkpointing.states import numbers
 from tests.training.test_loop import CARD
 

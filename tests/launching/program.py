@@ -36,7 +36,7 @@ def trained(what: str, folder: str, process: int) -> None:
 
 
 def agreed(process: int) -> None:
-    from shardlib.processes.agreement import agree, of_first
+    from shardlib.processes.values import agree, of_first
 
     agree("colour", {"sky": "blue"}, seconds=20)
     for name, mine in (

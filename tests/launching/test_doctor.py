@@ -15,17 +15,26 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.cost.machine.collectives import collective_cost
-from shardlib.doctor import links, machine
-from shardlib.doctor.examine import Examination
-from shardlib.doctor.host import HostFacts, alone
-from shardlib.doctor.hosts import late_clocks, misfit, slow_devices, unlike
-from shardlib.doctor.links import Measured
-from shardlib.doctor.ports import Ear, Unheard, at_fault, callees, unreached
+from shardlib.cost.collectives import collective_cost
 from shardlib.errors import LaunchError
-from shardlib.hardware.placement import Span
-from shardlib.hardware.topology import topology
-from shardlib.processes.devices import _DRIVERS, _LENT
+from shardlib.launch import doctor as links
+from shardlib.launch.doctor import (
+    Ear,
+    Examination,
+    HostFacts,
+    Measured,
+    Unheard,
+    alone,
+    at_fault,
+    callees,
+    late_clocks,
+    misfit,
+    slow_devices,
+    unlike,
+    unreached,
+)
+from shardlib.machines.topology import Span, topology
+from shardlib.processes.place import _DRIVERS, _LENT
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -143,7 +152,7 @@ def test_who_is_to_blame_for_connections_that_fail():
 def test_a_port_that_nobody_listens_at():
     with socket.socket() as taken:  # bound and not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
-        from shardlib.doctor.ports import _called
+        from shardlib.launch.doctor import _called
 
         assert (
             "refused"
@@ -172,7 +181,7 @@ def test_the_corrected_topology_takes_the_seconds_that_were_measured(name, tmp_p
             )
         )
     file = tmp_path / "machine.toml"
-    file.write_text(machine.to_toml(machine.corrected(before, measured, "2026-11-22")))
+    file.write_text(links.to_toml(links.corrected(before, measured, "2026-11-22")))
     after = topology(str(file))
     for one in measured:
         spans = tuple(

@@ -20,18 +20,14 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.kubernetes.engine import MANIFEST, kubernetes
-from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
-from shardlib.launching.engines.ray import RaySettings, ray
-from shardlib.launching.engines.ray_hosts import RayHosts
-from shardlib.launching.engines.shared.submission import Submission, submit
-from shardlib.launching.engines.skypilot import TASK, SkyPilotSettings, skypilot
-from shardlib.launching.engines.slurm.engine import SCRIPT, slurm
-from shardlib.launching.engines.slurm.settings import SlurmSettings
-from shardlib.launching.engines.tpu_vm.engine import host_text, tpu_vm
-from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
-from shardlib.launching.job import Job
-from shardlib.launching.processes import Processes
+from shardlib.launch.job import Job
+from shardlib.launch.kubernetes import MANIFEST, KubernetesSettings, kubernetes
+from shardlib.launch.local import Processes
+from shardlib.launch.ray import RayHosts, RaySettings, ray
+from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
+from shardlib.launch.slurm import SCRIPT, SlurmSettings, slurm
+from shardlib.launch.submission import Submission, submit
+from shardlib.launch.tpu_vm import TpuVmSettings, host_text, tpu_vm
 
 WORDS = (
     "a b",
@@ -275,9 +271,7 @@ def test_ray_whose_entrypoint_goes_through_a_shell(tmp_path: Path, joined: Any):
         {"PATH": f"{tools}:{os.environ['PATH']}"},
     )
     module, name, word = json.loads((tmp_path / "told.json").read_text())
-    assert (module, name) == ("-m", "shardlib.launching.engines.ray_driver") and not (
-        tmp_path / "x"
-    ).exists()
+    assert (module, name) == ("-m", "shardlib.launch.ray_driver") and not (tmp_path / "x").exists()
     found = RayHosts.from_word(word)
     assert (found.words, found.environment, found.run) == (one.words, VALUES, RUN)
 
@@ -298,7 +292,7 @@ def test_words_that_are_no_job_of_ray(word: str):
 
 
 def test_this_machine(tmp_path: Path):
-    from shardlib.launching.console import Lines
+    from shardlib.launch.local import Lines
 
     processes = Processes(
         (sys.executable, "-c", TELL, *WORDS),

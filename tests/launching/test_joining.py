@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.launching.console import Lines
-from shardlib.launching.local import Local, launch
+from shardlib.launch.local import Lines, Local, launch
 from shardlib.training.fit import fit
-from shardlib.training.measures.metrics import by_step, read_records
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.measures import by_step, read_records
+from shardlib.training.run import RunFolder
 from tests.training.small import batch_of, compiled
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.kubernetes.engine import MANIFEST, kubernetes
-from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
-from shardlib.launching.job import Job
+from shardlib.launch.job import Job
+from shardlib.launch.kubernetes import MANIFEST, KubernetesSettings, kubernetes
 from shardlib.processes.place import read_place
 
 SCHEMA = jsonschema.Draft202012Validator(

@@ -12,9 +12,9 @@ import yaml
 
 from shardlib.cli import main
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
-from shardlib.launching.engines.shared.options import settings_of
-from shardlib.launching.engines.slurm.settings import SlurmSettings
+from shardlib.launch.kubernetes import KubernetesSettings
+from shardlib.launch.slurm import SlurmSettings
+from shardlib.launch.submission import settings_of
 
 
 @pytest.fixture

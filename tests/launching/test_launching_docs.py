@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardlib.cli import main
-from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
-from shardlib.launching.engines.ray import RaySettings
-from shardlib.launching.engines.skypilot import SkyPilotSettings
-from shardlib.launching.engines.slurm.settings import SlurmSettings
-from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
+from shardlib.launch.kubernetes import KubernetesSettings
+from shardlib.launch.ray import RaySettings
+from shardlib.launch.skypilot import SkyPilotSettings
+from shardlib.launch.slurm import SlurmSettings
+from shardlib.launch.tpu_vm import TpuVmSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 EXAMPLES = re.findall(

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching import watching
-from shardlib.launching.addresses import address_of
-from shardlib.launching.console import Lines
-from shardlib.launching.local import Local, launch
-from shardlib.processes.watchdog import HUNG
-from shardlib.training.run.folder import RunFolder
+from shardlib.launch import local as watching
+from shardlib.launch.local import Lines, Local, address_of, launch
+from shardlib.processes.place import HUNG
+from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
-from shardlib.processes.watchdog import Watchdog
+from shardlib.processes.place import Watchdog
 folder, fault, who, at = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 once = sys.argv[5] == "once"
 names = ("PROCESS", "HOST_PROCESS", "PROCESSES")

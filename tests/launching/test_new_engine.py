@@ -10,11 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shardlib.cli.commands.launching import launch_command
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.shared.submission import Submission
-from shardlib.launching.engines.table import ENGINES
-from shardlib.launching.job import Job
+from shardlib.launch.commands import launch_command
+from shardlib.launch.engines import ENGINES
+from shardlib.launch.job import Job
+from shardlib.launch.submission import Submission
 
 
 @dataclass(frozen=True, kw_only=True)

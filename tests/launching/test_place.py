@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.devices import device_ids
-from shardlib.launching.meeting.coordinator import address_here
+from shardlib.launch.local import device_ids
+from shardlib.launch.meeting import address_here
 from shardlib.processes.place import Place, read_place
 
 OURS = {"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}

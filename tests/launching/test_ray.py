@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.ray import RaySettings, ray, ray_hosts
-from shardlib.launching.engines.ray_driver import Host
-from shardlib.launching.engines.ray_hosts import RayHosts
-from shardlib.launching.job import Job
+from shardlib.launch.job import Job
+from shardlib.launch.ray import RayHosts, RaySettings, ray, ray_hosts
+from shardlib.launch.ray_driver import Host
 
 ROOT = Path(__file__).parents[2]
 LLAMA = Job(
@@ -55,7 +54,7 @@ CLUSTER = """\
 import sys
 import ray
 from ray.cluster_utils import Cluster
-from shardlib.launching.engines.ray_driver import RayHosts, Stop, drive
+from shardlib.launch.ray_driver import RayHosts, Stop, drive
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address)

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.addresses import free_port
-from shardlib.launching.meeting import first, members, roll_call, wire
-from shardlib.launching.meeting.roll_call import call
+from shardlib.launch import meeting
+from shardlib.launch.local import free_port
+from shardlib.launch.meeting import call
 from shardlib.processes.place import Place
 
 SAME = {"jax": "0.10.2", "code of shardlib": "abc"}
@@ -22,10 +22,10 @@ SAME = {"jax": "0.10.2", "code of shardlib": "abc"}
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(first, "SPEAK_SECONDS", 0.5)
-    monkeypatch.setattr(members, "SPEAK_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 0.5)
     # Threads of one process are told apart as processes are, by a number of their own.
-    monkeypatch.setattr(roll_call.os, "getpid", threading.get_ident)
+    monkeypatch.setattr(meeting.os, "getpid", threading.get_ident)
     yield Place(
         coordinator=f"127.0.0.1:{free_port('127.0.0.1')}",
         processes=3,
@@ -56,7 +56,7 @@ def called(
 
 
 def test_all_come_and_the_port_is_free_again(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(first, "SAY_AFTER", 0.3)
+    monkeypatch.setattr(meeting, "SAY_AFTER", 0.3)
     found, said = called(
         [replace(place, process=number) for number in (2, 0, 1)], late={2: 1.0, 0: 0.2}
     )
@@ -136,9 +136,9 @@ def test_one_that_ended_while_it_waited_may_come_again(place: Place):
         for _ in range(100):
             try:
                 with socket.create_connection((host, int(port))) as talk:
-                    asked = wire.greeted(talk.recv(100))
+                    asked = meeting.greeted(talk.recv(100))
                     talk.sendall(
-                        wire.sealed(
+                        meeting.sealed(
                             "",
                             asked,
                             "member",

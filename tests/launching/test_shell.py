@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardlib.launching.engines.shared.shell import host_script, yaml_text
-from shardlib.launching.job import Job
+from shardlib.launch.job import Job
+from shardlib.launch.submission import host_script, yaml_text
 
 #: Writes its place, then ends with the code that its file says, or waits for a signal and ends with
 #: 75.

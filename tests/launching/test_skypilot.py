@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.skypilot import TASK, SkyPilotSettings, skypilot
-from shardlib.launching.job import Job
+from shardlib.launch.job import Job
+from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
 
 LLAMA = Job(
     name="llama",

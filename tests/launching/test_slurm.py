@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.shared.submission import Submission, submit
-from shardlib.launching.engines.slurm.engine import SCRIPT, slurm
-from shardlib.launching.engines.slurm.settings import SlurmSettings
-from shardlib.launching.job import Job
+from shardlib.launch.job import Job
+from shardlib.launch.slurm import SCRIPT, SlurmSettings, slurm
+from shardlib.launch.submission import Submission, submit
 from shardlib.processes.place import port_of_job
 from tests.launching import slurm_cluster
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.tpu_vm.engine import tpu_vm
-from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
-from shardlib.launching.job import Job
+from shardlib.launch.job import Job
+from shardlib.launch.tpu_vm import TpuVmSettings, tpu_vm
 
 HERE = TpuVmSettings(zone="us-east5-a", project="p")
 #: A program that stands for another one, and writes down how it was called.

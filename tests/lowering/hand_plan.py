@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import jax
 
-from shardlib.annotation.trees.paths import path_text
-from shardlib.axes import MeshShape
+from shardlib.annotation.trees import path_text
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
-from shardlib.layout import Layout
-from shardlib.lowering.mesh.shardings import batch_path
-from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.layout import Layout, MeshShape
+from shardlib.lowering.mesh import batch_path
+from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.rules import Rules
 
 RULES = [("batch", ("data", "fsdp")), ("mlp", "tensor"), ("heads", "tensor"), ("vocab", "tensor")]

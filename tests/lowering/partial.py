@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 from shardlib._jax_compat import unsharded_variables
-from shardlib.annotation.trees.paths import path_text
+from shardlib.annotation.trees import path_text
 
 OPTIMIZER = optax.adamw(1e-2)
 STEPS, ROWS, EMBED = 5, 16, 16

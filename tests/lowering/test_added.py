@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.planning.plan import Link
+from shardlib.planner.plan import Link
 
 LENGTH, WIDTH, BATCH = 8, 16, 16
 AXES = {"positions": ("seq", "embed"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}

@@ -9,11 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from shardlib.axes import INNER_AXES, MeshShape
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import topology
-from shardlib.lowering.mesh.device_mesh import device_mesh, tpu_places
-from shardlib.verification.targets import target
+from shardlib.layout import INNER_AXES, MeshShape
+from shardlib.lowering.mesh import device_mesh, tpu_places
+from shardlib.machines.topology import place, topology
+from shardlib.verify.isolation import target
 from tests.lowering import small
 
 SGD = functools.partial(optax.sgd, 0.5, momentum=0.9)

@@ -17,10 +17,9 @@ from flax import nnx
 import shardlib
 from shardlib import models
 from shardlib.errors import PinError, PlanError
-from shardlib.models.blocks.feedforward import mixture_of_experts
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts, LatentAttention
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.models.blocks import mixture_of_experts
+from shardlib.models.config import Experts, LatentAttention, TransformerConfig
+from shardlib.verify.timelines import read_traffic
 
 BATCH, SEQ = 8, 32
 DENSE = TransformerConfig(

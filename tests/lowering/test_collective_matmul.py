@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec
 import shardlib
 from shardlib import models
 from shardlib.errors import PinError
-from shardlib.lowering.collective_matmul.ring import Ring, snake
+from shardlib.lowering.collective_matmul import Ring, snake
 from shardlib.models.config import TransformerConfig
-from shardlib.planning.plan import Plan
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.planner.plan import Plan
+from shardlib.verify.timelines import read_traffic
 
 BATCH, SEQ = 8, 16
 CUT = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["kv_heads", "tensor"], ["seq", "tensor"]]

@@ -16,16 +16,14 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr
-from shardlib.axes import MeshShape
 from shardlib.errors import LayoutError
-from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.mask import Tokens
-from shardlib.lowering.context.rematerialised import attention
-from shardlib.lowering.context.ring import Ring
+from shardlib.layout import MeshShape
+from shardlib.lowering.context.block import Scores, Tokens
+from shardlib.lowering.context.dispatch import Collected
+from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import Collected
 from shardlib.tracing.program import subjaxprs
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.verify.timelines import read_traffic
 
 SEQ, WIDTH, VALUES = 32, 8, 6
 

@@ -19,13 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, attend
-from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.dispatch import Heads, Local
-from shardlib.lowering.context.kernels import Kernels
-from shardlib.lowering.context.mask import Sight
+from shardlib.lowering.context.block import Scores, Sight
+from shardlib.lowering.context.dispatch import Collected, Heads, Kernels, Local
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import Collected
-from shardlib.verification.targets import GPU_PLUGINS, environment
+from shardlib.verify.isolation import GPU_PLUGINS, environment
 
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
 SPLASH = Kernels(kind="splash", interpret=True)
@@ -229,8 +226,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import Collected
-from shardlib.lowering.context.kernels import Kernels
+from shardlib.lowering.context.dispatch import Collected
+from shardlib.lowering.context.dispatch import Kernels
 
 mesh, spec = Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices), ("context",)), PartitionSpec(None, "context")
 def program(kind):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.lowering.reading.contractions import AsWritten
+from shardlib.lowering.contractions import AsWritten
 from shardlib.tracing.program import flatten
 
 #: Shapes of both operands, and their dimension numbers: contracting dims, batch dims.

@@ -13,12 +13,10 @@ import optax
 import pytest
 
 from shardlib.errors import DiskError, PlanError, StateError
-from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
-from shardlib.lowering.host_memory.disk.files import PREFIX, folder
-from shardlib.lowering.program.build import build_program
-from shardlib.lowering.program.guards import Guards
-from shardlib.lowering.program.options import BuildOptions
-from shardlib.verification.exported import export_step
+from shardlib.lowering.disk import PREFIX, DiskArray, Writer, folder
+from shardlib.lowering.program import BuildOptions, build_program
+from shardlib.lowering.step import Guards
+from shardlib.verify.isolation import export_step
 from tests.lowering import small
 from tests.lowering.hand_plan import RULES, hand_plan
 
@@ -30,7 +28,7 @@ CLIPPED = optax.chain(
 
 
 def built(mesh, optimizer=None, given=None, **decisions):
-    from shardlib.annotation.read import read
+    from shardlib.annotation.tree import read
 
     model = read(small.model())
     plan = hand_plan(model, small.batch(), mesh, **decisions)

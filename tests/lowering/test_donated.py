@@ -14,8 +14,7 @@ import optax
 import pytest
 
 from shardlib.errors import BatchError, StateError
-from shardlib.lowering.runtime.donated import require_present
-from shardlib.lowering.runtime.state import GuardState
+from shardlib.lowering.runtime import GuardState, require_present
 from tests.lowering import small
 from tests.lowering.test_disk import built
 from tests.processes import ROOT

@@ -14,8 +14,8 @@ import pytest
 
 import shardlib
 from shardlib.errors import PinError
-from shardlib.lowering.loss.contribution.draws import bits, positions
-from shardlib.tracing.rows.draws import Draw
+from shardlib.lowering.contribution import bits, positions
+from shardlib.tracing.row_kinds import Draw
 from tests.zoo import random_losses
 
 

@@ -14,19 +14,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.axes import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.functions.experts import ExpertForm, visit
-from shardlib.lowering.experts.call import Matrices, Placed
-from shardlib.lowering.experts.grouped import Grouped
-from shardlib.lowering.experts.groups import Where
-from shardlib.lowering.experts.overflow_rounds import OVERFLOW
-from shardlib.lowering.experts.permute import moved
-from shardlib.lowering.experts.routed import routed
-from shardlib.lowering.mesh.collectives import Machine
-from shardlib.tracing.rewriting.partly import keeping
-from shardlib.tracing.rewriting.recomputing import recomputed as computed_again
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.layout import MeshShape
+from shardlib.lowering.collectives import Machine
+from shardlib.lowering.experts import OVERFLOW, Grouped, Matrices, Placed, Where, moved, routed
+from shardlib.tracing.rewriting import keeping
+from shardlib.tracing.rewriting import recomputed as computed_again
+from shardlib.verify.timelines import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
 BLOCKS = Grouped(kind="blocks", block=16)

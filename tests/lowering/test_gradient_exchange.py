@@ -14,12 +14,10 @@ import pytest
 
 import shardlib
 from shardlib.errors import PlanError
-from shardlib.lowering.mesh.gradient_exchange import InDtype
-from shardlib.lowering.program.build import build_program
-from shardlib.lowering.program.options import BuildOptions
-from shardlib.lowering.program.part import PlannedLoss
-from shardlib.lowering.reading.loss import LossReading
-from shardlib.lowering.weights.reduction_plan import DEFERRED, EACH, IN_LAST, moment
+from shardlib.lowering.collectives import InDtype
+from shardlib.lowering.gradients import DEFERRED, EACH, IN_LAST, moment
+from shardlib.lowering.program import BuildOptions, PlannedLoss, build_program
+from shardlib.lowering.uses import LossReading
 from shardlib.tracing.program import flatten
 from tests.lowering import small
 from tests.zoo.parity import capture
@@ -179,8 +177,8 @@ def test_every_parameter_says_how_its_gradient_is_reduced():
 
 
 def built_placing(pin):
-    from shardlib.lowering.loss.placing import Placing
-    from shardlib.lowering.mesh.shardings import parameter_shardings
+    from shardlib.lowering.mesh import parameter_shardings
+    from shardlib.lowering.placing import Placing
 
     program = small.program(capture(), pin)
     params = parameter_shardings(program.plan, program.model, program.mesh)

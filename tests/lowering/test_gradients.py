@@ -14,18 +14,13 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.axes import MeshShape
-from shardlib.lowering.mesh.device_mesh import (
-    axis_names,
-    device_mesh,
-    parts_of,
-    tpu_places,
-)
-from shardlib.lowering.reading.parameter_uses import weight_uses
-from shardlib.lowering.weights import large_cotangents
-from shardlib.planning.plan import Link
+from shardlib.layout import MeshShape
+from shardlib.lowering import weights
+from shardlib.lowering.mesh import axis_names, device_mesh, parts_of, tpu_places
+from shardlib.lowering.uses import weight_uses
+from shardlib.planner.plan import Link
 from shardlib.tracing.program import flatten
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.verify.timelines import read_traffic
 from tests.zoo import CASES
 from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import capture, errors, placed_state
@@ -270,7 +265,7 @@ def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, mic
     rules = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["heads", "tensor"]]
     pin = {"rules": rules, "microbatches": microbatches}
     for large in (0, math.inf):
-        monkeypatch.setattr(large_cotangents, "LARGE", large)
+        monkeypatch.setattr(weights, "LARGE", large)
         network = (Link(kind="network", ways=4),)
         program = in_parts(SCAN, {"fsdp": 4, "tensor": 2}, 1, network, **pin)
         state, metrics = program.step(placed_state(program, 0), dict(SCAN.batch))

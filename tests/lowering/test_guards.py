@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardlib
 from shardlib.errors import PlanError
-from shardlib.lowering.program.guards import global_norm, limited
+from shardlib.lowering.step import global_norm, limited
 from tests.lowering import small
 
 SGD = functools.partial(optax.sgd, 0.1, momentum=0.9)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies
 import shardlib
 from benchmarks.random_programs import case
 from benchmarks.random_programs import errors as random_errors
-from shardlib.lowering.reading.parameter_roles import looked_up
+from shardlib.lowering.uses import looked_up
 from shardlib.tracing.program import flatten
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

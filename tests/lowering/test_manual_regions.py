@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.axes import MeshShape
-from shardlib.lowering.mesh.collectives import Machine
-from shardlib.lowering.mesh.device_mesh import device_mesh
+from shardlib.layout import MeshShape
+from shardlib.lowering.collectives import Machine
+from shardlib.lowering.mesh import device_mesh
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec(None, "data"), PartitionSpec("data", None)])

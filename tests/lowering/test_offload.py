@@ -10,10 +10,9 @@ import pytest
 
 from shardlib import _jax_compat
 from shardlib.errors import PinError
-from shardlib.lowering.host_memory import offload
-from shardlib.lowering.program.build import build_program
-from shardlib.lowering.program.options import BuildOptions
-from shardlib.verification.exported import export_step
+from shardlib.lowering import offload
+from shardlib.lowering.program import BuildOptions, build_program
+from shardlib.verify.isolation import export_step
 from tests.lowering import models, small
 from tests.lowering.hand_plan import hand_plan
 
@@ -21,7 +20,7 @@ AXES = {"batch.tokens": ("batch", "seq"), "batch.weight": ("batch",)}
 
 
 def built(mesh, given=None, **decisions):
-    from shardlib.annotation.read import read
+    from shardlib.annotation.tree import read
 
     model = read(small.model())
     plan = hand_plan(model, small.batch(), mesh, **decisions)
@@ -99,7 +98,7 @@ def test_memories_travel_with_an_exported_step():
 
 
 def test_activations_need_layers_under_a_scan():
-    from shardlib.annotation.read import read
+    from shardlib.annotation.tree import read
 
     model = read(models.Mlp)
     plan = hand_plan(model, models.mlp_batch(), {"data": 8}, remat="full", offload=("activations",))

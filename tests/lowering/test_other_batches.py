@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import BatchError
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program import Program
 from tests.lowering.test_traps import mlp_program
 
 ARRAY = np.zeros((16, 16), np.float32)

@@ -12,12 +12,13 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import PinError, PlanError
-from shardlib.lowering.program.build import build_program
-from shardlib.models import Experts, TransformerConfig, build
-from shardlib.planning.plan import Link
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.lowering.program import build_program
+from shardlib.models import build
+from shardlib.models.config import Experts, TransformerConfig
+from shardlib.planner.plan import Link
+from shardlib.verify.timelines import read_traffic
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 from tests.lowering.test_step import close, flat, gradients_as_state, unsharded

@@ -14,12 +14,10 @@ import pytest
 
 import shardlib
 from shardlib.errors import PinError, PlanError
-from shardlib.lowering.mesh.device_mesh import abstract_mesh
-from shardlib.lowering.pipeline.per_stage.build import stage_programs
-from shardlib.lowering.pipeline.per_stage.dealing import Dealing
-from shardlib.lowering.pipeline.per_stage.shards import Places
-from shardlib.planning.plan import Plan
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.lowering.mesh import abstract_mesh
+from shardlib.lowering.pipeline.per_stage import Dealing, Places, stage_programs
+from shardlib.planner.plan import Plan
+from shardlib.verify.timelines import read_traffic
 from tests.lowering import models
 from tests.lowering.test_pipeline import (
     MIXED,

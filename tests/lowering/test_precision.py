@@ -15,10 +15,8 @@ import optax
 import pytest
 
 from shardlib.errors import PinError
-from shardlib.lowering.mesh.eight_bit import product
-from shardlib.lowering.mesh.precision import require_products
-from shardlib.verification.compare_collectives import wire_dtypes
-from shardlib.verification.compiled_step import CompiledStep
+from shardlib.lowering.collectives import product, require_products
+from shardlib.verify.report import CompiledStep, wire_dtypes
 from tests.lowering import small
 
 SGD = functools.partial(optax.sgd, 0.5, momentum=0.9)

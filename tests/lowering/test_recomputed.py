@@ -15,8 +15,8 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.errors import PlanError
-from shardlib.models import Experts, TransformerConfig
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.models.config import Experts, TransformerConfig
+from shardlib.verify.timelines import read_traffic
 from tests.lowering import small
 from tests.zoo.parity import capture
 

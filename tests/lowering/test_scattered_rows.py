@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from shardlib.lowering.weights.reduction import LANES, SUBLANES, _scattered_rows
+from shardlib.lowering.weights import LANES, SUBLANES, _scattered_rows
 
 SHAPES = (
     ((8 * SUBLANES, 10 * LANES), 0, "tiles"),

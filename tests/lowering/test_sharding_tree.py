@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.lowering.runtime.sharding_tree import sharding_tree
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime import TrainState, sharding_tree
 
 #: Pixels of a colour that is a device's part of the array.
 AREA = 500

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardlib.cost.pricing.variants.offload_and_partial_remat import rematerialised_share
-from shardlib.lowering.pipeline.shared.stage_remat import StageRemat
+from shardlib.cost.variants import rematerialised_share
+from shardlib.lowering.pipeline.layers import StageRemat
 from tests.lowering.test_pipeline import program, steps_like_the_unsharded_model
 
 #: Mesh, microbatches, schedule, chunks of a stage, policy, layers of the fullest stage; of four.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.lowering.runtime.state import TrainState
+from shardlib.lowering.runtime import TrainState
 from tests.planning.test_cards import read
 
 

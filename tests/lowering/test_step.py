@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from shardlib._jax_compat import unsharded_variables
-from shardlib.annotation.read import read
-from shardlib.annotation.trees.paths import path_text
-from shardlib.lowering.program.build import build_program
+from shardlib.annotation.tree import read
+from shardlib.annotation.trees import path_text
+from shardlib.lowering.program import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import hand_plan
 

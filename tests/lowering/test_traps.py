@@ -15,14 +15,16 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib
 from shardlib._jax_compat import unsharded_variables
-from shardlib.annotation.read import read
-from shardlib.axes import MeshShape
+from shardlib.annotation.tree import read
 from shardlib.errors import BatchError, LayoutError, PinError, TopologyError
-from shardlib.layout import Layout
-from shardlib.lowering.mesh.device_findings import other_machine
-from shardlib.lowering.mesh.device_mesh import device_mesh
-from shardlib.lowering.mesh.shardings import optimizer_shardings, parameter_shardings
-from shardlib.lowering.program.build import build_program
+from shardlib.layout import Layout, MeshShape
+from shardlib.lowering.mesh import (
+    device_mesh,
+    optimizer_shardings,
+    other_machine,
+    parameter_shardings,
+)
+from shardlib.lowering.program import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 
@@ -64,7 +66,7 @@ class Annotated(nn.Module):
 
 
 def linen_program(mesh):
-    from shardlib.annotation.linen import linen
+    from shardlib.annotation.flax import linen
 
     batch = {"x": np.ones((16, 16), np.float32)}
     model = read(linen(Annotated(), jax.ShapeDtypeStruct((16, 16), jnp.float32)))

@@ -17,8 +17,9 @@ from flax import nnx
 import shardlib
 from shardlib import models
 from shardlib.errors import ModelError
-from shardlib.functions.biases import distance_buckets
-from shardlib.models import EncoderDecoderConfig, Experts, huggingface
+from shardlib.functions.attention import distance_buckets
+from shardlib.models import huggingface
+from shardlib.models.config import EncoderDecoderConfig, Experts
 
 SMALL = EncoderDecoderConfig(
     name="small",

@@ -8,8 +8,9 @@ import pytest
 
 from shardlib import models
 from shardlib.errors import MissingFileError, ModelError
-from shardlib.models import Experts, TransformerConfig, UserModel, card, huggingface
-from shardlib.models.presets import PRESETS
+from shardlib.models import huggingface, presets
+from shardlib.models.config import Experts, TransformerConfig
+from shardlib.models.presets import PRESETS, UserModel
 from tests.models.configs import PUBLISHED
 
 COUNTS = {
@@ -258,7 +259,7 @@ def test_card(tmp_path: Path):
 
 def test_card_lists_all_that_is_wrong():
     with pytest.raises(ModelError) as caught:
-        card.parse(
+        presets.parse(
             'vocab_sise = 64\nlayers = "two"\nembed = 8\nheads = 2\nkv_heads = 1\nhead_dim ='
             " 4\ntied = 1\n[experts]\ncount = 4\ntop = 2\n",
             name="x",

@@ -13,8 +13,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.data.open import read
-from shardlib.models import TransformerConfig
-from shardlib.models.config_parts import LatentAttention
+from shardlib.models.config import LatentAttention, TransformerConfig
 from shardlib.models.transformer import build, example_batch
 
 CONFIG = TransformerConfig(

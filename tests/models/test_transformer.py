@@ -13,10 +13,9 @@ from flax import nnx
 import shardlib
 from shardlib import models
 from shardlib.errors import ModelError
-from shardlib.models import Experts, TransformerConfig, huggingface
-from shardlib.models.blocks.feedforward import mixture_of_experts
-from shardlib.models.blocks.loss import cross_entropy
-from shardlib.models.config_parts import LatentAttention
+from shardlib.models import huggingface
+from shardlib.models.blocks import cross_entropy, mixture_of_experts
+from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
 
@@ -274,7 +273,7 @@ def test_cross_entropy_equals_optax():
 
 
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
-    from shardlib.models.blocks.rotary import frequencies
+    from shardlib.models.blocks import frequencies
 
     for name in ("deepseek-v3", "llama-3.1-8b"):
         config = huggingface.read(PUBLISHED[name][0])

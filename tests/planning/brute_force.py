@@ -9,17 +9,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardlib.axes import MeshShape
-from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.lowerings import broken, facts
 from shardlib.decisions.table import Decisions
-from shardlib.hardware.placement import placements
-from shardlib.hardware.topology import Topology
-from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.decisions.candidate import Candidate, completed
-from shardlib.planning.space.space import gaps_of
-from shardlib.planning.space.workload import Workload
-from shardlib.propagation.assignment import Choice
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology, placements
+from shardlib.planner.assembly import price
+from shardlib.planner.space import gaps_of
+from shardlib.planner.stored import Candidate, completed
+from shardlib.planner.workload import Workload
+from shardlib.propagation.colours import Choice
 
 
 def every_mesh(load: Workload, where: Topology) -> Iterator[tuple[MeshShape, int]]:

@@ -4,12 +4,11 @@ computed them.
 
 from __future__ import annotations
 
-from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
-from shardlib.layout import Layout
-from shardlib.planning.plan import ParameterLayout, Plan, Rejected, Search
-from shardlib.report import Finding
+from shardlib.findings import Finding
+from shardlib.layout import Layout, MeshShape
+from shardlib.planner.plan import ParameterLayout, Plan, Rejected, Search
 from shardlib.rules import Rules
 
 GIB = 2**30

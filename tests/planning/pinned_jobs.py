@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlib.axes import INNER_AXES
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.layout import INNER_AXES
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.workload import Workload, prepare
 from tests.planning import worlds
 
 #: What one plan may be faster than another by, of its time: rounding.

@@ -8,10 +8,10 @@ import math
 
 import pytest
 
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.decisions.activation_layout import together
-from shardlib.planning.plan import Plan
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.stored import together
 from tests.planning import worlds
 
 PINS = (

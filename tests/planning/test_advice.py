@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.cost.estimate import DeviceBytes, Seconds
-from shardlib.cost.machine.corrections import Applied
-from shardlib.hardware.topology import topology
-from shardlib.layout import Layout
-from shardlib.planning import planner
-from shardlib.planning.assembly import advice
-from shardlib.planning.assembly.advice import advise, critical_batch_tokens
-from shardlib.planning.assembly.findings import notes
-from shardlib.planning.assembly.situation import Situation
-from shardlib.planning.plan import Link, Plan, Rejected, Search
-from shardlib.planning.units.quantity import seconds_text
-from shardlib.report import Finding
+from shardlib.cost.roofline import Applied
+from shardlib.findings import Finding
+from shardlib.layout import Layout, MeshShape
+from shardlib.machines.topology import topology
+from shardlib.planner import findings, planner
+from shardlib.planner.findings import advise, critical_batch_tokens, notes
+from shardlib.planner.layouts import Situation
+from shardlib.planner.plan import Link, Plan, Rejected, Search
+from shardlib.report.elements import seconds_text
 from shardlib.rules import Rules
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN, parameter
@@ -91,7 +88,7 @@ def test_plain_data_parallel(mesh: MeshShape, search: Search, fires: bool):
 
 
 def test_plain_data_parallel_says_what_it_costs():
-    finding = advice.plain_data_parallel(at(mesh=MeshShape(fsdp=16), search=slower(1.02)))
+    finding = findings.plain_data_parallel(at(mesh=MeshShape(fsdp=16), search=slower(1.02)))
     assert (
         finding is not None
         and finding.message
@@ -129,7 +126,7 @@ def test_tensor_leaves_fast_domain(kinds: tuple[str, ...], fires: bool):
 )
 def test_few_microbatches(stages: int, micro: int, schedule: str, severity: str | None):
     seconds = Seconds(compute=0.75, bubble=0.25)
-    finding = advice.few_microbatches(
+    finding = findings.few_microbatches(
         at(
             mesh=MeshShape(stage=stages, data=4),
             microbatches=micro,
@@ -176,7 +173,7 @@ def test_batch_beyond_critical(count: int, weights: int, language: bool, fires: 
 
 def test_batch_beyond_critical_says_what_it_costs():
     count = round(3 * critical_batch_tokens(10**9))
-    finding = advice.batch_beyond_critical(at(weights=10**9, **tokens(count)))
+    finding = findings.batch_beyond_critical(at(weights=10**9, **tokens(count)))
     assert finding is not None and "needs 4.00x the tokens of a small batch" in finding.message
 
 
@@ -263,7 +260,7 @@ def test_pipeline_on_gpus(where: str, stage: int, pipeline: str, fires: bool):
 )
 def test_odd_sizes(where: str, vocab: int, severity: str | None):
     table = parameter("table", (vocab, 4096), ("vocab", "embed"), Layout((), ()), Layout((), ()))
-    finding = advice.odd_sizes(at(where, parameters=(*CALM.parameters, table)))
+    finding = findings.odd_sizes(at(where, parameters=(*CALM.parameters, table)))
     assert (finding.severity if finding else None) == severity
     if finding:
         assert finding.where == "vocab" and f"vocab ({vocab:,})" in finding.message
@@ -278,7 +275,7 @@ def test_odd_sizes_are_those_of_the_parts():
 
 
 def test_every_rule_names_its_source():
-    for rule in advice.RULES:
+    for rule in findings.RULES:
         assert any(
             word in (rule.__doc__ or "") for word in ("arXiv", "scaling-book", "NVIDIA", "docs/")
         ), rule.__name__

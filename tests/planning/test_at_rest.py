@@ -7,9 +7,8 @@ import math
 
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.layout import Layout
-from shardlib.planning.assembly.layouts import at_rest
+from shardlib.layout import Layout, MeshShape
+from shardlib.planner.layouts import at_rest
 
 #: Dims of matrices of language models, all whole numbers of 128.
 SIZES = (256, 512, 1024, 4096, 5120, 8192, 11008, 14336, 28672)

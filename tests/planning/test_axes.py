@@ -10,18 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.machine.corrections import fitting_bytes
-from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.framework import XLA
+from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.graph.problem import AttentionCalls
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.space.attention import strategies
-from shardlib.planning.space.workload import Workload, prepare
-from shardlib.planning.text.reasons import reasons
-from shardlib.planning.units.quantity import bytes_text
+from shardlib.graph import AttentionCalls
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.space import strategies
+from shardlib.planner.workload import Workload, prepare
+from shardlib.report.elements import bytes_text
+from shardlib.report.text import reasons
 from tests.planning import worlds
 
 

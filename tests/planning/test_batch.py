@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.questions.batch import nearby
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.questions import nearby
 from tests.planning import worlds
 
 

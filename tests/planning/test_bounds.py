@@ -10,24 +10,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.pricing.candidates import Candidates, candidates, distinct
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework_profiles import framework_profile
+from shardlib.cost.framework import framework_profile
+from shardlib.cost.stages import Candidates, candidates, distinct
+from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import topology
-from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.bounds.frontier import Entries
-from shardlib.planning.bounds.pairs import Pairs, joined
-from shardlib.planning.bounds.step_time import step_seconds
-from shardlib.planning.bounds.step_time_that_fits import Fitting, mixed
-from shardlib.planning.bounds.tick import Tick
-from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.space import meshes, space
-from shardlib.planning.space.attention import Strategy
-from shardlib.planning.space.table_components import Scope
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.machines.topology import place, topology
+from shardlib.planner import space as meshes
+from shardlib.planner.assembly import price
+from shardlib.planner.bounds import Entries, Fitting, Pairs, Tick, joined, mixed, step_seconds
+from shardlib.planner.space import Scope, Strategy
+from shardlib.planner.stored import Candidate
+from shardlib.planner.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import every_candidate, variants
 
@@ -71,7 +65,7 @@ def _entries(
 ) -> tuple[Entries, Fitting]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
     strategy = Strategy(decisions=Decisions(context=context))
-    room = space.build(load, Pins(), None, strategy)
+    room = meshes.build(load, Pins(), None, strategy)
     sizes = meshes.sizes(room, load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
     fitting = Fitting(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)

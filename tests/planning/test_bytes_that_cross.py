@@ -7,14 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.exchanges.compressed import Compressed
-from shardlib.exchanges.compressors import PowerSGD, TopK
-from shardlib.exchanges.diloco import DiLoCo
-from shardlib.layout import Layout
-from shardlib.planning.islands.compression import moved
-from shardlib.planning.islands.meeting import _each
-from shardlib.planning.plan import ParameterLayout
+from shardlib.exchanges import Compressed, DiLoCo, PowerSGD, TopK
+from shardlib.layout import Layout, MeshShape
+from shardlib.planner.islands import _each, moved
+from shardlib.planner.plan import ParameterLayout
 
 Shape = tuple[int, ...]
 ONE = MeshShape()

@@ -6,12 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from shardlib.exchanges.compressed import RANK_FOUR
-from shardlib.exchanges.diloco import DiLoCo
-from shardlib.exchanges.values import EXACT
-from shardlib.hardware.topology import topology
-from shardlib.planning.serving.planner import plan_served
-from shardlib.planning.units.cards import card
+from shardlib.exchanges import EXACT, RANK_FOUR, DiLoCo
+from shardlib.machines.topology import topology
+from shardlib.report.elements import card
+from shardlib.serve.search import plan_served
 from tests.planning.fixture_plan import PLAN
 from tests.planning.serving.small import asked
 

@@ -11,15 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.machine.corrections import fitting_bytes
-from shardlib.cost.pricing.totals import Totals
-from shardlib.cost.pricing.variants.best_mixtures import best_mixture, patterns
-from shardlib.cost.pricing.variants.mixed_remat import NONE, between, corners
+from shardlib.cost.pricing import Totals
+from shardlib.cost.roofline import fitting_bytes
+from shardlib.cost.variants import NONE, best_mixture, between, corners, patterns
 from shardlib.errors import PinError
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 

@@ -12,20 +12,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework_profiles import XLA
-from shardlib.decisions.dtypes import Dtypes
-from shardlib.decisions.table import Decisions
+from shardlib.cost.framework import XLA
+from shardlib.cost.tables import Pricer
+from shardlib.decisions.table import Decisions, Dtypes
 from shardlib.errors import PinError
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.assembly.assemble import assemble
-from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.decisions.dtypes import combinations
-from shardlib.planning.plan import Plan, Search
-from shardlib.planning.space.workload import Workload, prepare
-from shardlib.propagation.assignment import Choice
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner
+from shardlib.planner.assembly import assemble
+from shardlib.planner.plan import Plan, Search
+from shardlib.planner.stored import Candidate, combinations
+from shardlib.planner.workload import Workload, prepare
+from shardlib.propagation.colours import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 

@@ -20,13 +20,11 @@ from hypothesis import strategies as st
 
 import shardlib
 from shardlib.errors import InfeasibleError, MissingFileError, TopologyError, TracingError
-from shardlib.frontend.traced_model import problem
-from shardlib.graph.problem import Problem
-from shardlib.hardware.chip import Chip
-from shardlib.hardware.cluster import Device, cluster, message_seconds
-from shardlib.planning.edge.edge import Costs, costs_of, plan_chain, plan_edge
-from shardlib.planning.edge.edge_plan import EdgePlan
-from shardlib.planning.edge.pieces import chain_of
+from shardlib.frontend.model import problem
+from shardlib.graph import Problem
+from shardlib.machines.chips import Chip
+from shardlib.machines.topology import Device, cluster, message_seconds
+from shardlib.serve.edge_plan import Costs, EdgePlan, chain_of, costs_of, plan_chain, plan_edge
 from tests.planning import worlds
 from tests.zoo import encoder_decoder
 

@@ -10,17 +10,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.machine.corrections import margin
+from shardlib.cost.roofline import margin
 from shardlib.errors import PlanError
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.answers.alternative import alternatives_text
-from shardlib.planning.plan import Plan, Ranked
-from shardlib.planning.questions import counterfactual
-from shardlib.planning.questions.constraints import constraints, staircase
-from shardlib.planning.questions.sensitivity import SHOCK
-from shardlib.planning.space.workload import Workload
-from shardlib.planning.units.tables import WIDTH
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner, questions
+from shardlib.planner.answers import alternatives_text
+from shardlib.planner.plan import Plan, Ranked
+from shardlib.planner.questions import SHOCK, constraints, staircase
+from shardlib.planner.workload import Workload
+from shardlib.report.elements import WIDTH
 from tests.planning import worlds
 
 GB = 10**9
@@ -78,7 +76,7 @@ def seconds(
 @pytest.mark.parametrize("where", ["h100:8", "2*h100:4", "v5e:2x2", "cpu:1"])
 def test_a_plan_pinned_to_itself_is_itself(where: str):
     plan = planned(where)
-    again = counterfactual.priced_on(plan, plan.source.topology)
+    again = questions.priced_on(plan, plan.source.topology)
     assert (
         again is not None and again.decisions == plan.decisions and again.estimate == plan.estimate
     )
@@ -88,8 +86,8 @@ def test_a_plan_pinned_to_itself_is_itself(where: str):
 def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
     plan = planned("h100:8")
     needed = math.ceil(plan.estimate.device_bytes.peak * margin(plan.source.topology))
-    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, needed)) is not None
-    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, needed - 2)) is None
+    assert questions.priced_on(plan, with_usable(plan.source.topology, needed)) is not None
+    assert questions.priced_on(plan, with_usable(plan.source.topology, needed - 2)) is None
 
 
 # --- alternatives ---
@@ -147,7 +145,7 @@ def test_alternatives_under_pins_keep_them_and_there_may_be_none():
     assert all(
         one.mesh["tensor"] == 2 for one in planned("h100:8", {"mesh.tensor": 2}).alternatives()
     )
-    only = planned("h100:8", counterfactual.pinned(planned("h100:8")))
+    only = planned("h100:8", questions.pinned(planned("h100:8")))
     assert only.alternatives() == ()
     assert alternatives_text(()) == "Alternatives\n  - none: no other plan is legal and fits.\n"
 
@@ -316,7 +314,7 @@ def slowed(where: str, speed: float) -> Topology:
     """A topology with slower links."""
     place = topology(where)
     for index, tier in enumerate(place.tiers):
-        place = counterfactual.with_link(place, index, tier.bytes_per_s * speed)
+        place = questions.with_link(place, index, tier.bytes_per_s * speed)
     return place
 
 
@@ -328,8 +326,8 @@ def breaks(place: Topology) -> list[str]:
     for index, link in enumerate(link for link in plan.sensitivity().prices if link.kind != "hbm"):
 
         def mine_and_best(rate: float, index: int = index) -> tuple[float, float]:
-            where = counterfactual.with_link(place, index, rate)
-            mine = counterfactual.priced_on(plan, where)
+            where = questions.with_link(place, index, rate)
+            mine = questions.priced_on(plan, where)
             assert mine is not None
             return mine.estimate.step_seconds, seconds(where, None, load)
 
@@ -365,10 +363,10 @@ def test_regret_is_the_loss_against_the_best_plan_then():
         "memory bandwidth",
     }
     for what, changed in (
-        ("NVLink bandwidth", counterfactual.with_link(topology("2*h100:4"), 1, 450e9 * SHOCK)),
-        ("compute", counterfactual.with_compute(topology("2*h100:4"), SHOCK)),
+        ("NVLink bandwidth", questions.with_link(topology("2*h100:4"), 1, 450e9 * SHOCK)),
+        ("compute", questions.with_compute(topology("2*h100:4"), SHOCK)),
     ):
-        mine = counterfactual.priced_on(plan, changed)
+        mine = questions.priced_on(plan, changed)
         assert mine is not None
         assert (
             by_name[what].regret_seconds

@@ -17,15 +17,14 @@ import pytest
 import yaml
 
 from shardlib import models
-from shardlib.axes import MeshShape
-from shardlib.cost.terms.framework_profiles import framework_profiles
-from shardlib.cost.terms.frameworks import framework, frameworks
+from shardlib.cost.framework import framework, framework_profiles, frameworks
 from shardlib.errors import PinError, PlanError
-from shardlib.frontend.traced_model import read_and_trace
-from shardlib.graph.problem import Problem
-from shardlib.hardware import topology
-from shardlib.planning.plan import Plan
-from shardlib.planning.planner import prepared_for, ranked, search
+from shardlib.frontend.model import read_and_trace
+from shardlib.graph import Problem
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import topology
+from shardlib.planner.plan import Plan
+from shardlib.planner.planner import prepared_for, ranked, search
 
 
 @functools.cache

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.exchanges.values import DiLoCo
-from shardlib.hardware.islands import used_by
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.islands.spread import of_one_island
-from shardlib.planning.plan import Plan
-from shardlib.planning.questions.counterfactual import pinned
+from shardlib.exchanges import DiLoCo
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import place, topology, used_by
+from shardlib.planner import planner
+from shardlib.planner.islands import of_one_island
+from shardlib.planner.plan import Plan
+from shardlib.planner.questions import pinned
 from tests.planning import worlds
 
 WORLD = worlds.made(worlds.stack, depth=8, seq=64, embed=64, hidden=256, batch=512)

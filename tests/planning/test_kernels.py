@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardlib.errors import PlanError
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
 from tests.planning import worlds
 
 CASES = [

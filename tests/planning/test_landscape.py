@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from shardlib.cost.machine.corrections import fitting_bytes
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.offers.landscape import GRAIN, Landscape, front
-from shardlib.planning.plan import Plan
-from shardlib.planning.search.search import MOST_POINTS
-from shardlib.planning.space.workload import prepare
+from shardlib.cost.roofline import fitting_bytes
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.assembly import price
+from shardlib.planner.incumbents import GRAIN, Landscape, front
+from shardlib.planner.plan import Plan
+from shardlib.planner.search import MOST_POINTS
+from shardlib.planner.workload import prepare
 from tests.planning import worlds
 from tests.planning.brute_force import every_candidate
 

@@ -9,19 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.pricing.candidates import distinct
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework_profiles import framework_profile
+from shardlib.cost.framework import framework_profile
+from shardlib.cost.stages import distinct
+from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.bounds.step_time import Bounds
-from shardlib.planning.space import meshes, space
-from shardlib.planning.space.attention import Strategy
-from shardlib.planning.space.cost_tables import components, subsets
-from shardlib.planning.space.table_components import Scope
-from shardlib.planning.space.workload import prepare
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner import space as meshes
+from shardlib.planner.bounds import Bounds
+from shardlib.planner.space import Scope, Strategy
+from shardlib.planner.workload import components, prepare, subsets
 from tests.planning import worlds
 
 STRATEGY = Strategy(decisions=Decisions(context="all-gather"))
@@ -62,7 +60,7 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
         prepare(problem, "nvidia", framework_profile(software)),
         Pricer(topology("2*h100:4"), framework_profile(software)),
     )
-    room = space.build(load, Pins(), None, STRATEGY)
+    room = meshes.build(load, Pins(), None, STRATEGY)
     shapes, _ = distinct(meshes.sizes(room, load.colouring, 8))
     scope = Scope(
         load=load,
@@ -97,7 +95,7 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
     load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
     plan = planner.search(load.problem, where, load=load)
     pricer = Pricer(where)
-    room = space.build(load, Pins(), None, STRATEGY)
+    room = meshes.build(load, Pins(), None, STRATEGY)
     shapes, _ = distinct(
         {
             axis: np.array([plan.mesh[axis]])

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.framework import XLA
 from shardlib.decisions.lowerings import GAPS, Gap, broken, facts, facts_of_pins, on_chips
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.workload import Workload, prepare
 from tests.planning import worlds
 
 #: What asks for each fact: pins, and the decisions of a plan that has it.

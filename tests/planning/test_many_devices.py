@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.search import priced_space
+from shardlib.machines.topology import topology
+from shardlib.planner import planner, priced
 from tests.planning import worlds
 
 
@@ -19,7 +18,7 @@ def test_numbers_of_devices_searched_together_have_the_plan_of_each_alone(
 ) -> None:
     place, load = topology(where), worlds.prepared(getattr(worlds, name))
     alone = planner.search(load.problem, place, load=load)  # brute force has it: `test_search`
-    monkeypatch.setattr(priced_space, "MANY_PER_ROW", 0)
+    monkeypatch.setattr(priced, "MANY_PER_ROW", 0)
     plan = planner.search(load.problem, place, load=load)
     assert plan.estimate.step_seconds == pytest.approx(alone.estimate.step_seconds, rel=1e-9)
     assert plan.decisions == alone.decisions

@@ -37,13 +37,13 @@ import shardlib
 path = Path(shardlib.__file__).parent / "axes.py"
 head, table = path.read_text().split("_ALL = (")
 changed = head + ENTRY + "_ALL = (" + table.replace("STAGE, DATA,", "STAGE, CLUSTER, DATA,")
-module = types.ModuleType("shardlib.axes")
-sys.modules["shardlib.axes"] = module
+module = types.ModuleType("shardlib.layout")
+sys.modules["shardlib.layout"] = module
 exec(compile(changed, str(path), "exec"), module.__dict__)
 
-from shardlib.axes import INNER_AXES, MeshShape
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
+from shardlib.layout import INNER_AXES, MeshShape
+from shardlib.machines.topology import topology
+from shardlib import planner
 from tests.planning import worlds
 
 WORLD = worlds.layers(depth=4, vocab=512)

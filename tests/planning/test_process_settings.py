@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from shardlib.planning.search.process_settings import (
-    THRESHOLDS,
-    garbage_put_off,
-    one_thread,
-)
+from shardlib.planner.priced import THRESHOLDS, garbage_put_off, one_thread
 
 
 @pytest.fixture(autouse=True)

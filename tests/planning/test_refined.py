@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Seconds
-from shardlib.planning.decisions.compiled_trials import Refined, Trial
-from shardlib.planning.pictures.html import html_report
-from shardlib.planning.plan import Plan
-from shardlib.planning.text.explain import explain
-from shardlib.planning.units.tables import WIDTH
+from shardlib.layout import MeshShape
+from shardlib.planner.plan import Plan
+from shardlib.planner.stored import Refined, Trial
+from shardlib.report.elements import WIDTH
+from shardlib.report.pages import html_report
+from shardlib.report.text import explain
 from tests.planning.fixture_plan import GIB, PLAN
 
 RECORD = Refined(

@@ -12,19 +12,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.cli.numbers import numbers, sizes
+from shardlib.cli.inputs import numbers, sizes
 from shardlib.errors import InfeasibleError, PlanError, TopologyError
-from shardlib.hardware.placement import device_order
-from shardlib.hardware.topology import Topology, topology
-from shardlib.layout import Layout
-from shardlib.planning import planner
-from shardlib.planning.answers.relocation import Replan
-from shardlib.planning.answers.resharding import Shards, lost_elements, moved_elements
-from shardlib.planning.plan import Plan
-from shardlib.planning.questions.replan import KEPT
-from shardlib.planning.space.workload import Workload
-from shardlib.planning.units.tables import WIDTH
+from shardlib.layout import Layout, MeshShape
+from shardlib.machines.topology import Topology, device_order, topology
+from shardlib.planner import planner
+from shardlib.planner.answers import Replan, Shards, lost_elements, moved_elements
+from shardlib.planner.plan import Plan
+from shardlib.planner.scaling import KEPT
+from shardlib.planner.workload import Workload
+from shardlib.report.elements import WIDTH
 from tests.planning import worlds
 
 

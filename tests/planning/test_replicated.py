@@ -13,8 +13,8 @@ import worlds
 from flax import nnx
 
 import shardlib
-from shardlib.hardware.topology import topology
-from shardlib.planning.planner import search
+from shardlib.machines.topology import topology
+from shardlib.planner.planner import search
 
 SIZE = 2048
 

@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 
 from shardlib.errors import ArgumentError
-from shardlib.hardware.topology import topology
-from shardlib.planning.answers.run_cost import (
-    best_interval,
-    expected_seconds,
-    run_cost,
-    save_seconds,
-)
+from shardlib.machines.topology import topology
+from shardlib.planner.answers import best_interval, expected_seconds, run_cost, save_seconds
 from tests.planning.fixture_plan import PLAN
 
 MACHINE = topology(PLAN.topology)

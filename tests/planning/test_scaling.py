@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.machine.corrections import margin
+from shardlib.cost.roofline import margin
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.hardware.family import of_size
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.questions.scaling import Curve, curve
-from shardlib.planning.space.workload import Workload
+from shardlib.machines.topology import Topology, of_size, topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.scaling import Curve, curve
+from shardlib.planner.workload import Workload
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 

@@ -13,20 +13,19 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.cost.machine.corrections import fitting_bytes
-from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.framework import XLA
+from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.graph.problem import Problem
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.assembly.candidate_price import price
-from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.plan import Plan, source_of
-from shardlib.planning.space import limits
-from shardlib.planning.space.workload import Workload, prepare
-from shardlib.propagation.assignment import Choice
+from shardlib.graph import Problem
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner, workload
+from shardlib.planner.assembly import price
+from shardlib.planner.plan import Plan, source_of
+from shardlib.planner.stored import Candidate
+from shardlib.planner.workload import Workload, prepare
+from shardlib.propagation.colours import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import every_candidate, fastest
 
@@ -605,10 +604,10 @@ def test_dimensions_beyond_those_tried_in_all_sets_are_sharded_where_that_is_fas
     monkeypatch: pytest.MonkeyPatch, pin: dict[str, object], most: int
 ) -> None:
     world = perceptron([512, 4096, 576, 4352, 640, 4608, 704, 4864, 256])
-    monkeypatch.setattr(limits, "MAX_TENSOR_COLOURS", 9)
+    monkeypatch.setattr(workload, "MAX_TENSOR_COLOURS", 9)
     every = planner.search(world, "h100:8", pin)
     assert len([name for name, axes in every.rules.entries if "tensor" in axes]) >= 4
-    monkeypatch.setattr(limits, "MAX_TENSOR_COLOURS", most)
+    monkeypatch.setattr(workload, "MAX_TENSOR_COLOURS", most)
     few = planner.search(world, "h100:8", pin)
     assert few.rules == every.rules and few.mesh == every.mesh
     assert few.estimate.step_seconds == pytest.approx(every.estimate.step_seconds, rel=1e-9)

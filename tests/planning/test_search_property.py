@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.machine.corrections import fitting_bytes
+from shardlib.cost.roofline import fitting_bytes
 from shardlib.errors import InfeasibleError
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner
+from shardlib.planner.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 

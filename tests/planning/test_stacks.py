@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.framework_profiles import XLA, framework_profile
-from shardlib.graph.problem import Problem
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan, source_of
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.cost.framework import XLA, FrameworkProfile, framework_profile
+from shardlib.graph import Problem
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan, source_of
+from shardlib.planner.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.units.quantity import seconds_text
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.report.elements import seconds_text
 from tests.planning import worlds
 
 PINS = {

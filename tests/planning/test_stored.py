@@ -16,8 +16,8 @@ import pytest
 
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.errors import PlanError
-from shardlib.planning.pictures.html import html_report
-from shardlib.planning.plan import Plan, checksum, plan_to_data
+from shardlib.planner.plan import Plan, checksum, plan_to_data
+from shardlib.report.pages import html_report
 from tests.planning.fixture_plan import PLAN
 
 DATA = json.loads(PLAN.to_json())

@@ -8,23 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
-from shardlib.cost.machine.corrections import Applied
-from shardlib.hardware.chip import Chip
-from shardlib.hardware.tier import Tier
-from shardlib.hardware.topology import Topology, topology
-from shardlib.layout import Layout
-from shardlib.planning.plan import Plan, Search
-from shardlib.planning.text.decision_lines import untold
-from shardlib.planning.text.diff import diff
-from shardlib.planning.text.explain import explain
-from shardlib.planning.text.figures import collective_rows
-from shardlib.planning.text.parameters import notation, parameter_rows
-from shardlib.planning.text.reasons import reasons
-from shardlib.planning.units.quantity import bar, bytes_text, clip, count_text, seconds_text
-from shardlib.planning.units.tables import WIDTH
+from shardlib.cost.roofline import Applied
+from shardlib.layout import Layout, MeshShape
+from shardlib.machines.chips import Chip, Tier
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner.plan import Plan, Search
+from shardlib.report.changes import diff
+from shardlib.report.elements import WIDTH, bytes_text, clip, count_text, quantity_bar, seconds_text
+from shardlib.report.text import collective_rows, explain, notation, parameter_rows, reasons, untold
 from shardlib.rules import Rules
 from tests.planning.fixture_plan import PLAN, parameter
 
@@ -400,8 +393,22 @@ def test_counts(value: float, text: str):
 
 
 def test_bars_are_proportional_and_never_vanish():
-    assert [bar(n / 8, 1) for n in range(9)] == [" ", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█"]
-    assert bar(1e-9, 3) == "▏  " and bar(5, 3) == "███" and bar(-1, 3) == "   "
+    assert [quantity_bar(n / 8, 1) for n in range(9)] == [
+        " ",
+        "▏",
+        "▎",
+        "▍",
+        "▌",
+        "▋",
+        "▊",
+        "▉",
+        "█",
+    ]
+    assert (
+        quantity_bar(1e-9, 3) == "▏  "
+        and quantity_bar(5, 3) == "███"
+        and quantity_bar(-1, 3) == "   "
+    )
 
 
 def test_clip_keeps_both_ends():

@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.framework import XLA, FrameworkProfile
 from shardlib.errors import PlanError
-from shardlib.graph.check import check
-from shardlib.graph.forward import forward_pass
-from shardlib.graph.problem import Problem
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import Workload, prepare
-from shardlib.planning.text.predicted_timeline import free, lockstep
-from shardlib.planning.text.timeline import IDLE, Slice, Timeline
-from shardlib.schedules.simulation import Durations
-from shardlib.schedules.timetable import Timetable
+from shardlib.graph import Problem, check, forward_pass
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.workload import Workload, prepare
+from shardlib.report.timelines import IDLE, Slice, Timeline, free, lockstep
+from shardlib.schedules import Durations, Timetable
 from tests.planning import worlds
 
 

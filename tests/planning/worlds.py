@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
-from shardlib.planning.space.workload import Workload, prepare
+from shardlib.graph import InputDim, Parameter, Problem, StepGraph
+from shardlib.planner.workload import Workload, prepare
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 
 Axes = Mapping[str, tuple[str | None, ...]]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from shardlib.propagation.assignment import Choice
+from shardlib.propagation.colours import Choice
 
 
 @pytest.mark.parametrize("at", [None, 1, 2])

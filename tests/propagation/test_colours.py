@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import worlds
 
-from shardlib.axes import MeshShape
-from shardlib.propagation.assignment import Choice
-from shardlib.propagation.colours import colour
-from shardlib.propagation.placements import placements
+from shardlib.layout import MeshShape
+from shardlib.propagation.colours import Choice, colour
+from shardlib.propagation.contractions import placements
 
 
 def test_names_flow_from_parameters_to_unnamed_arrays() -> None:

@@ -8,9 +8,8 @@ import itertools
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.graph import FactorRule
-from shardlib.layout import Layout
+from shardlib.layout import Layout, MeshShape
 from shardlib.propagation.contractions import agreed
 from shardlib.rules import Rules
 

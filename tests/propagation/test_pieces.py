@@ -12,11 +12,8 @@ import jax.numpy as jnp
 import pytest
 import worlds
 
-from shardlib.graph.check import check
-from shardlib.graph.problem import Problem
-from shardlib.propagation.assignment import Choice
-from shardlib.propagation.colours import colour
-from shardlib.propagation.pieces import in_pieces
+from shardlib.graph import Problem, check
+from shardlib.propagation.colours import Choice, colour, in_pieces
 
 HEADS, WIDTH = 4, 6
 EMBED = HEADS * WIDTH

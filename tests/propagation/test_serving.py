@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from shardlib import models
-from shardlib.annotation.read import read
-from shardlib.graph.problem import Problem
+from shardlib.annotation.tree import read
+from shardlib.graph import Problem
 from shardlib.models.config import TransformerConfig
-from shardlib.propagation.serving import serving_layouts, serving_mesh, weight_bytes
-from shardlib.tracing.forward_only import forward_problem
+from shardlib.serve.propagation import serving_layouts, serving_mesh, weight_bytes
+from shardlib.tracing.trace import forward_problem
 
 #: Elements as published: arXiv:2407.21783, table 3, and model cards.
 PUBLISHED = {"llama3-8b": 8.03e9, "llama3-70b": 70.6e9}

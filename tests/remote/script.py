@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import shardlib
-from shardlib import servers
+from shardlib.islands import servers
 from shardlib.processes.values import whole
 from tests.servers.jobs import AXES, loss, rows, weights
 

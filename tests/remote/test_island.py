@@ -18,11 +18,10 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import shardlib
-from shardlib.lowering.islands.meeting.wires import packed, unpacked
-from shardlib.servers import Island, MeetingPlace, join
-from shardlib.servers.rounds.packing import pack, unpack
-from shardlib.servers.rounds.service import RoundService
-from shardlib.servers.rounds.settings import Rounds
+from shardlib.islands.servers.island import Island
+from shardlib.islands.servers.joining import MeetingPlace, join
+from shardlib.islands.servers.rounds import Rounds, RoundService, pack, unpack
+from shardlib.lowering.islands.meeting import packed, unpacked
 from tests.remote.test_rounds import Direct
 from tests.servers.jobs import AXES, loss, rows, weights
 

@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib.servers import Link, Relay
-from shardlib.servers.islands.exchanging import Exchanging
-from shardlib.servers.link import meeting_bytes, meeting_seconds, read_link
-from shardlib.servers.rounds.outline import Outline
-from shardlib.servers.rounds.service import RoundService
-from shardlib.servers.server.listening import Listening
-from shardlib.servers.wire.connection import Connection
-from shardlib.servers.wire.secret import introduce
+from shardlib.islands.servers.island import Exchanging
+from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, meeting_seconds, read_link
+from shardlib.islands.servers.rounds import Outline, RoundService
+from shardlib.islands.servers.server import Listening
+from shardlib.islands.servers.wire import Connection, introduce
 from tests.remote.test_rounds import entered_all
 
 TOKEN = "a secret word"

@@ -11,15 +11,10 @@ import pytest
 
 import shardlib
 from shardlib.errors import ArgumentError
-from shardlib.exchanges.parts import Part
-from shardlib.servers.islands.coming import Coming, mean_order
-from shardlib.servers.ordering import gathered
-from shardlib.servers.rounds.outer import Outer
-from shardlib.servers.rounds.packing import pack
-from shardlib.servers.rounds.service import RoundService
-from shardlib.servers.wire.bodies import made
-from shardlib.servers.wire.frames import FrameError
-from shardlib.servers.wire.messages import Answer
+from shardlib.exchanges import Part
+from shardlib.islands.servers.island import Coming, mean_order
+from shardlib.islands.servers.rounds import Outer, RoundService, pack
+from shardlib.islands.servers.wire import Answer, FrameError, gathered, made
 from tests.remote.test_island import joined
 from tests.servers.jobs import rows
 
@@ -91,7 +86,7 @@ def test_what_comes_in_buckets_is_the_outer_update(wire: str, bucket_bytes: int)
         coming.take(name, array)  # once more, since a connection has broken
     assert coming.complete
     np.testing.assert_array_equal(coming.done()["numbers"], mean["numbers"])
-    from shardlib.servers.rounds.packing import unpack
+    from shardlib.islands.servers.rounds import unpack
 
     same.update(4, 23, unpack(mean, [3, 5, 11], wire), exchange)
     np.testing.assert_array_equal(outer.theta, same.theta)

@@ -19,7 +19,8 @@ import pytest
 
 import shardlib
 from shardlib.cli import main
-from shardlib.servers import OuterServer, Rounds
+from shardlib.islands.servers.joining import OuterServer
+from shardlib.islands.servers.rounds import Rounds
 from tests.remote.test_island import replicas
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +174,7 @@ def test_islands_come_late_stall_and_die_and_the_others_go_on(tmp_path: Path) ->
 
 def test_the_outer_server_loads_no_jax() -> None:
     code = (
-        "import sys, shardlib.servers.rounds.process;"
+        "import sys, shardlib.islands.servers.rounds_process;"
         " print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

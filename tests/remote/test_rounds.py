@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib.servers import Rounds
-from shardlib.servers.islands.exchanging import Crossed, Exchanging, Met
-from shardlib.servers.ownership import Flat
-from shardlib.servers.rounds.attendance import Attendance
-from shardlib.servers.rounds.outer import checksum
-from shardlib.servers.rounds.outline import Outline
-from shardlib.servers.rounds.service import RoundService
-from shardlib.servers.wire.bodies import Outgoing, made
-from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
+from shardlib.islands.servers.island import Crossed, Exchanging, Met
+from shardlib.islands.servers.rounds import Attendance, Outline, Rounds, RoundService, checksum
+from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, Outgoing, handed, made
 
 SHAPES = {"b": (3, 2), "a": (5,)}
 OUTLINE = Outline.of(SHAPES)

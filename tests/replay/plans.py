@@ -15,10 +15,10 @@ import jax
 
 from shardlib.cli.inputs import inputs_of
 from shardlib.errors import ShardlibError
-from shardlib.frontend.traced_model import problem
-from shardlib.graph.problem import Problem
-from shardlib.hardware import topology
-from shardlib.planning.planner import search
+from shardlib.frontend.model import problem
+from shardlib.graph import Problem
+from shardlib.machines.topology import topology
+from shardlib.planner.planner import search
 from tests.replay.jobs import Job, by_trace, jobs
 
 STORED = Path(__file__).parent / "plans.json"

@@ -13,26 +13,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.cost.terms.framework_profiles import XLA
+from shardlib import schedules
+from shardlib.cost.framework import XLA
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan
-from shardlib.planning.space.attention import strategies
-from shardlib.planning.space.schedules import zeros_and_schedules
-from shardlib.planning.space.space import build
-from shardlib.planning.space.workload import prepare
-from shardlib.schedules import table
-from shardlib.schedules.gpipe import GPipe
-from shardlib.schedules.one_f_one_b import OneForwardOneBackward
-from shardlib.schedules.orders import Order
-from shardlib.schedules.schedule import Array, Pipelines
-from shardlib.schedules.simulation import Durations, makespan, simulate
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.space import build, strategies, zeros_and_schedules
+from shardlib.planner.workload import prepare
+from shardlib.schedules import (
+    Array,
+    Durations,
+    GPipe,
+    OneForwardOneBackward,
+    Order,
+    Pipelines,
+    makespan,
+    simulate,
+)
 from tests.planning import worlds
 
 WORLD = worlds.layers(depth=8, vocab=512)
-ROOMS = Path(table.__file__).parents[1]
+ROOMS = Path(schedules.__file__).parents[1]
 
 
 class Eager(OneForwardOneBackward):
@@ -79,7 +82,7 @@ class Late(GPipe):
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
     for schedule in (Eager(), Instant(), Unlowered(), Late()):
-        monkeypatch.setitem(table.SCHEDULES, schedule.name, schedule)  # pyright: ignore[reportArgumentType]
+        monkeypatch.setitem(schedules.SCHEDULES, schedule.name, schedule)  # pyright: ignore[reportArgumentType]
 
 
 def plan(**pins: Any) -> Plan:
@@ -136,20 +139,20 @@ def test_what_a_new_schedule_does_not_allow_is_refused() -> None:
 @pytest.mark.parametrize("micro", [1, 4, 9])
 def test_the_order_of_a_new_schedule_keeps_its_formulas(micro: int) -> None:
     spans = simulate(
-        table.orders("eager", stages=4, microbatches=micro), Durations(forward=1, backward=2)
+        schedules.orders("eager", stages=4, microbatches=micro), Durations(forward=1, backward=2)
     )
     shape = Pipelines.one(stages=4, microbatches=micro)
-    wait = table.named("eager").waiting(shape, np.array([3.0]), None)[0]
+    wait = schedules.named("eager").waiting(shape, np.array([3.0]), None)[0]
     assert makespan(spans) == pytest.approx(micro * 3 + wait)
 
 
 @pytest.mark.usefixtures("added")
 def test_the_examples_of_the_table_hold_with_a_new_schedule() -> None:
-    assert doctest.testmod(table).failed == 0 < doctest.testmod(table).attempted
+    assert doctest.testmod(schedules).failed == 0 < doctest.testmod(schedules).attempted
 
 
 def test_no_schedule_is_known_by_its_name_outside_of_its_file() -> None:
-    names = "|".join(map(re.escape, table.SCHEDULES))
+    names = "|".join(map(re.escape, schedules.SCHEDULES))
     compared = re.compile(
         rf"""[=!]=\s*["']({names})["']|\bin\s*\([^)]*["']({names})["']|case\s+["']({names})["']"""
     )

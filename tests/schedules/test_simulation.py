@@ -13,22 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardlib import schedules
 from shardlib.schedules import (
-    gpipe,
-    interleaved,
-    none,
-    one_f_one_b,
-    schedule,
-    simulation,
-    table,
-    zero_bubble,
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Durations,
+    Pipelines,
+    Task,
+    Timetable,
+    makespan,
+    most_held,
+    named,
+    orders,
+    simulate,
 )
-from shardlib.schedules import orders as orders_module
-from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task
-from shardlib.schedules.schedule import Pipelines
-from shardlib.schedules.simulation import Durations, makespan, most_held, simulate
-from shardlib.schedules.table import named, orders
-from shardlib.schedules.timetable import Timetable
 
 CASES = [
     (schedule, stages, micro, virtual)
@@ -49,15 +48,15 @@ seconds = st.floats(0.1, 10)
 @pytest.mark.parametrize(
     "module",
     [
-        orders_module,
-        simulation,
-        schedule,
-        table,
-        none,
-        gpipe,
-        one_f_one_b,
-        interleaved,
-        zero_bubble,
+        schedules,
+        schedules,
+        schedules,
+        schedules,
+        schedules,
+        schedules,
+        schedules,
+        schedules,
+        schedules,
     ],
     ids=lambda module: module.__name__,
 )

@@ -9,10 +9,8 @@ import doctest
 import numpy as np
 import pytest
 
-from shardlib.schedules import picture
-from shardlib.schedules.schedule import Pipelines
-from shardlib.schedules.table import named
-from shardlib.schedules.timetable import Timetable
+from shardlib import schedules
+from shardlib.schedules import Pipelines, Timetable, named
 
 TABLES = [
     Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
@@ -161,8 +159,8 @@ def test_the_time_is_that_of_the_ideal_schedule(stages, micro, virtual):
 
 
 def test_a_picture_shows_who_does_what_when():
-    assert doctest.testmod(picture).failed == 0 < doctest.testmod(picture).attempted
-    lines = picture.text(
+    assert doctest.testmod(schedules).failed == 0 < doctest.testmod(schedules).attempted
+    lines = schedules.text(
         Timetable(schedule="interleaved", stages=2, microbatches=2, virtual=2)
     ).splitlines()
     assert lines[1].split() == ["stage", "0", ">", "a0", "a1", "b0", "b1", "·", "·", "·", "·"]

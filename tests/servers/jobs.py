@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardlib
-from shardlib import servers
+from shardlib.islands import servers
 
 Tree = Any
 WIDTH, ROWS = 8, 16

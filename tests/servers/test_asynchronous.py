@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import shardlib
-from shardlib.exchanges.reading import read_exchange
-from shardlib.servers.result import _first_and_last
+from shardlib.exchanges import read_exchange
+from shardlib.islands.servers.crew import _first_and_last
 
 
 def test_all_that_is_wrong_is_listed() -> None:

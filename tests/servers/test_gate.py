@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardlib import Asynchronous
-from shardlib.servers.server.gate import Gate
+from shardlib.exchanges import Asynchronous
+from shardlib.islands.servers.server import Gate
 
 
 def test_without_a_bound_nobody_waits() -> None:

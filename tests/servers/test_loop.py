@@ -11,15 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib import Asynchronous
-from shardlib.exchanges.parts import Part
-from shardlib.servers.ownership import Flat
-from shardlib.servers.server.service import Service
-from shardlib.servers.wire.bodies import Outgoing, made
-from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
-from shardlib.servers.worker.gradients import OnHost
-from shardlib.servers.worker.landing import Landing
-from shardlib.servers.worker.loop import Worker
+from shardlib.exchanges import Asynchronous, Part
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, Outgoing, handed, made
+from shardlib.islands.servers.worker import Landing, OnHost, Worker
 
 
 class Computing:

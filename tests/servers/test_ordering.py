@@ -11,23 +11,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from shardlib import Asynchronous, servers
 from shardlib.errors import ArgumentError
-from shardlib.exchanges.parts import Part
-from shardlib.servers.ordering import (
+from shardlib.exchanges import Asynchronous, Part
+from shardlib.islands import servers
+from shardlib.islands.servers import wire
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.wire import (
+    Answer,
+    Ask,
+    Later,
     OrderError,
+    body_of,
     gathered,
     in_order,
+    made,
     order_text,
     read_order,
     scattered,
 )
-from shardlib.servers.server.service import Service
-from shardlib.servers.wire import frames
-from shardlib.servers.wire.bodies import Later, body_of, made
-from shardlib.servers.wire.messages import Answer, Ask
-from shardlib.servers.worker.landing import Landing
-from shardlib.servers.worker.orders import Orders
+from shardlib.islands.servers.worker import Landing, Orders
 
 SIZES = {"a": 6, "b": 1, "w": 40}
 
@@ -81,9 +83,9 @@ def test_arrays_are_there_before_the_last_one_is_made() -> None:
     arrays = {"z": np.array([1], np.float32), "a": Later(size=2, make=last)}
     near, far = socket.socketpair()
     with near, far:
-        thread = threading.Thread(target=frames.send, args=(near, {}, arrays))
+        thread = threading.Thread(target=wire.send, args=(near, {}, arrays))
         thread.start()
-        frames.receive_in_order(far, limit=1 << 10, taken=heard)
+        wire.receive_in_order(far, limit=1 << 10, taken=heard)
         thread.join()
     assert heard.names == ["z", "a"]
 
@@ -106,15 +108,15 @@ def test_arrays_are_there_before_the_last_one_is_made() -> None:
 def test_bodies_that_are_none(body: bytes) -> None:
     near, far = socket.socketpair()
     with near, far:
-        near.sendall(frames._LENGTHS.pack(frames.MARK, 2, len(body)) + b"{}" + body)
-        with pytest.raises(frames.FrameError):
-            frames.receive_in_order(far, limit=1 << 10, taken=Heard())
+        near.sendall(wire._LENGTHS.pack(wire.MARK, 2, len(body)) + b"{}" + body)
+        with pytest.raises(wire.FrameError):
+            wire.receive_in_order(far, limit=1 << 10, taken=Heard())
 
 
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("bucket_bytes", [4, 28, 1 << 20])
 def test_what_is_gathered_lands_where_it_was(servers: int, bucket_bytes: int) -> None:
-    from shardlib.servers.ownership import divided
+    from shardlib.islands.servers.wire import divided
 
     values = _values()
     orders = Orders.of(_parts(), SIZES, servers, bucket_bytes)

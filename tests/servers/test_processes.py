@@ -20,8 +20,8 @@ import optax
 import pytest
 
 import shardlib
-from shardlib import servers
-from shardlib.servers.result import WorkerStep, read_steps
+from shardlib.islands import servers
+from shardlib.islands.servers.crew import WorkerStep, read_steps
 from tests.servers import jobs
 from tests.servers.test_worker import first
 
@@ -200,7 +200,7 @@ def test_a_job_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
 
 def test_servers_load_no_jax() -> None:
     code = (
-        "import sys, shardlib.servers.server.process;"
+        "import sys, shardlib.islands.servers.server_process;"
         " print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardlib
-from shardlib import servers
+from shardlib.islands import servers
 from tests.servers import jobs
 
 ROOT = Path(__file__).parents[2]

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib import Asynchronous
 from shardlib.errors import CheckpointError
-from shardlib.servers.ownership import divided, joined
-from shardlib.servers.server.service import Service
-from shardlib.servers.wire.messages import Answer, Ask
+from shardlib.exchanges import Asynchronous
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.wire import Answer, Ask, divided, joined
 
 Arrays = dict[str, np.ndarray]
 #: (what, worker): worker 1 is two updates late, then three.

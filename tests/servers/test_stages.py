@@ -14,12 +14,9 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.exchanges.parts import Part
-from shardlib.lowering.islands.staged import Run, StagedGradients
-from shardlib.servers.worker.computing import Computing
-from shardlib.servers.worker.landing import Landing
-from shardlib.servers.worker.loop import Worker
-from shardlib.servers.worker.orders import Orders
+from shardlib.exchanges import Part
+from shardlib.islands.servers.worker import Computing, Landing, Orders, Worker
+from shardlib.lowering.islands.program import Run, StagedGradients
 from tests.servers.test_worker import Direct, Service, held
 
 WIDTH, VOCABULARY, LAYERS = 8, 12, 4

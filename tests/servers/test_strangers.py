@@ -14,15 +14,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from shardlib import Asynchronous
 from shardlib.errors import LaunchError
-from shardlib.servers.server.listening import Listening
-from shardlib.servers.server.service import Service
-from shardlib.servers.wire import door as door_module
-from shardlib.servers.wire import frames, secret
-from shardlib.servers.wire.connection import Connection, address_file, listed
-from shardlib.servers.wire.door import Door
-from shardlib.servers.wire.messages import Ask, MessageError, read_ask
+from shardlib.exchanges import Asynchronous
+from shardlib.islands.servers import wire as door_module
+from shardlib.islands.servers.server import Listening, Service
+from shardlib.islands.servers.wire import (
+    Ask,
+    Connection,
+    Door,
+    MessageError,
+    address_file,
+    listed,
+    read_ask,
+)
 
 SECRET = "the secret of the run"
 
@@ -59,11 +63,11 @@ def event(server: Listening, says: str) -> None:
 
 def greeted(server: Listening, worker: int = 1) -> socket.socket:
     stream = socket.create_connection(("127.0.0.1", server.port))
-    secret.introduce(stream, SECRET, 0, worker)
+    door_module.introduce(stream, SECRET, 0, worker)
     return stream
 
 
-def frame(header: bytes, body: bytes = b"", mark: bytes = frames.MARK) -> bytes:
+def frame(header: bytes, body: bytes = b"", mark: bytes = door_module.MARK) -> bytes:
     return struct.pack("<4sIQ", mark, len(header), len(body)) + header + body
 
 
@@ -81,9 +85,9 @@ def test_a_server_that_does_not_know_the_secret(tmp_path: Path) -> None:
     def answer() -> None:
         stream, _ = listening.accept()
         with stream:
-            frames.send(stream, {"number": "0" * 32}, {})
-            frames.receive(stream, limit=0)
-            frames.send(stream, {"line": '{"said": "{}", "seal": "00"}'}, {})
+            door_module.send(stream, {"number": "0" * 32}, {})
+            door_module.receive(stream, limit=0)
+            door_module.send(stream, {"line": '{"said": "{}", "seal": "00"}'}, {})
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -101,9 +105,12 @@ def test_a_server_that_does_not_know_the_secret(tmp_path: Path) -> None:
         (frame(b'{"line": "{}"}'), "refused a stranger"),
         (frame(b"[" * 4_000), "nested deeper"),
         (frame(b"{}", b"x"), "refused a stranger: its header has 2 bytes and its body 1"),
-        (struct.pack("<4sIQ", frames.MARK, 2**32 - 1, 0), "refused a stranger: its header has"),
         (
-            struct.pack("<4sIQ", frames.MARK, 4097, 0),
+            struct.pack("<4sIQ", door_module.MARK, 2**32 - 1, 0),
+            "refused a stranger: its header has",
+        ),
+        (
+            struct.pack("<4sIQ", door_module.MARK, 4097, 0),
             "has 4,097 bytes and its body 0; the most are",
         ),
     ],
@@ -130,7 +137,7 @@ PUSH = b'{"kind": "push", "worker": 1, "serial": 1, "start": "x"}'
         (frame(b"\xff\xfe"), "closed the connection of worker 1"),
         (frame(PUSH, b"\x80\x04no safetensors"), "its body is no safetensors"),
         (frame(PUSH, struct.pack("<Q", 1 << 60) + b"{}"), "its body is no safetensors"),
-        (struct.pack("<4sIQ", frames.MARK, 2, 1 << 50), "the most are"),
+        (struct.pack("<4sIQ", door_module.MARK, 2, 1 << 50), "the most are"),
     ],
 )
 def test_garbage_after_it(server: Listening, data: bytes, says: str) -> None:
@@ -153,11 +160,11 @@ def test_messages_that_are_refused_leave_the_connection(
     server: Listening, header: dict[str, object], body: dict[str, np.ndarray], says: str
 ) -> None:
     with greeted(server) as stream:
-        frames.send(stream, header, body)
-        assert frames.receive(stream, limit=1 << 20).header["kind"] == "refused"
+        door_module.send(stream, header, body)
+        assert door_module.receive(stream, limit=1 << 20).header["kind"] == "refused"
         event(server, says)
-        frames.send(stream, {"kind": "fetch", "worker": 1}, {})
-        assert frames.receive(stream, limit=1 << 20).header["kind"] == "ok"
+        door_module.send(stream, {"kind": "fetch", "worker": 1}, {})
+        assert door_module.receive(stream, limit=1 << 20).header["kind"] == "ok"
 
 
 def test_whatever_becomes_of_a_frame_it_is_an_answer_or_named() -> None:
@@ -171,16 +178,16 @@ def test_whatever_becomes_of_a_frame_it_is_an_answer_or_named() -> None:
         for place in random.integers(0, len(data) - 8, random.integers(1, 4)):
             new = random.choice([b"", b"9" * 20, b"1e999", b'"', b"{", b"BF16", random.bytes(3)])
             data[place : place + random.integers(0, 5)] = new
-        lengths = struct.pack("<4sIQ", frames.MARK, len(PUSH), len(data) - len(PUSH))
+        lengths = struct.pack("<4sIQ", door_module.MARK, len(PUSH), len(data) - len(PUSH))
         ours, theirs = socket.socketpair()
         with theirs:
             with ours:
                 ours.sendall((lengths if number % 5 else b"") + data)
             try:
-                frame = frames.receive(theirs, limit=1 << 20)
+                frame = door_module.receive(theirs, limit=1 << 20)
                 answer, _ = service.answer(read_ask(frame.header), dict(frame.arrays), 1)
                 found.add(answer.kind)
-            except (frames.FrameError, frames.ClosedError, MessageError) as error:
+            except (door_module.FrameError, door_module.ClosedError, MessageError) as error:
                 found.add(type(error).__name__)
     assert found >= {"ok", "FrameError", "MessageError"}
 
@@ -190,8 +197,8 @@ def test_a_frame_that_stops_halfway_stops_nobody(server: Listening) -> None:
         whole = frame(PUSH, save({"w": np.ones(3, np.float32)}))
         stream.sendall(whole[:-5])
         with greeted(server, 1) as other:
-            frames.send(other, {"kind": "fetch", "worker": 1}, {})
-            assert frames.receive(other, limit=1 << 20).header["kind"] == "ok"
+            door_module.send(other, {"kind": "fetch", "worker": 1}, {})
+            assert door_module.receive(other, limit=1 << 20).header["kind"] == "ok"
 
 
 @contextlib.contextmanager
@@ -202,7 +209,7 @@ def dripping(port: int, count: int) -> Iterator[list[socket.socket]]:
 
     def drip() -> None:
         for one in strangers:
-            one.sendall(struct.pack("<4sIQ", frames.MARK, 4000, 0))
+            one.sendall(struct.pack("<4sIQ", door_module.MARK, 4000, 0))
         while not ended.wait(0.1):
             for one in strangers:
                 with contextlib.suppress(OSError):
@@ -273,8 +280,8 @@ def test_of_too_many_strangers_those_of_one_address_go_first(
     for one in many[:3]:  # the first of them are sent away
         while one.recv(1 << 10):
             pass
-    secret.introduce(other, SECRET, 0, 7)
-    secret.introduce(many[-1], SECRET, 0, 8)
+    door_module.introduce(other, SECRET, 0, 7)
+    door_module.introduce(many[-1], SECRET, 0, 8)
     until = time.monotonic() + 5
     while sorted(came) != [7, 8]:
         assert time.monotonic() < until, came
@@ -286,17 +293,17 @@ def test_of_too_many_strangers_those_of_one_address_go_first(
 
 def test_a_stage_of_a_chain_is_reached_past_strangers() -> None:
     pytest.importorskip("jax")
-    from shardlib.serving.edge.stage import DRIVER, Entrance
+    from shardlib.serve.edge import DRIVER, Entrance
 
     listener = socket.create_server(("127.0.0.1", 0))
     entrance, port = Entrance(listener, SECRET), listener.getsockname()[1]
     with dripping(port, 5), contextlib.closing(entrance):
         begun = time.monotonic()
         gone, before, driver = (socket.create_connection(("127.0.0.1", port)) for _ in range(3))
-        secret.introduce(gone, SECRET, 0, DRIVER)
+        door_module.introduce(gone, SECRET, 0, DRIVER)
         gone.close()
-        secret.introduce(before, SECRET, 0, 3)
-        secret.introduce(driver, SECRET, 0, DRIVER)
+        door_module.introduce(before, SECRET, 0, 3)
+        door_module.introduce(driver, SECRET, 0, DRIVER)
         with entrance.accepted(DRIVER, 5.0) as taken, entrance.accepted(3, 5.0) as other:
             assert time.monotonic() - begun < 1
             driver.sendall(b"a")

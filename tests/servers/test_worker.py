@@ -13,13 +13,18 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.servers import Job
-from shardlib.servers.ownership import Flat, joined
-from shardlib.servers.server.service import Service
-from shardlib.servers.wire.bodies import Outgoing, made
-from shardlib.servers.wire.messages import Answer, Arrivals, Ask, handed
-from shardlib.servers.worker.computing import Computing
-from shardlib.servers.worker.loop import Worker
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.wire import (
+    Answer,
+    Arrivals,
+    Ask,
+    Flat,
+    Outgoing,
+    handed,
+    joined,
+    made,
+)
+from shardlib.islands.servers.worker import Computing, Job, Worker
 from tests.servers.jobs import job, loss, rows
 
 Tree = Any

@@ -10,10 +10,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from shardlib import models
-from shardlib.annotation.read import read
-from shardlib.checkpointing.huggingface.located import locate, stored
-from shardlib.checkpointing.huggingface.names import names
-from shardlib.checkpointing.huggingface.reading import held_state, read_config
+from shardlib.annotation.tree import read
+from shardlib.checkpointing.huggingface import held_state, locate, names, read_config, stored
 from shardlib.checkpointing.tree import named_leaves
 from tests.checkpointing.test_huggingface import transformers_name, weights
 

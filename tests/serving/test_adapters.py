@@ -12,13 +12,11 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
-from shardlib.serving.engine import Engine
-from shardlib.serving.hosting.embedding import Embedder
-from shardlib.serving.scheduling.capacity import Capacity, Storage
-from shardlib.serving.scheduling.requests import Asked, Request
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.engine import Engine
+from shardlib.serve.hosting import Embedder
+from shardlib.serve.requests import Asked, Capacity, Request, Sampling, Storage
 
 VOCAB, WIDTH, RANK, LONGEST = 53, 16, 3, 32
 SIZES = Capacity(longest=LONGEST, slots=4, page=4, pages=40, budget=12, adapters=3)

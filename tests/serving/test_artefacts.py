@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardlib import models, serving
+from shardlib import models, serve
 from shardlib.cli import main
 from shardlib.errors import ArgumentError, CheckpointError, ModelError
-from shardlib.serving.artefacts.single import row_length, single_pass, user_pass
-from shardlib.serving.artefacts.written import write_artefact
+from shardlib.serve.artefacts import row_length, single_pass, user_pass, write_artefact
 from tests.models.configs import tiny
 from tests.serving.classifier import Classifier, forward
 from tests.serving.hf_folders import write_folder
@@ -96,8 +95,8 @@ def test_a_language_model_runs_without_shardlib(name: str, tmp_path: Path):
         "tokens=np.arange(24, dtype=np.int32).reshape(2, 12)",
         "('logits',)",
     )
-    served = serving.read_folder(folder)
-    from shardlib.annotation.read import read
+    served = serve.read_folder(folder)
+    from shardlib.annotation.tree import read
 
     assert isinstance(served.weights, tuple)
     module = read(served.init).rebuild(*served.weights)
@@ -120,7 +119,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         user_pass(found, "a:b")
     with pytest.raises(ArgumentError, match="a:b brings its own batch; --seq cannot change it"):
         user_pass(found, "a:b", seq=12)
-    served = serving.named("demo")
+    served = serve.named("demo")
     most = served.longest
     assert (row_length(served, None), row_length(served, most)) == (min(128, most), most)
     said = f"a row of {most + 1} tokens is asked for; {served.name} looks at {most} at most"

@@ -13,11 +13,10 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.annotation.read import read
-from shardlib.functions.biases import RelativeBias
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked
+from shardlib.annotation.tree import read
+from shardlib.functions.attention import RelativeBias
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity
 from tests.functions.biased import Biased
 from tests.serving.test_sources import SOURCE, VOCAB, WIDTH, Model, encode, forward
 

@@ -11,22 +11,21 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.read import read
-from shardlib.annotation.trees.paths import path_text
-from shardlib.lowering.serving.held import columns
-from shardlib.lowering.serving.held.columns import Columns, in_columns, product, whole
-from shardlib.lowering.serving.held.uses import summed_dims
-from shardlib.lowering.serving.program import traced_forward
-from shardlib.lowering.serving.stored import Layered, is_held, plain
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.annotation.tree import read
+from shardlib.annotation.trees import path_text
+from shardlib.serve import cache
+from shardlib.serve.cache import Columns, Layered, in_columns, is_held, plain, product, whole
+from shardlib.serve.engine import Engine
+from shardlib.serve.layers import summed_dims
+from shardlib.serve.program import traced_forward
+from shardlib.serve.requests import Capacity
 from shardlib.tracing.program import flatten
 from tests.serving.test_meshes import FAMILIES, LONGEST, forward
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(columns, "LEAST", 4)
+    monkeypatch.setattr(cache, "LEAST", 4)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.lowering.serving.stored import all_plain
+from shardlib.serve.cache import all_plain
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 

@@ -11,13 +11,11 @@ import pytest
 from scipy.stats import chisquare
 
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
-from shardlib.serving.computing.drafts import Ngrams
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked, Request
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.computing import Ngrams
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity, Request, Sampling
 from tests.serving.test_meshes import DENSE, VOCAB, forward
 
 SIZES = Capacity(longest=48, slots=4, page=4, pages=48, budget=24)

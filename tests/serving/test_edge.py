@@ -18,15 +18,13 @@ from jax import export
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError, ModelError
-from shardlib.hardware.chip import Chip
-from shardlib.hardware.cluster import Device
-from shardlib.planning.edge.edge_plan import EdgePlan
-from shardlib.serving.edge.chain import StageError
-from shardlib.serving.edge.cutting import cut
-from shardlib.serving.edge.running import run_edge
-from shardlib.serving.edge.workers import Workers
+from shardlib.machines.chips import Chip
+from shardlib.machines.topology import Device
+from shardlib.serve.edge import StageError, Workers, run_edge
+from shardlib.serve.edge_cutting import cut
+from shardlib.serve.edge_plan import EdgePlan
 from tests.serving.test_meshes import FAMILIES
 
 BATCH = {"tokens": jax.ShapeDtypeStruct((2, 16), jnp.int32)}

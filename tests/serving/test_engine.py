@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import AnnotationError, ArgumentError, ModelError
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity, Sampling
 
 VOCAB = 61
 AXES = {

@@ -12,11 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardlib
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.forms import Form
-from shardlib.serving.scheduling.requests import Asked, Request
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity, Form, Request, Sampling
 from tests.serving.test_engine import AXES, POSITIONS, VOCAB, own, own_weights
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ArgumentError
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked, Request
-from shardlib.serving.scheduling.schedule import Schedule
+from shardlib.serve.requests import Asked, Capacity, Request
+from shardlib.serve.scheduling import Schedule
 
 
 class Served:

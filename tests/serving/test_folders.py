@@ -11,13 +11,10 @@ import pytest
 
 from shardlib.cli import main
 from shardlib.errors import ArgumentError, CheckpointError, MissingFileError, ModelError
-from shardlib.serving.folders.folder import read_folder
-from shardlib.serving.folders.generation import generation
-from shardlib.serving.folders.text import read_text
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.served import Served
-from shardlib.serving.text import ByteText, Pieces
-from shardlib.serving.words import named
+from shardlib.serve.folders import generation, read_folder, read_text
+from shardlib.serve.loading import named
+from shardlib.serve.requests import Capacity
+from shardlib.serve.served import ByteText, Pieces, Served
 from tests.models.configs import PUBLISHED, tiny
 from tests.serving.hf_folders import write_folder, write_tokenizer
 

@@ -19,12 +19,9 @@ from hypothesis import strategies as st
 
 from shardlib import models
 from shardlib.errors import ArgumentError, ModelError
-from shardlib.serving.engine import Engine
-from shardlib.serving.folders.text import read_text, spelt
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.forms import Form
-from shardlib.serving.scheduling.requests import Asked, Request
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.engine import Engine
+from shardlib.serve.folders import read_text, spelt
+from shardlib.serve.requests import Asked, Capacity, Form, Request, Sampling
 from tests.serving.test_meshes import DENSE, forward
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")

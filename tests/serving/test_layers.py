@@ -12,22 +12,23 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.functions.attention import Attention
-from shardlib.lowering.serving.attention import Sets, joined, over_pages
-from shardlib.lowering.serving.stored import (
+from shardlib.serve.cache import (
     Layered,
+    Sets,
     all_plain,
     by_layer,
     is_held,
+    joined,
     layer,
+    over_pages,
     plain,
     store,
     written_out,
 )
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity
 from tests.serving.test_meshes import FAMILIES, LONGEST, forward, prompts
 
 PAGE, PAGES, TABLE = 4, 200, 48

@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
-from shardlib.lowering.serving.cache_groups import CacheGroup, Token
-from shardlib.lowering.serving.program import traced_forward
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts, LatentAttention
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked
+from shardlib.models.config import Experts, LatentAttention, TransformerConfig
+from shardlib.serve.cache import CacheGroup, Token
+from shardlib.serve.engine import Engine
+from shardlib.serve.program import traced_forward
+from shardlib.serve.requests import Asked, Capacity
 
 VOCAB, LONGEST = 61, 32
 DENSE = TransformerConfig(

@@ -16,10 +16,8 @@ from flax import nnx
 
 import shardlib
 from shardlib.errors import ArgumentError, ModelError
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity, Sampling
 
 VOCAB, WIDTH, LONGEST = 53, 16, 24
 SIZES = Capacity(longest=LONGEST, slots=3, budget=12)

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shardlib import serving
+from shardlib import serve as serving
 from shardlib.cli import main
 from shardlib.errors import ArgumentError, MissingFileError, ModelError
-from shardlib.serving.folders.adapter import adapted, read_adapter
-from shardlib.serving.hosting.beside import Beside
-from shardlib.serving.hosting.deployment import Deployment
-from shardlib.serving.hosting.templates import Renderer
-from shardlib.serving.hosting.worker import Worker
-from shardlib.serving.http.app import application
-from shardlib.serving.http.server import serving as serve
+from shardlib.serve.folders import adapted, read_adapter
+from shardlib.serve.hosting import Beside, Deployment, Renderer, Worker
+from shardlib.serve.http.app import application
+from shardlib.serve.http.server import serving as serve
 from tests.models.configs import tiny
 from tests.serving.hf_folders import write_adapter, write_folder
 from tests.serving.test_folders import GOLDEN

@@ -9,10 +9,9 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import Experts
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
+from shardlib.models.config import Experts, TransformerConfig
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Capacity
 
 CONFIG = TransformerConfig(
     name="served",

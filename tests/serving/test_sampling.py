@@ -18,11 +18,8 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import chisquare
 
 from shardlib.errors import ArgumentError
-from shardlib.serving.sampling.choices import Row, choices
-from shardlib.serving.sampling.choose import Chosen, choose, left
-from shardlib.serving.sampling.edits import edited
-from shardlib.serving.scheduling.requests import Asked, Request
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.requests import Asked, Request, Sampling
+from shardlib.serve.sampling import Chosen, Row, choices, choose, edited, left
 
 VOCAB, LONGEST = 37, 16
 CHOOSE, EDITED, LEFT = jax.jit(choose), jax.jit(edited), jax.jit(left)

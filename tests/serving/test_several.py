@@ -10,10 +10,8 @@ import pytest
 
 import shardlib
 from shardlib.errors import ArgumentError
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked
-from shardlib.serving.several import Models
+from shardlib.serve.engine import Engine, Models
+from shardlib.serve.requests import Asked, Capacity
 from tests.serving.test_engine import AXES, POSITIONS, own, own_weights
 from tests.serving.test_own_cache import Recurrent
 

@@ -13,12 +13,10 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError, ModelError
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Asked
-from shardlib.serving.scheduling.settings import Sampling
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity, Sampling
 
 VOCAB, WIDTH, SOURCE, LONGEST = 47, 16, 10, 24
 SIZES = Capacity(longest=LONGEST, slots=3, page=4, pages=9, budget=9)

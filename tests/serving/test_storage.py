@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
-from shardlib.lowering.serving.stored import (
+from shardlib.serve.cache import (
     all_plain,
     is_stored,
     plain,
@@ -19,9 +19,8 @@ from shardlib.lowering.serving.stored import (
     stored_page,
     write_rows,
 )
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity, Storage
-from shardlib.serving.scheduling.requests import Asked
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Asked, Capacity, Storage
 from tests.serving.test_meshes import FAMILIES, LONGEST, forward, prompts
 
 

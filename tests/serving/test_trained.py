@@ -14,16 +14,15 @@ from rich.console import Console
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.cli import main
 from shardlib.errors import RunError
-from shardlib.serving.trained import trained_run
-from shardlib.serving.words import named
-from shardlib.training.config import TrainConfig
-from shardlib.training.loop import train
-from shardlib.training.run.folder import RunFolder
-from shardlib.untrusted import printable
+from shardlib.serve.loading import named, trained_run
+from shardlib.training.fit import train
+from shardlib.training.run import RunFolder
+from shardlib.training.settings import TrainConfig
+from shardlib.untrusted.data import printable
 from tests.serving.cards import card
 
 CARD = card(vocab=256, layers=2)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shardlib import models, serving
+from shardlib import models, serve
 from shardlib.cli import main
 from shardlib.errors import ArgumentError, CheckpointError, ModelError
-from shardlib.serving.artefacts.single import single_pass, user_pass
-from shardlib.serving.triton.repository import MODELS, Repository
+from shardlib.serve.artefacts import single_pass, user_pass
+from shardlib.serve.triton.repository import MODELS, Repository
 from tests.serving.classifier import Classifier, classifier
 from tests.serving.test_written_folders import CARD
 
@@ -85,7 +85,7 @@ def test_a_language_model_has_five_parts(repository: Path):
     assert "decoupled: true" in engine
     assert "dynamic_batching" not in engine  # Triton does not batch for decoupled models
     assert "dynamic_batching" in (repository / "tiny_states" / "config.pbtxt").read_text()
-    folder = serving.read_folder(repository / "tiny" / "1" / "model")
+    folder = serve.read_folder(repository / "tiny" / "1" / "model")
     assert folder.config is not None
     assert folder.config.vocab_size == 256
     for name in names - {"tiny_embedding"}:
@@ -128,13 +128,13 @@ def test_what_cannot_be_written_is_said(repository: Path, tmp_path: Path):
         Repository(folder=tmp_path).write_pass(
             single_pass(Classifier, lambda m, b: m(b["x"])[:, 0], one.inputs, name="flat")
         )
-    plain = serving.Served(
+    plain = serve.Served(
         name="own",
         init=Classifier,
         forward=lambda m, t: m(t),
         weights=0,
         longest=8,
-        text=serving.named("demo").text,
+        text=serve.named("demo").text,
     )
     with pytest.raises(ModelError, match="is no reference transformer"):
         Repository(folder=tmp_path).write_language_model(plain)

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from shardlib import models
-from shardlib.serving.artefacts.single import user_pass
-from shardlib.serving.triton.repository import Repository
+from shardlib.serve.artefacts import user_pass
+from shardlib.serve.triton.repository import Repository
 from tests.processes import free_port
 from tests.serving.classifier import Classifier, classifier, forward
 

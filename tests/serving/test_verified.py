@@ -12,13 +12,13 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.read import read
+from shardlib.annotation.tree import read
 from shardlib.collective import Collective
-from shardlib.hardware import topology
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity, Storage
-from shardlib.serving.verified import findings
-from shardlib.verification.compiled_step import CompiledStep
+from shardlib.machines.topology import topology
+from shardlib.serve.checks import findings
+from shardlib.serve.engine import Engine
+from shardlib.serve.requests import Capacity, Storage
+from shardlib.verify.report import CompiledStep
 from tests.serving.test_planned import CONFIG as SERVED
 
 CONFIG = replace(SERVED, compute_dtype="bfloat16", param_dtype="bfloat16")

@@ -14,13 +14,11 @@ from flax import nnx
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.read import read
-from shardlib.lowering.serving.program import TracedForward, traced_forward
-from shardlib.serving.engine import Engine
-from shardlib.serving.scheduling.capacity import Capacity, Storage
-from shardlib.serving.scheduling.prefixes import digests
-from shardlib.serving.scheduling.requests import Asked, Request
-from shardlib.serving.scheduling.schedule import Schedule
+from shardlib.annotation.tree import read
+from shardlib.serve.engine import Engine
+from shardlib.serve.program import TracedForward, traced_forward
+from shardlib.serve.requests import Asked, Capacity, Request, Storage
+from shardlib.serve.scheduling import Schedule, digests
 from tests.serving.test_meshes import FAMILIES, LONGEST, VOCAB, forward, prompts, reference
 
 SOME = "window in some layers"

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib import serving
-from shardlib.annotation.read import read
+from shardlib import serve
+from shardlib.annotation.tree import read
 from shardlib.errors import MissingFileError, ModelError
-from shardlib.serving.text import ByteText, Pieces
+from shardlib.serve.served import ByteText, Pieces
 from tests.serving.cards import card
 
 CARD = card(vocab=300, layers=1)
@@ -35,10 +35,10 @@ def test_a_character_comes_as_soon_as_it_is_whole() -> None:
 
 def test_a_card_is_served_with_random_weights_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(CARD)
-    found = serving.named(str(tmp_path / "tiny.toml"))
+    found = serve.named(str(tmp_path / "tiny.toml"))
     assert (found.name, found.longest, found.version) == ("tiny", 64, "")
     assert "RANDOM weights" in found.warning
-    engine = found.engine(serving.Capacity(longest=32, slots=2))
+    engine = found.engine(serve.Capacity(longest=32, slots=2))
     assert engine.forward.vocab == 256
     (answer,) = engine.generate([[5, 2, 7]], most=4)
     assert len(answer) == 4
@@ -46,7 +46,7 @@ def test_a_card_is_served_with_random_weights_and_says_so(tmp_path: Path) -> Non
 
 def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(CARD)
-    found = serving.named(str(tmp_path / "tiny.toml"))
+    found = serve.named(str(tmp_path / "tiny.toml"))
     assert found.hidden is not None
     model = read(found.init)
     module = model.rebuild(*jax.jit(model.init)(0))
@@ -70,4 +70,4 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_served_is_said(word: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        serving.named(word)
+        serve.named(word)

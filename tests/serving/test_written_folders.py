@@ -9,22 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardlib import models, serving
+from shardlib import models, serve
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.cli import main
 from shardlib.errors import CheckpointError, ModelError
-from shardlib.models.config import TransformerConfig
-from shardlib.models.config_parts import LatentAttention
-from shardlib.models.described import described
+from shardlib.models.config import LatentAttention, TransformerConfig
 from shardlib.models.huggingface import read
-from shardlib.models.presets import PRESETS
-from shardlib.serving.folders.writing import byte_tokenizer, write_folder
+from shardlib.models.presets import PRESETS, described
+from shardlib.serve.folders import byte_tokenizer, write_folder
 from tests.checkpointing.test_huggingface import CONFIGS
 from tests.models.configs import PUBLISHED
 from tests.serving.cards import card
 
 CARD = card(vocab=300, layers=2)
-SMALL = serving.Capacity(longest=48, slots=2, page=4)
+SMALL = serve.Capacity(longest=48, slots=2, page=4)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_written_says_the_same(out: Path):
-    before, after = serving.named(str(out.parent / "tiny.toml")), serving.named(str(out))
+    before, after = serve.named(str(out.parent / "tiny.toml")), serve.named(str(out))
     assert after.config is not None
     assert after.config.vocab_size == 256
     prompt = "größer {0} \n"
@@ -59,7 +57,7 @@ def test_transformers_says_the_same(out: Path):
     given = tokenizer("größer {0}", return_tensors="pt")
     whole = model.generate(**given, max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
     assert given["input_ids"][0].tolist() == list("größer {0}".encode())
-    engine = serving.read_folder(out).engine(SMALL)
+    engine = serve.read_folder(out).engine(SMALL)
     assert [whole[len(given["input_ids"][0]) :].tolist()] == engine.generate(
         [given["input_ids"][0].tolist()], most=16
     )
@@ -69,14 +67,14 @@ def test_transformers_says_the_same(out: Path):
 def test_nothing_is_overwritten(out: Path):
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match="already; nothing is overwritten"):
-        write_folder(serving.named(str(out)), out, source=out)
+        write_folder(serve.named(str(out)), out, source=out)
     assert (out / "model.safetensors").read_bytes() == before
 
 
 def test_a_folder_goes_out_in_another_dtype(out: Path, tmp_path: Path):
-    found = serving.read_folder(out)
+    found = serve.read_folder(out)
     write_folder(found, tmp_path / "half", source=out, dtype="bfloat16")
-    half = serving.read_folder(tmp_path / "half")
+    half = serve.read_folder(tmp_path / "half")
     assert half.config is not None
     assert half.config.param_dtype == "bfloat16"
     assert (tmp_path / "half" / "tokenizer.json").read_text() == byte_tokenizer()
@@ -84,7 +82,7 @@ def test_a_folder_goes_out_in_another_dtype(out: Path, tmp_path: Path):
         np.testing.assert_array_equal(one.astype(other.dtype), other)
 
 
-def _leaves(found: serving.Served) -> list[np.ndarray]:
+def _leaves(found: serve.Served) -> list[np.ndarray]:
     assert isinstance(found.weights, tuple)
     return [np.asarray(leaf) for leaf in named_leaves(found.weights[0]).values()]
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardlib
-from shardlib.functions.mapped_axes import found_axes, whole_batch
+from shardlib.functions.experts import found_axes, whole_batch
 from tests.steps.examples import drawn
 from tests.steps.test_equal import plain
 from tests.steps.test_marked import require_near

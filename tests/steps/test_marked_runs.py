@@ -15,7 +15,7 @@ import shardlib
 from shardlib.errors import StateError
 from shardlib.training.callbacks import Moment
 from shardlib.training.fit import fit
-from shardlib.training.measures.judge import Policy
+from shardlib.training.measures import Policy
 from shardlib.training.settings import Settings
 from shardlib.training.validation import Validation
 from tests.steps import examples

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardlib
 from shardlib._jax_compat import names_alone
 from shardlib.errors import AnnotationError
-from shardlib.tracing.steps.traced_step import trace_step
+from shardlib.tracing.steps import trace_step
 
 KERNEL = nn.initializers.lecun_normal()
 B = np.ones((16, 8), np.float32)

@@ -21,7 +21,7 @@ from shardlib.errors import (
     StateError,
     TracingError,
 )
-from shardlib.tracing.steps.traced_step import trace_step
+from shardlib.tracing.steps import trace_step
 from tests.steps.examples import EXAMPLES, ROWS, Example, drawn
 from tests.steps.test_equal import plain
 

@@ -18,10 +18,10 @@ from flax.training.train_state import TrainState
 
 import shardlib
 from shardlib.errors import PlanError, StateError
-from shardlib.frontend.steps.step_program import StepProgram
+from shardlib.frontend.step_program import StepProgram
 from shardlib.lowering.islands.program import IslandsProgram
-from shardlib.lowering.program.program import Program
-from shardlib.verification.isolation import Limits
+from shardlib.lowering.program import Program
+from shardlib.verify.isolation import Limits
 from tests.steps.examples import drawn
 from tests.steps.test_equal import plain
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import BatchError
-from shardlib.tracing.batch import describe_batch
+from shardlib.tracing.trace import describe_batch
 
 
 class Graphs(NamedTuple):

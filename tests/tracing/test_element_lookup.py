@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.tracing.element_lookup import by_elements, is_element_lookup
-from shardlib.tracing.program import flatten
-from shardlib.tracing.rewriting.interpreter import evaluate_program
-from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.program import by_elements, flatten, is_element_lookup
+from shardlib.tracing.rewriting import Walk, evaluate_program
 
 MODES = ("fill", "clip", "promise_in_bounds")
 

@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardlib.graph import Graph
-from shardlib.graph.check import check
-from shardlib.graph.prune import prune
-from shardlib.graph.text import text
-from shardlib.tracing import graph_from_jaxpr
+from shardlib.graph import Graph, check, prune, text
+from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 
 GOLDEN = """\
 %0 float32[3, 4, 4] layers (parameter)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from shardlib.errors import TracingError
-from shardlib.tracing import evaluate, graph_from_jaxpr
+from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
+from shardlib.tracing.rewriting import evaluate
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 4)), jnp.float32)

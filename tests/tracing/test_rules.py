@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.graph import FactorRule, Op
-from shardlib.graph.factors import Dims
-from shardlib.tracing import graph_from_jaxpr
-from shardlib.tracing.rules.table import TABLE
+from shardlib.graph import Dims, FactorRule, Op
+from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
+from shardlib.tracing.rules import TABLE
 from tests.tracing.rule_cases import CASES, RuleCase
 
 #: Rules that no case of the table of cases needs: they share their function with one that has a

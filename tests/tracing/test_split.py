@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardlib.tracing.folding import Split, SplitLoop, split
 from shardlib.tracing.program import flatten, subjaxprs
-from shardlib.tracing.rewriting.split import Loop, Split, split
 
 WIDTH = 6
 
@@ -97,7 +97,7 @@ def test_both_parts_together_are_the_whole(function):
     )
     assert matmuls(first) + matmuls(second) == matmuls(traced.jaxpr)
     assert matmuls(second) >= 6  # two products in each of three layers
-    assert any(isinstance(step, Loop) for step in parts.second)
+    assert any(isinstance(step, SplitLoop) for step in parts.second)
 
 
 def test_what_is_wanted_early_alone_leaves_nothing_for_later():

@@ -11,13 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from shardlib.annotation.model import Model
-from shardlib.annotation.read import read
+from shardlib.annotation.names import Model
+from shardlib.annotation.tree import read
 from shardlib.errors import AnnotationError, BatchError, TracingError
-from shardlib.tracing import trace
-from shardlib.tracing.program import flatten
-from shardlib.tracing.rewriting.fold import fold
-from shardlib.tracing.rewriting.repeats import Run, find_repeats
+from shardlib.tracing.folding import fold
+from shardlib.tracing.program import Run, find_repeats, flatten
+from shardlib.tracing.trace import trace
 from tests.zoo import CASES, Case
 
 BATCH = {"tokens": jax.ShapeDtypeStruct((8, 16), jnp.int32)}

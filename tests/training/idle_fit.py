@@ -21,16 +21,16 @@ import numpy as np
 import optax
 
 import shardlib
-from shardlib.lowering.program.guards import Guards
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program import Program
+from shardlib.lowering.step import Guards
 from shardlib.processes.values import whole
-from shardlib.training.callbacks.rate import LearningRate
+from shardlib.training.callbacks import LearningRate
 from shardlib.training.fit import Fitted, fit
-from shardlib.training.measures.judge import Policy
+from shardlib.training.measures import Policy
 from shardlib.training.settings import Settings
-from shardlib.training.states.average import averaged, with_average
-from shardlib.training.stepping.batches import BatchOf
-from shardlib.training.validation.asked import Validation
+from shardlib.training.states import averaged, with_average
+from shardlib.training.stepping import BatchOf
+from shardlib.training.validation import Validation
 from tests.processes import forked
 from tests.training.small import Model, batch_of, loss
 

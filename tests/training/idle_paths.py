@@ -19,16 +19,15 @@ from flax import nnx
 
 import shardlib
 from shardlib.checkpointing import huggingface
-from shardlib.checkpointing.foreign.peft import read_adapter, write_adapter
+from shardlib.checkpointing.foreign import read_adapter, write_adapter
 from shardlib.errors import ShardlibError
 from shardlib.processes.values import whole
-from shardlib.serving.engine import Engine
-from shardlib.training.callbacks.best import BestCheckpoint
-from shardlib.training.callbacks.samples import Samples
+from shardlib.serve.engine import Engine
+from shardlib.training.callbacks import BestCheckpoint, Samples
 from shardlib.training.fit import fit
 from shardlib.training.settings import Settings
-from shardlib.training.states.programs import AnyProgram
-from shardlib.training.validation.asked import Validation
+from shardlib.training.states import AnyProgram
+from shardlib.training.validation import Validation
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 from tests.processes import forked
 from tests.training.small import WIDTH, batch_of

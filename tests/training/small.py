@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 import shardlib
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program import Program
 
 WIDTH, BATCH = 16, 8
 

@@ -12,14 +12,14 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib import models, serving
+from shardlib import models, serve
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ModelError, StateError
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program import Program
 from shardlib.models.config import TransformerConfig
 from shardlib.training.fit import fit
 from shardlib.training.settings import Settings
-from shardlib.training.states.average import averaged, warmed_up_decay, with_average
+from shardlib.training.states import averaged, warmed_up_decay, with_average
 from shardlib.training.validation import Validation
 from tests.training.small import WIDTH, batch_of
 
@@ -181,10 +181,10 @@ def test_an_average_is_served(tmp_path: Path):
 
 
 def _answer(init: Any, params: Any, prompt: list[int]) -> list[int]:
-    engine = serving.Engine(
+    engine = serve.Engine(
         init,
         lambda model, tokens: model(tokens),
         weights=jax.device_get(params),
-        capacity=serving.Capacity(longest=32, slots=1),
+        capacity=serve.Capacity(longest=32, slots=1),
     )
     return engine.generate([prompt], most=12)[0]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shardlib.training import measures
 from shardlib.training.display import figures_table
-from shardlib.training.measures import busy
-from shardlib.training.measures.busy import Busy
-from shardlib.training.result import Figures
+from shardlib.training.measures import Busy
+from shardlib.training.settings import Figures
 
 
 def stat(path: Path, work: int, idle: int) -> None:
@@ -22,8 +22,8 @@ def stat(path: Path, work: int, idle: int) -> None:
 
 def test_what_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     own = [0.0]
-    monkeypatch.setattr(busy, "STAT", tmp_path / "stat")
-    monkeypatch.setattr(busy, "EVERY", 0.0)
+    monkeypatch.setattr(measures, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(measures, "EVERY", 0.0)
     monkeypatch.setattr(os, "times", lambda: os.times_result((own[0], 0.0, 0.0, 0.0, 0.0)))
     stat(tmp_path / "stat", 1000, 1000)
     found = Busy()

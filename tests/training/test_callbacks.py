@@ -16,12 +16,11 @@ from rich.console import Console
 import shardlib
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ModelError, RunError, TrainingError
-from shardlib.frontend.steps.step_program import StepProgram
+from shardlib.frontend.step_program import StepProgram
 from shardlib.training.callbacks import BestCheckpoint, EarlyStop, LearningRate, Moment, Samples
 from shardlib.training.fit import Fitted, fit
-from shardlib.training.measures.judge import Policy
-from shardlib.training.measures.metrics import by_step, read_records
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.measures import Policy, by_step, read_records
+from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import Validation
 

@@ -16,8 +16,7 @@ import pytest
 from rich.console import Console
 
 import shardlib
-from shardlib.checkpointing.keep import Keep
-from shardlib.checkpointing.store import Checkpoints
+from shardlib.checkpointing.store import Checkpoints, Keep
 from shardlib.errors import (
     ArgumentError,
     CheckpointError,
@@ -26,13 +25,10 @@ from shardlib.errors import (
     RunError,
     TrainingError,
 )
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program import Program
 from shardlib.training.fit import Fitted, fit
-from shardlib.training.measures.judge import Policy
-from shardlib.training.measures.metrics import JsonLines, by_step, read_records
-from shardlib.training.measures.rates import Ramp
-from shardlib.training.run.folder import RunFolder
-from shardlib.training.run.status import status
+from shardlib.training.measures import JsonLines, Policy, Ramp, by_step, read_records
+from shardlib.training.run import RunFolder, status
 from shardlib.training.settings import Settings
 from tests.processes import child, free_port
 from tests.training.small import BATCH, Model, batch_of, compiled, loss

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import MissingFileError, RunError
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.run import RunFolder
 
 
 def test_the_same_run_is_opened_again(tmp_path: Path):
@@ -62,8 +62,8 @@ def test_folders_that_are_none(tmp_path: Path):
 def test_who_only_watches_does_not_load_jax():
     """Neither the supervisor nor `shardlib status`; and whoever owns a folder is known without."""
     code = (
-        "import sys, shardlib.training.supervisor, shardlib.training.run.status,"
-        " shardlib.checkpointing.owner; print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
+        "import sys, shardlib.training.supervisor, shardlib.training.run,"
+        " shardlib.checkpointing.folder; print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

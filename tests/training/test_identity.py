@@ -22,12 +22,10 @@ from rich.console import Console
 
 import shardlib
 from shardlib.errors import ModelError, RunError
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program import Program
 from shardlib.training.fit import fit
-from shardlib.training.measures.metrics import read_records
-from shardlib.training.run.folder import RunFolder
-from shardlib.training.run.graph import drawn
-from shardlib.training.run.identity import traced
+from shardlib.training.measures import read_records
+from shardlib.training.run import RunFolder, drawn, traced
 from shardlib.training.settings import Settings
 from tests.processes import ROOT
 from tests.training.small import Model, batch_of, compiled, loss

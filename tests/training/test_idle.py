@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.checkpointing import huggingface
 from shardlib.errors import LaunchError
-from shardlib.lowering.mesh.device_findings import idle_devices
+from shardlib.layout import MeshShape
+from shardlib.lowering.mesh import idle_devices
 from shardlib.processes import values
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 from tests.processes import child, free_port

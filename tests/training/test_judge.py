@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import ModelError
-from shardlib.training.measures.judge import Judge, Policy
+from shardlib.training.measures import Judge, Policy
 
 
 def falling(steps: int, seed: int = 0) -> list[float]:

@@ -15,11 +15,10 @@ from rich.console import Console
 
 from shardlib.errors import MissingPackageError
 from shardlib.training.callbacks import Moment
-from shardlib.training.display import Display
+from shardlib.training.display import Display, NotebookBar
 from shardlib.training.fit import fit
 from shardlib.training.loggers import JsonLines, LoggedRun, Logger, MLflow, TensorBoard, WandB
-from shardlib.training.notebook import NotebookBar
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import Validation
 from tests.planning.fixture_plan import PLAN

@@ -15,7 +15,7 @@ from flax import nnx
 from rich.console import Console
 
 from shardlib import models
-from shardlib.data.batches.loader import Loader
+from shardlib.data.batches import Loader
 from shardlib.errors import (
     MissingFileError,
     ModelError,
@@ -24,11 +24,10 @@ from shardlib.errors import (
     TopologyError,
     TrainingError,
 )
-from shardlib.processes.devices import simulate_cpu_devices
-from shardlib.training.config import TrainConfig
-from shardlib.training.loop import train
-from shardlib.training.result import TrainResult
-from shardlib.training.sampling import generate
+from shardlib.processes.place import simulate_cpu_devices
+from shardlib.training.display import generate
+from shardlib.training.fit import train
+from shardlib.training.settings import TrainConfig, TrainResult
 
 CARD = (
     "vocab_size = 256\nlayers = 2\nembed = 32\nheads = 4\nkv_heads = 2\nhead_dim = 8\nmlp ="

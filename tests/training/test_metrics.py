@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from shardlib.training.measures.metrics import EventFiles, JsonLines, by_step, read_records
+from shardlib.training.measures import EventFiles, JsonLines, by_step, read_records
 
 
 def test_lines_come_back(tmp_path: Path):

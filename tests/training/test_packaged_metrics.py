@@ -21,8 +21,7 @@ import shardlib
 from shardlib.errors import BatchError, PinError
 from shardlib.training.fit import fit
 from shardlib.training.settings import Settings
-from shardlib.training.validation import Validation
-from shardlib.training.validation.validator import validator
+from shardlib.training.validation import Validation, validator
 
 WIDE, ROWS = 12, 32
 Batch = Mapping[str, Any]

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from shardlib.errors import ModelError
-from shardlib.training.measures.rates import (
+from shardlib.training.measures import (
     OPTIMIZERS,
     Ramp,
     batch_findings,

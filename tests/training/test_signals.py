@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from shardlib.errors import StoppedError
-from shardlib.processes.signals import ends_at_once, stop_requests
+from shardlib.processes.place import ends_at_once, stop_requests
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))

@@ -15,9 +15,8 @@ from flax import nnx
 import shardlib
 from shardlib.checkpointing.tree import is_key
 from shardlib.errors import StateError
-from shardlib.lowering.program.program import Program
-from shardlib.training.states.rates import learning_rate, steps_done
-from shardlib.training.states.surgery import operate
+from shardlib.lowering.program import Program
+from shardlib.training.states import learning_rate, operate, steps_done
 
 WIDE, ROWS = 16, 8
 RATE = optax.linear_schedule(1e-2, 0.0, 10)

@@ -14,18 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardlib.checkpointing.about import DamagedError
-from shardlib.checkpointing.folder import Folder
-from shardlib.checkpointing.huggingface.files import Files
-from shardlib.checkpointing.owner import claim
-from shardlib.checkpointing.owner_files import described
-from shardlib.checkpointing.reading import read_about, try_about
+from shardlib.checkpointing.folder import Folder, claim, described
+from shardlib.checkpointing.huggingface import Files
+from shardlib.checkpointing.reading import DamagedError, read_about, try_about
 from shardlib.checkpointing.store import Checkpoints, epath
 from shardlib.errors import CheckpointError, RunError, ShardlibError
-from shardlib.processes.heartbeat import read_heartbeat, write_whole
-from shardlib.training.measures.metrics import JsonLines, by_step, read_lines, read_records
-from shardlib.training.run.folder import Opened, RunFolder
-from shardlib.training.run.status import status
+from shardlib.processes.place import read_heartbeat, write_whole
+from shardlib.training.measures import JsonLines, by_step, read_lines, read_records
+from shardlib.training.run import Opened, RunFolder, status
 
 BOUNDED = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.processes.watchdog import HUNG
-from shardlib.training.run.folder import RunFolder
+from shardlib.processes.place import HUNG
+from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
 
 #: A run without JAX: ten steps, each of which makes a checkpoint; what goes wrong at a step, once
@@ -17,7 +17,7 @@ from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
-from shardlib.processes.watchdog import Watchdog
+from shardlib.processes.place import Watchdog
 folder, fault, at, once = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "once"
 watchdog = Watchdog(folder / "heartbeat" / "rank-3.json", rank=3, seconds=1.0 if fault == "hang" else None)
 stop = []
@@ -111,7 +111,7 @@ def test_a_stop_is_passed_on(tmp_path: Path):
     folder.open({"model": "none"})
     program = (
         "import sys; from pathlib import Path; from shardlib.training.supervisor import supervise;"
-        " from shardlib.training.run.folder import RunFolder;sys.exit(supervise(sys.argv[2:],"
+        " from shardlib.training.run import RunFolder;sys.exit(supervise(sys.argv[2:],"
         " RunFolder(Path(sys.argv[1]))))"
     )
     process = subprocess.Popen(
@@ -151,7 +151,7 @@ def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.
     folder.open({"model": "none"})
     program = (
         "import sys; from pathlib import Path; from shardlib.training.supervisor import supervise;"
-        " from shardlib.training.run.folder import RunFolder;sys.exit(supervise(sys.argv[2:],"
+        " from shardlib.training.run import RunFolder;sys.exit(supervise(sys.argv[2:],"
         " RunFolder(Path(sys.argv[1]))))"
     )
     process = subprocess.Popen(

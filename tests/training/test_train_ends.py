@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.training.measures.metrics import read_lines
-from shardlib.training.run.folder import RunFolder
+from shardlib.training.measures import read_lines
+from shardlib.training.run import RunFolder
 from tests.processes import ROOT
 
 CARD = (

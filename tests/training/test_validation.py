@@ -14,11 +14,10 @@ import pytest
 
 import shardlib
 from shardlib.errors import BatchError, ModelError
-from shardlib.lowering.program.program import Program
+from shardlib.lowering.program import Program
 from shardlib.training.fit import fit
 from shardlib.training.settings import Settings
-from shardlib.training.validation import Validation
-from shardlib.training.validation.validator import validator
+from shardlib.training.validation import Validation, validator
 
 WIDE, CLASSES, ROWS = 12, 5, 37
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.processes.heartbeat import Heartbeat, Observer, read_heartbeat
-from shardlib.processes.watchdog import HUNG, Watchdog
+from shardlib.processes.place import HUNG, Heartbeat, Observer, Watchdog, read_heartbeat
 
 HANG = """
 import sys, threading, time
 from pathlib import Path
-from shardlib.processes.watchdog import Watchdog
+from shardlib.processes.place import Watchdog
 
 def stuck_in_a_collective():
     threading.Event().wait()

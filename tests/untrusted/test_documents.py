@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import MissingFileError, PlanError, TopologyError
-from shardlib.untrusted import parse_json, parse_toml, read_json, read_toml
-from shardlib.untrusted.documents import Limits
+from shardlib.untrusted.data import Limits, parse_json, parse_toml, read_json, read_toml
 
 JSON = {
     "NaN": ('{"a": NaN}', "NaN is no finite number"),

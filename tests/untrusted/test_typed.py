@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ModelError, PlanError, ShardlibError
-from shardlib.untrusted import Form, construct, printable, shown
+from shardlib.untrusted.data import Form, construct, printable, shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from shardlib.axes import MeshShape
-from shardlib.hardware import topology
-from shardlib.verification.targets import compile_devices, environment, target
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import topology
+from shardlib.verify.isolation import compile_devices, environment, target
 
 SPELLING = {"cpu": "cpu:8", "tpu": "v5e:2x4", "cuda": "h100:8"}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.axes import MESH_AXES
+from shardlib.layout import MESH_AXES
 
 LAYERS, EMBED, MLP, ROWS = 3, 512, 1024, 64
 FSDP, TENSOR = 4, 2

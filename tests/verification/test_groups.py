@@ -9,14 +9,14 @@ import itertools
 import numpy as np
 import pytest
 
-from shardlib.axes import INNER_AXES, MeshShape
-from shardlib.verification.hlo.groups import (
+from shardlib.layout import INNER_AXES, MeshShape
+from shardlib.verify.hlo import (
+    HloError,
     axes_of_groups,
     axes_of_pairs,
     replica_groups,
     source_target_pairs,
 )
-from shardlib.verification.hlo.shapes import HloError
 
 SIZES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=6) if np.prod(sizes) == 8]
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.shapes import HloError, array_bytes, arrays, elements
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.layout import MeshShape
+from shardlib.verify.hlo import HloError, array_bytes, arrays, elements, parse
+from shardlib.verify.timelines import read_traffic
 
 FRAGMENTS = {
     path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode()

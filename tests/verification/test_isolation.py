@@ -14,13 +14,20 @@ from typing import Any
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.errors import MissingPackageError
-from shardlib.hardware import topology
-from shardlib.verification import targets
-from shardlib.verification.compiler_failures import failed, out_of_memory_text
-from shardlib.verification.isolation import Failure, Limits, last_words, run_child
-from shardlib.verification.targets import require_compiler, target
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import topology
+from shardlib.verify import isolation
+from shardlib.verify.isolation import (
+    Failure,
+    Limits,
+    failed,
+    last_words,
+    out_of_memory_text,
+    require_compiler,
+    run_child,
+    target,
+)
 from tests.planning.fixture_plan import PLAN
 
 HERE = target(topology("cpu:2"), MeshShape(data=2))
@@ -112,7 +119,7 @@ def test_last_words():
 def test_a_compiler_that_is_not_installed(
     platform: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(isolation.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="not installed") as stop:
         require_compiler(platform)
     assert f"pip install '{extra}'" in str(stop.value)
@@ -125,7 +132,7 @@ def test_targets_travel_as_json():
         ("tpu7x:2x2x2", {"fsdp": 16}),
     ):
         where = target(topology(spelling), MeshShape(mesh))
-        assert targets.Target.from_json(json.loads(json.dumps(where.to_json()))) == where
+        assert isolation.Target.from_json(json.loads(json.dumps(where.to_json()))) == where
         assert len(set(where.order)) == len(where.order) == where.devices
 
 
@@ -143,7 +150,7 @@ def test_slices_are_outermost_and_neighbours_innermost():
 
 
 def test_every_gpu_of_the_catalogue_is_described():
-    from shardlib.hardware.catalog import CATALOG
+    from shardlib.machines.catalog import CATALOG
 
     for name, product in CATALOG.items():
         if product.chip.vendor == "nvidia":
@@ -157,7 +164,7 @@ def test_every_gpu_of_the_catalogue_is_described():
 COMPILING = """
 import sys
 from pathlib import Path
-from shardlib.verification.isolation import Limits, run_child
+from shardlib.verify.isolation import Limits, run_child
 from tests.verification.test_isolation import HERE
 folder = Path(sys.argv[1])
 code = "import os, subprocess, sys, time; one = subprocess.Popen(['sleep', '1000']); open(sys.argv[1], 'w').write(f'{os.getpid()} {one.pid}'); time.sleep(1000)"
@@ -196,7 +203,7 @@ def test_no_compiler_outlives_whoever_started_it(tmp_path: Path, number: signal.
 VERIFYING = """
 import sys, tempfile
 from types import SimpleNamespace
-from shardlib.verification import isolation
+from shardlib.verify import isolation
 from tests.verification.test_isolation import HERE
 tempfile.tempdir = sys.argv[1]
 run = isolation.run_child

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.axes import MeshShape
-from shardlib.verification.hlo.overlap import scheduled
+from shardlib.layout import MeshShape
+from shardlib.verify.timelines import scheduled
 
 MESH = MeshShape(data=2, tensor=4)
 TEXT = """HloModule m, is_scheduled=true, num_partitions=8

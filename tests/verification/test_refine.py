@@ -15,7 +15,7 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.cli import main
-from shardlib.cost.machine.collectives import collective_cost
+from shardlib.cost.collectives import collective_cost
 from shardlib.errors import (
     InfeasibleError,
     LayoutError,
@@ -24,19 +24,15 @@ from shardlib.errors import (
     TopologyError,
     VerificationError,
 )
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import Topology, topology
+from shardlib.findings import Finding
+from shardlib.machines.topology import Topology, place, topology
 from shardlib.models.config import TransformerConfig
-from shardlib.planning import planner
-from shardlib.planning.plan import Plan, Ranked
-from shardlib.planning.space.workload import Workload
-from shardlib.planning.text.explain import explain
-from shardlib.report import Finding
-from shardlib.verification.compiled_step import CompiledStep
-from shardlib.verification.refining.findings import COMPILATIONS
-from shardlib.verification.refining.order import one_of_each_policy
-from shardlib.verification.refining.refine import refine
-from shardlib.verification.report import Verification
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan, Ranked
+from shardlib.planner.workload import Workload
+from shardlib.report.text import explain
+from shardlib.verify.refining import COMPILATIONS, one_of_each_policy, refine
+from shardlib.verify.report import CompiledStep, Verification
 from tests.planning import worlds
 
 CONFIG = TransformerConfig(

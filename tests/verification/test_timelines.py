@@ -9,13 +9,11 @@ import itertools
 import pytest
 
 from shardlib.errors import VerificationError
-from shardlib.planning.text.timeline import BOTH, IDLE, work
-from shardlib.schedules.orders import BACKWARD, FORWARD
-from shardlib.schedules.timetable import Timetable
-from shardlib.verification.hlo import timelines
-from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.profile import Event, stage_devices
-from shardlib.verification.hlo.timelines import measure_timeline
+from shardlib.report.timelines import BOTH, IDLE, work
+from shardlib.schedules import BACKWARD, FORWARD, Timetable
+from shardlib.verify import timelines
+from shardlib.verify.hlo import parse
+from shardlib.verify.timelines import Event, measure_timeline, stage_devices
 from tests.lowering import models
 from tests.lowering.test_pipeline import program
 

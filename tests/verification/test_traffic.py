@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.verification.hlo.causes import short_name
-from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.loops.trip_counts import trip_count
-from shardlib.verification.hlo.traffic import read_traffic
-from shardlib.verification.report import totals
+from shardlib.layout import MeshShape
+from shardlib.verify.hlo import parse, trip_count
+from shardlib.verify.report import totals
+from shardlib.verify.timelines import read_traffic, short_name
 from tests.verification import programs
 from tests.verification.test_hlo import FRAGMENTS, MESH
 

@@ -15,19 +15,18 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.axes import MeshShape
 from shardlib.cli import main
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
-from shardlib.hardware import topology
+from shardlib.findings import Finding
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import topology
 from shardlib.models.config import TransformerConfig
-from shardlib.report import Finding
-from shardlib.verification import compare
-from shardlib.verification.compiled_step import CompiledStep
-from shardlib.verification.hlo.found import Found
-from shardlib.verification.hlo.traffic import read_traffic
-from shardlib.verification.isolation import Limits
-from shardlib.verification.report import growth, read_baseline, totals
+from shardlib.verify import report as compare
+from shardlib.verify.hlo import Found
+from shardlib.verify.isolation import Limits
+from shardlib.verify.report import CompiledStep, growth, read_baseline, totals
+from shardlib.verify.timelines import read_traffic
 
 CONFIG = TransformerConfig(
     name="tiny",

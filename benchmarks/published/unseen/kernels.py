@@ -1,5 +1,5 @@
 """The distinct kernels of a step as arrays: seconds of their parts at full peak and bandwidth, and
-which figures of `shardlib.cost.machine.efficiency.Efficiency` scale each part.
+which figures of `shardlib.cost.roofline.Efficiency` scale each part.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardlib.cost.machine.roofline import CHAINS, kernel_parts
-from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
-from shardlib.cost.step.routed_experts import GROUPED
-from shardlib.cost.tables.measures import Kernel
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.local_sizes import Shapes, local
-from shardlib.cost.terms.terms import Compute
+from shardlib.cost.attention import BACKWARD, FORWARD
+from shardlib.cost.experts import GROUPED
+from shardlib.cost.roofline import CHAINS, kernel_parts
+from shardlib.cost.tables import Kernel, Pricer
+from shardlib.cost.terms import Compute, Shapes, local
 
 Array = np.ndarray
 #: Figures that divide the seconds of matrix work, all 1 where a table is made.

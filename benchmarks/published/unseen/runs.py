@@ -17,10 +17,9 @@ from benchmarks.published.pricing import Bench
 from benchmarks.published.software import memory_of
 from benchmarks.published.summary import Result
 from benchmarks.published.unseen.tallies import tallied
-from shardlib.cost.machine.efficiency import efficiency
-from shardlib.cost.machine.efficiency_curves import curves
+from shardlib.cost.roofline import curves, efficiency
 from shardlib.errors import ShardlibError
-from shardlib.planning.assembly.candidate_price import price
+from shardlib.planner.assembly import price
 
 Figures = dict[str, Any]
 

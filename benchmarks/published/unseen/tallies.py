@@ -4,7 +4,7 @@ thousand times faster than by tracing, and without the traced model.
 The price of a plan is a sum of kernels and collectives before anything is hidden. Of every distinct
 kernel there are three numbers - seconds of its matrix work at the full peak, of its vector work, of
 its traffic at the full bandwidth - and how often each segment of the step runs it; of collectives
-their counts and bytes. A figure of `shardlib.cost.machine.efficiency.Efficiency` divides or scales
+their counts and bytes. A figure of `shardlib.cost.roofline.Efficiency` divides or scales
 columns of that table, and the rest is the cost model's own `sums` and `combine`. The result is that
 of `Quote.seconds` but for rounding, which `tests/test_published_unseen.py` holds for random figures.
 """
@@ -19,22 +19,15 @@ import numpy as np
 
 from benchmarks.published.pricing import Quote
 from benchmarks.published.unseen.kernels import FITTED, UNIT, Columns, Kernels, kernels_of
-from shardlib.cost.machine.collective_tables import Links
-from shardlib.cost.pricing.candidates import Candidates, candidates
-from shardlib.cost.pricing.sums import Model, sums
-from shardlib.cost.pricing.totals import combine
-from shardlib.cost.tables.basis_functions import evaluate
-from shardlib.cost.tables.charges import charges
-from shardlib.cost.tables.measures import Kernel, Launch, Measure
-from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.tables.quantities import ROWS
-from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.local_sizes import Shapes
-from shardlib.cost.terms.terms import Item
+from shardlib.cost.collectives import Links
+from shardlib.cost.framework import FrameworkProfile
+from shardlib.cost.pricing import combine
+from shardlib.cost.stages import Candidates, Model, candidates, sums
+from shardlib.cost.tables import ROWS, Kernel, Launch, Measure, Pricer, charges, evaluate
+from shardlib.cost.terms import Item, Shapes
 from shardlib.decisions.table import Decisions
-from shardlib.hardware.placement import place
-from shardlib.hardware.topology import Topology
-from shardlib.propagation.assignment import Choice
+from shardlib.machines.topology import Topology, place
+from shardlib.propagation.colours import Choice
 
 Array = np.ndarray
 

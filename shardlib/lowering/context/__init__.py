@@ -14,4 +14,5 @@
 
 All of it is for functions that are manual over the axis (`jax.shard_map`): arrays are what one
 device holds. Every form is exact: results and gradients are those of attention on one device.
+
 """

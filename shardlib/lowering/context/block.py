@@ -8,20 +8,209 @@ made on its own (FlashAttention, arXiv:2205.14135, algorithm 4).
 
 Queries are [B, Q, H, D], keys and values [B, K, G, D] and [B, K, G, V], where each of the G groups
 has H / G heads of the queries; all arithmetic is in float32.
+
+Which keys does a query see, and what does their distance add to scores?
+
+Masks are made from positions and documents, for the queries and keys that are at hand: no array has
+a side for all of the queries and one for all of the keys.
+
+>>> import jax.numpy as jnp
+>>> tokens = Tokens(position=jnp.arange(4))
+>>> Sight(window=2).seen(tokens, tokens).astype(int).tolist()
+[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+>>> bool(Sight().some(tokens[:2], tokens[2:])), bool(Sight().some(tokens[2:], tokens[:2]))
+(False, True)
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from shardlib.graph.kernels import BLOCK
-from shardlib.jax_types import Value
-from shardlib.lowering.context.mask import Sight, Tokens
+from shardlib.functions.attention import BiasForm
+from shardlib.graph import BLOCK
+from shardlib.jax_types import Index, Value
+
+# --------------------------------------------------------------------------------------------------
+
+#: Farther than any two positions.
+FAR = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Where some tokens stand.
+
+    Attributes:
+        position: in the sequence, [S].
+        document: number of the document, [B, S]; None where there is one.
+        real: false for tokens that only fill a block, [S]; None where all are real.
+    """
+
+    position: Value
+    document: Any = None
+    real: Any = None
+
+    def __getitem__(self, which: slice) -> Tokens:
+        return Tokens(
+            position=self.position[which],
+            document=None if self.document is None else self.document[:, which],
+            real=None if self.real is None else self.real[which],
+        )
+
+
+jax.tree_util.register_dataclass(
+    Tokens, data_fields=["position", "document", "real"], meta_fields=[]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offsets:
+    """What distances add to scores.
+
+    Attributes:
+        form: how.
+        array: of slopes or buckets, of the heads at hand.
+    """
+
+    form: BiasForm
+    array: Value
+
+    def of(self, query: Tokens, key: Tokens) -> Value:
+        """What is added to scores, [N, Q, K] float32."""
+        return self.form.of(self.array, key.position[None, :] - query.position[:, None])
+
+    def back(self, query: Tokens, key: Tokens, cotangent: Value) -> Value:
+        """The gradient of the array, float32.
+
+        Args:
+            cotangent: of what is added, [N, Q, K].
+        """
+        distance = key.position[None, :] - query.position[:, None]
+        pull = jax.vjp(lambda array: self.form.of(array, distance), self.array.astype(jnp.float32))
+        return pull[1](cotangent)[0]
+
+
+jax.tree_util.register_dataclass(Offsets, data_fields=["array"], meta_fields=["form"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """How far a query sees.
+
+    Attributes:
+        causal: whether it sees no later position.
+        window: it sees positions that are less than this far: the last `window` of them, itself
+            included, where it is causal, and as many to the other side where it is not. A number or
+            a traced scalar; 0 or None for all.
+        offsets: what distances add to scores; None for nothing.
+    """
+
+    causal: bool = True
+    window: Index | None = None
+    offsets: Offsets | None = None
+
+    def added(self, query: Tokens, key: Tokens) -> Value | None:
+        """What is added to scores, [N, Q, K]; None for nothing."""
+        return None if self.offsets is None else self.offsets.of(query, key)
+
+    def offsets_back(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
+        """The gradient of what distances add, if they add anything.
+
+        Args:
+            cotangent: of what is added, [N, Q, K].
+        """
+        return () if self.offsets is None else (self.offsets.back(query, key, cotangent),)
+
+    @property
+    def reach(self) -> Value | None:
+        """The window as a distance; None where all is seen whatever the program is given."""
+        if self.window is None or (isinstance(self.window, int | np.integer) and not self.window):
+            return None
+        return jnp.where(self.window > 0, self.window, FAR)
+
+    def seen(self, query: Tokens, key: Tokens) -> Value | None:
+        """Which keys are seen, [Q, K], or [B, Q, K] where there are documents; None where all
+        are.
+        """
+        far = query.position[:, None] - key.position[None, :]
+        conditions = [far >= 0] if self.causal else []
+        if self.reach is not None:
+            conditions.append((far if self.causal else jnp.abs(far)) < self.reach)
+        if key.real is not None:
+            conditions.append(key.real[None, :])
+        if query.document is not None:
+            conditions.append(query.document[:, :, None] == key.document[:, None, :])
+        return reduce(operator.and_, conditions) if conditions else None
+
+    def some(self, query: Tokens, key: Tokens) -> Value | None:
+        """A scalar that is false only where none of the queries sees any of the keys; None where
+        nothing can be told. It looks at the ends alone, so that a block of scores can be left out.
+        """
+        first, last = (
+            query.position.min() - key.position.max(),
+            query.position.max() - key.position.min(),
+        )
+        conditions = [last >= 0] if self.causal else []
+        if self.reach is not None:
+            conditions += [first < self.reach, last > -self.reach]
+        if query.document is not None:
+            conditions.append(
+                (
+                    (query.document.min(1) <= key.document.max(1))
+                    & (key.document.min(1) <= query.document.max(1))
+                ).any()
+            )
+        return reduce(operator.and_, conditions) if conditions else None
+
+    @property
+    def split(self) -> tuple[int, Given]:
+        """The window, where the program knows it and 0 else, and what the program is given."""
+        if self.window is None or isinstance(self.window, int | np.integer):
+            return int(self.window or 0), Given(offsets=self.offsets)
+        return 0, Given(window=jnp.asarray(self.window, jnp.int32), offsets=self.offsets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a program is given of a sight.
+
+    Attributes:
+        window: see `Sight`; None where the program knows it.
+        offsets: see `Sight`.
+    """
+
+    window: Value | None = None
+    offsets: Offsets | None = None
+
+    def sight(self, window: int, *, causal: bool) -> Sight:
+        """The sight."""
+        return Sight(
+            causal=causal,
+            window=window if self.window is None else self.window,
+            offsets=self.offsets,
+        )
+
+    def cotangent(self, *gradient: Value) -> Given | None:
+        """Its cotangent."""
+        if self.offsets is None:
+            return None
+        array = gradient[0].astype(self.offsets.array.dtype)
+        return Given(offsets=replace(self.offsets, array=array))
+
+
+jax.tree_util.register_dataclass(Given, data_fields=["window", "offsets"], meta_fields=[])
+ALL_BEFORE = Sight()
+
+
+# --------------------------------------------------------------------------------------------------
 
 #: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
 NOTHING = -1e30
@@ -233,3 +422,258 @@ def _hidden(scores: Value, seen: Value | None) -> Value:
     if seen is None:
         return scores
     return jnp.where((seen if seen.ndim == 3 else seen[None])[:, None, None], scores, NOTHING)
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention over blocks of queries and keys: what is held at a time are the scores of one block of
+# queries and one of keys.
+#
+# Blocks of which no query sees any key are left out. Sequences that no block divides are filled up
+# with tokens that nobody sees.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A sequence in equal blocks.
+
+    Attributes:
+        length: of the sequence.
+        size: of a block.
+    """
+
+    length: int
+    size: int
+
+    @classmethod
+    def of(cls, length: int, limit: int) -> Blocks:
+        """As few blocks of at most `limit` positions as there can be, as short as they can be.
+
+        >>> Blocks.of(10, 4)
+        Blocks(length=10, size=4)
+        >>> Blocks.of(9, 4).size, Blocks.of(3, 4).size, Blocks.of(9, 4).missing
+        (3, 3, 0)
+
+        Args:
+            length: positions of the sequence.
+            limit: positions of a block.
+        """
+        return cls(length=length, size=-(-length // -(-length // limit)))
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return -(-self.length // self.size)
+
+    @property
+    def missing(self) -> int:
+        """Positions that the last block lacks."""
+        return self.count * self.size - self.length
+
+    def full(self, array: Value, dim: int = 1) -> Value:
+        """An array whose last block is filled up, with its last value."""
+        return (
+            jnp.pad(
+                array,
+                [(0, self.missing if i == dim else 0) for i in range(array.ndim)],
+                mode="edge",
+            )
+            if self.missing
+            else array
+        )
+
+    def full_tokens(self, tokens: Tokens) -> Tokens:
+        """The same for tokens; those that are added are not real."""
+        real = jnp.arange(self.count * self.size) < self.length if self.missing else None
+        return Tokens(
+            position=self.full(tokens.position, 0),
+            document=None if tokens.document is None else self.full(tokens.document),
+            real=real,
+        )
+
+    def at(self, number: Index, array: Value, dim: int = 1) -> Value:
+        """The block of a number, of an array that is full."""
+        return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
+
+    def tokens_at(self, number: Index, tokens: Tokens) -> Tokens:
+        """The same for tokens."""
+        position = self.at(number, tokens.position, 0)
+        real = None if tokens.real is None else self.at(number, tokens.real, 0)
+        return Tokens(
+            position=position,
+            document=None if tokens.document is None else self.at(number, tokens.document),
+            real=real,
+        )
+
+    def added(self, number: Index, array: Value, more: Value) -> Value:
+        """A full array with a block added to.
+
+        Args:
+            array: [B, positions, ...], whose last block is filled up.
+            more: [B, size, ...].
+        """
+        return jax.lax.dynamic_update_slice_in_dim(
+            array, self.at(number, array) + more, number * self.size, 1
+        )
+
+    def joined(self, blocks: Value) -> Value:
+        """[count, B, size, ...] -> [B, length, ...]."""
+        sequence = jnp.moveaxis(blocks, 0, 1)
+        return sequence.reshape(sequence.shape[0], -1, *sequence.shape[3:])[:, : self.length]
+
+
+def attend(
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight,
+    scores: Scores,
+) -> Part:
+    """Attention of queries to keys.
+
+    Args:
+        query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V].
+    """
+    query, rows, columns = _beside(query, rows, columns)
+    query_blocks, all_ = (
+        Blocks.of(query.shape[1], scores.block),
+        Blocks.of(key.shape[1], scores.block),
+    )
+    if query_blocks.count == all_.count == 1:
+        return attend_block(query, key, value, rows, columns, sight, scores)
+    query, key, value, rows, columns = (
+        query_blocks.full(query),
+        all_.full(key),
+        all_.full(value),
+        query_blocks.full_tokens(rows),
+        all_.full_tokens(columns),
+    )
+
+    def block(_: None, row: Value) -> tuple[None, Part]:
+        queries, these = query_blocks.at(row, query), query_blocks.tokens_at(row, rows)
+
+        def step(part: Part, column: Value) -> tuple[Part, None]:
+            those = all_.tokens_at(column, columns)
+            return (
+                _where_seen(
+                    sight.some(these, those),
+                    lambda: (
+                        part
+                        + attend_block(
+                            queries,
+                            all_.at(column, key),
+                            all_.at(column, value),
+                            these,
+                            those,
+                            sight,
+                            scores,
+                        )
+                    ),
+                    part,
+                ),
+                None,
+            )
+
+        return None, jax.lax.scan(step, nothing(queries, value.shape[-1]), jnp.arange(all_.count))[
+            0
+        ]
+
+    return jax.tree.map(
+        query_blocks.joined, jax.lax.scan(block, None, jnp.arange(query_blocks.count))[1]
+    )
+
+
+def attend_back(
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight,
+    scores: Scores,
+    incoming: Incoming,
+) -> tuple[Value, ...]:
+    """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
+    array of what distances add to scores, if they do, in float32.
+    """
+    query, rows, columns = _beside(query, rows, columns)
+    query_blocks, all_ = (
+        Blocks.of(query.shape[1], scores.block),
+        Blocks.of(key.shape[1], scores.block),
+    )
+    if query_blocks.count == all_.count == 1:
+        return attend_back_block(query, key, value, rows, columns, sight, scores, incoming)
+    lengths = query.shape[1], key.shape[1]
+    incoming = _full(query_blocks, incoming)
+    query, key, value, rows, columns = (
+        query_blocks.full(query),
+        all_.full(key),
+        all_.full(value),
+        query_blocks.full_tokens(rows),
+        all_.full_tokens(columns),
+    )
+
+    arrays = () if sight.offsets is None else (sight.offsets.array,)
+
+    def block(gradients: tuple[Value, ...], row: Value) -> tuple[tuple[Value, ...], Value]:
+        ours, these = query_blocks.at(row, query), query_blocks.tokens_at(row, rows)
+        back = incoming.map(lambda array: query_blocks.at(row, array))
+
+        def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
+            those, keys, values = (
+                all_.tokens_at(column, columns),
+                all_.at(column, key),
+                all_.at(column, value),
+            )
+            more = _where_seen(
+                sight.some(these, those),
+                lambda: attend_back_block(ours, keys, values, these, those, sight, scores, back),
+                _zeros(ours, keys, values, *arrays),
+            )
+            return (
+                carry[0] + more[0],
+                all_.added(column, carry[1], more[1]),
+                all_.added(column, carry[2], more[2]),
+                *(before + addend for before, addend in zip(carry[3:], more[3:], strict=True)),
+            ), None
+
+        to_query, *gradients_ = jax.lax.scan(
+            step, (*_zeros(ours), *gradients), jnp.arange(all_.count)
+        )[0]
+        return tuple(gradients_), to_query
+
+    (to_key, to_value, *to_arrays), to_query = jax.lax.scan(
+        block, _zeros(key, value, *arrays), jnp.arange(query_blocks.count)
+    )
+    last = lengths[1]
+    return query_blocks.joined(to_query), to_key[:, :last], to_value[:, :last], *to_arrays
+
+
+def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
+    """The same for queries whose last block is filled up: what fills it has a cotangent of zeros,
+    and adds nothing to gradients of keys.
+    """
+    cotangent, inner = (
+        jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
+        for array in (incoming.cotangent, incoming.inner)
+    )
+    return Incoming(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
+
+
+def _beside(query: Value, rows: Tokens, columns: Tokens) -> tuple[Value, Tokens, Tokens]:
+    """The same, with positions that seem to depend on queries: masks of known positions, of all
+    blocks together, would be taken out of a loop over layers, by JAX where it differentiates one.
+    """
+    return jax.lax.optimization_barrier((query, rows, columns))
+
+
+def _zeros(*arrays: Value) -> Any:
+    return tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
+
+
+def _where_seen(seen: Value | None, work: Callable[[], T], unseen: T) -> T:
+    """The work, or what is there without it where no query sees any key."""
+    return work() if seen is None else jax.lax.cond(seen, work, lambda: unseen)

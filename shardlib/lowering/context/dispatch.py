@@ -1,32 +1,581 @@
-"""A call of `shardlib.functions.attention`, over devices that have parts of the sequence each."""
+"""Attention of a sequence that is sharded over a mesh axis.
+
+    sequence_partition.py  which positions of the sequence a device has
+    mask.py                which keys a query sees
+    block.py               attention of a block of queries to a block of keys, in parts that can be
+                           added up, and its gradient
+    blocks.py              the same over many blocks, a block at a time
+    rematerialised.py      attention of arrays that one device has, with gradients
+    heads.py               which devices have which heads
+    kernels.py             the same by kernels of TPUs and of cuDNN
+    ring.py                keys and values go around the devices
+    ulysses.py             keys and values are gathered; or devices exchange parts of the sequence
+                           for heads
+
+All of it is for functions that are manual over the axis (`jax.shard_map`): arrays are what one
+device holds. Every form is exact: results and gradients are those of attention on one device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, Operands
-from shardlib.graph.kernels import Kind
+from shardlib.functions.experts import LANES, Wanted
+from shardlib.graph import Graph, Kind
 from shardlib.jax_types import Aval, Index, Value
 from shardlib.layout import Layout
-from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.heads import Heads, computed, cutting_heads
-from shardlib.lowering.context.kernels import Kernels
-from shardlib.lowering.context.mask import FAR, Offsets, Sight
-from shardlib.lowering.context.ring import Ring
+from shardlib.lowering.collectives import Machine, alike
+from shardlib.lowering.context.block import ALL_BEFORE, FAR, Offsets, Scores, Sight, Tokens
+from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.ulysses import Collected
-from shardlib.lowering.mesh.alike import alike
-from shardlib.lowering.mesh.collectives import Machine
-from shardlib.lowering.mesh.pinning import held
-from shardlib.lowering.mesh.shardings import named_sharding
-from shardlib.lowering.reading.custom_calls import Site
-from shardlib.planning.plan import Plan
+from shardlib.lowering.mesh import held, named_sharding
+from shardlib.lowering.uses import Site
+from shardlib.planner.plan import Plan
+from shardlib.propagation.contractions import returned, shared
+
+# --------------------------------------------------------------------------------------------------
+# Which devices have which heads of a call of attention, and from where on.
+#
+# Where no axis shards the heads of queries outside, those do that shard the sequence or the width
+# of a head there, inside of the region alone. Where there are fewer heads of keys than devices,
+# keys and values are read whole by each; if it is the width of heads that is sharded, they are
+# gathered as soon as projections have made them, since a rotation by positions pairs dims of a
+# head, and would move them once more. What is read by heads is rotated by heads, and so is its
+# gradient; it is exchanged when it is rounded again, and not as the float32 that the rotation
+# makes.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """How heads are sharded.
+
+    Attributes:
+        axes: mesh axes that shard the heads of queries.
+        ways: their number of devices.
+        together: whether they shard the heads of keys and values too; those are whole on every
+            device otherwise, which picks the ones of its queries.
+    """
+
+    axes: tuple[str, ...]
+    ways: int
+    together: bool
+
+    @staticmethod
+    def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> Heads:
+        """Heads sharded over axes where that is possible, and whole otherwise."""
+        which = shared(heads=heads, groups=groups, devices=size)
+        if which == "none":
+            return Heads(axes=(), ways=1, together=True)
+        return Heads(axes=axes, ways=size, together=which == "all")
+
+    def own(self, array: Value, heads: int) -> Value:
+        """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
+        inside of the region.
+
+        Args:
+            array: keys or values, [B, T, K, H].
+        """
+        if self.together:
+            return array
+        each = heads // array.shape[2]
+        return jax.lax.dynamic_slice_in_dim(
+            array, jax.lax.axis_index(self.axes) * (heads // self.ways) // each, 1, axis=2
+        )
+
+
+def computed(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout]) -> bool:
+    """Whether a call of attention is computed by a program for many devices; else its equations
+    are left to automatic partitioning.
+    """
+    exchanged = plan.context in ("ring", "ulysses")
+    return (
+        (exchanged or plan.attention != "traced")
+        and plan.context != "all-gather"
+        and site.key(0) in placements
+        and site.avals[0].ndim == 4
+    )
+
+
+def cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
+    """The mesh axes that shard the heads of queries [B, S, N, H] inside of the region.
+
+    Where no axis shards the heads outside, those do that shard the sequence or the width of a head
+    there: that is one all-to-all each way, where else every device along them would need the whole
+    sequence and compute the same attention. A context axis shards the sequence inside as well, and
+    an exchange over it needs the heads for itself.
+    """
+    batch, rows, heads, width = queries
+    if heads or (plan.context == "ulysses" and plan.mesh["context"] > 1):
+        return heads
+    return tuple(axis for axis in (*rows, *width) if axis != "context" and axis not in batch)
+
+
+def with_heads(
+    placements: Mapping[tuple[str, int], Layout],
+    graph: Graph,
+    sites: Iterable[Site],
+    plan: Plan,
+) -> dict[tuple[str, int], Layout]:
+    """Placements with what becomes of queries, keys and values that projections make sharded by the
+    width of heads: what attention reads whole is gathered as soon as it is made; of what it reads
+    by heads, the gradient comes back by heads.
+    """
+    layouts = dict(placements)
+    makers = {(op.path, index): op for op in graph.ops for index in range(len(op.results))}
+    for site in sites:
+        if not isinstance(site.call.form, Attention) or not computed(site, plan, placements):
+            continue
+        queries, parts = placements[site.key(0)], site.call.form.parts
+        axes, count = cutting_heads(queries, plan), site.avals[0].shape[2]
+        groups, size = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
+        which = shared(heads=count, groups=groups, devices=size)
+        if queries[2] or which == "none":
+            continue
+        for index, source in enumerate(site.sources[: 2 * parts + 1]):
+            for key in _projections(graph, makers, source) if source in makers else ():
+                if key not in layouts or set(layouts[key][-1]) != set(axes):
+                    continue
+                if index >= parts and which == "queries":
+                    layouts[key] = Layout(*layouts[key][:-1], ())
+                elif len(layouts[key]) == len(queries):
+                    layouts[returned(key[0])] = Layout(*layouts[key][:2], axes, ())
+    return layouts
+
+
+def _projections(
+    graph: Graph, makers: Mapping[tuple[str, int], Any], source: tuple[str, int]
+) -> list[tuple[str, int]]:
+    """The results of contractions that a value is made of without another contraction."""
+    by_value = {makers[key].results[key[1]]: key for key in makers}
+    results, seen = list[tuple[str, int]](), set[tuple[str, int]]()
+    pending = [source]
+    while pending:
+        key = pending.pop()
+        if key in seen:
+            continue
+        seen.add(key)
+        op = makers[key]
+        if op.category == "matmul":
+            results.append(key)
+        elif op.category in ("elementwise", "movement"):
+            pending.extend(by_value[value] for value in op.operands if value in by_value)
+    return results
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels of the vendors for attention of arrays that one device has, in the order of the sequence.
+#
+# Which one (`shardlib.graph`) is for the caller to say: a program may be made for machines that
+# the process does not have.
+
+#: The most positions of a block of splash attention; what it holds in a core's own memory grows
+#: with it.
+BLOCKS = (512, 256, LANES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What computes attention on one device.
+
+    Attributes:
+        kind: one of `shardlib.graph`.
+        interpret: those of "splash" run as programs of any machine, slowly, for tests.
+    """
+
+    kind: Kind = "blocks"
+    interpret: bool = False
+
+    def why_not(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        *,
+        scores: Scores,
+        sight: Sight = ALL_BEFORE,
+        documents: bool = False,
+    ) -> str:
+        """Why a kernel cannot be used for arrays of these shapes and dtypes; empty where it can.
+
+        Args:
+            query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a
+                shape and a dtype; as many queries as keys, or all keys are seen.
+        """
+        window = sight.window
+        return Wanted(
+            queries=query.shape[1],
+            keys=key.shape[1],
+            width=query.shape[3],
+            value_width=value.shape[3],
+            dtype=query.dtype,
+            causal=sight.causal,
+            window=(window or 0) if window is None or isinstance(window, int) else None,
+            capped=bool(scores.softcap),
+            documents=documents,
+            biased=sight.offsets is not None,
+        ).why_not(self.kind)
+
+    def attention(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        documents: tuple[Value, ...] | None = None,
+        *,
+        scores: Scores,
+        sight: Sight = ALL_BEFORE,
+    ) -> Value:
+        """Attention, with gradients, where position i is the i-th; arguments as for `why_not`, and
+        documents of queries and keys, [B, Q] and [B, K].
+
+        Returns:
+            [B, S, H, V], of the dtype of the values.
+        """
+        why = self.why_not(
+            query,
+            key,
+            value,
+            scores=scores,
+            sight=sight,
+            documents=documents is not None,
+        )
+        if why:
+            raise LayoutError(
+                f"attention cannot be computed by a kernel of kind {self.kind!r}: {why}\nTry:"
+                ' Kernels(kind="blocks")'
+            )
+        if self.kind == "blocks":
+            return _blocks(query, key, value, documents, scores, sight)
+        window, causal = sight.window, sight.causal
+        assert window is None or isinstance(window, int), "kernels know their window"
+        if self.kind == "cudnn":
+            return _cudnn(query, key, value, scores.scale, window or 0, causal)
+        return _splash(
+            query,
+            key,
+            value,
+            documents,
+            scores,
+            _mask(query.shape[1], key.shape[1], window or 0, causal),
+            self.interpret,
+        )
+
+
+def _blocks(
+    query: Value,
+    key: Value,
+    value: Value,
+    documents: tuple[Value, ...] | None,
+    scores: Scores,
+    sight: Sight,
+) -> Value:
+    rows, columns = (
+        Tokens(
+            position=jnp.arange(array.shape[1], dtype=jnp.int32),
+            document=None if documents is None else documents[which],
+        )
+        for which, array in enumerate((query, key))
+    )
+    return attention(scores, query, key, value, rows, columns, sight)
+
+
+def _cudnn(
+    query: Value, key: Value, value: Value, scale: float, window: int, causal: bool
+) -> Value:
+    wide = max(query.shape[3], value.shape[3])
+    try:
+        result = jax.nn.dot_product_attention(
+            *(_widened(array, wide) for array in (query, key, value)),
+            scale=scale,
+            is_causal=causal,
+            local_window_size=(window - 1, 0) if window else None,
+            implementation="cudnn",
+        )
+        return result[..., : value.shape[3]]
+    except NotImplementedError as error:
+        raise LayoutError(
+            f"attention cannot be computed by cuDNN on this GPU: {error}\nTry: pin"
+            " attention='blocks'"
+        ) from error
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        raise MissingPackageError(
+            f"attention cannot be computed by cuDNN: {error}\nTry: pip install nvidia-cudnn-cu13"
+            " jax-cuda13-plugin, with libcudnn.so.9 on LD_LIBRARY_PATH"
+        ) from error
+
+
+def _widened(array: Value, width: int) -> Value:
+    """An array [..., width] whose heads are padded with zeros, which add nothing to scores, and
+    columns to the result that are cut off.
+    """
+    more = width - array.shape[3]
+    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, more))) if more else array
+
+
+def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:
+    # Imported where it is used: Pallas takes long to load, and few programs are for TPUs.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    shape = queries, keys
+    if window:
+        return splash.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)
+    return splash.CausalMask(shape) if causal else splash.FullMask(shape)
+
+
+def _splash(
+    query: Value,
+    key: Value,
+    value: Value,
+    documents: tuple[Value, ...] | None,
+    scores: Scores,
+    mask: Any,
+    interpret: bool,
+) -> Value:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    rows, columns = (next(size for size in BLOCKS if length % size == 0) for length in mask.shape)
+    sizes = splash.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
+    )
+    masks = splash.MultiHeadMask([mask] * query.shape[2])
+    kernel: Any = splash.make_splash_mha(
+        masks,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        attn_logits_soft_cap=scores.softcap or None,
+        interpret=interpret,
+    )
+    scaled = (query.astype(jnp.float32) * scores.scale).astype(
+        query.dtype
+    )  # the kernel does not scale
+    arrays = [jnp.swapaxes(array, 1, 2) for array in (scaled, key, value)]
+    segments = None if documents is None else splash.SegmentIds(*documents)
+    result: Any = jax.vmap(kernel)(*arrays, segments)
+    return jnp.swapaxes(result, 1, 2).astype(value.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Keys and values are gathered, or devices exchange parts of the sequence for heads.
+#
+# Gathered, every device has all keys and values for its own queries. Exchanged (DeepSpeed-Ulysses,
+# Jacobs et al., arXiv:2309.14509), every device has the whole sequence for its share of the heads:
+# four all-to-alls of a device's part of the activations, whatever the number of devices. Where
+# there are fewer groups of keys and values than devices, or devices do not divide them, groups are
+# repeated first.
+
+ULYSSES_BLOCKS = Kernels()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """Attention of a sequence that is sharded, on each of the devices.
+
+    Attributes:
+        cut: the sequence over the mesh axis.
+        scores: how scores are made, in blocks of which size.
+        causal: whether a query sees no later position.
+        kernels: what computes it.
+    """
+
+    cut: Cut
+    scores: Scores
+    causal: bool = True
+    kernels: Kernels = ULYSSES_BLOCKS
+
+    def gathered(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        segments: Value | None = None,
+        *,
+        window: Index | None = None,
+        offsets: Offsets | None = None,
+    ) -> Value:
+        """Attention of this device's queries to gathered keys; arguments and result as those of
+        `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
+        position of a device.
+        """
+
+        sight = Sight(causal=self.causal, window=window, offsets=offsets)
+
+        def whole(array: Value) -> Value:
+            return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True)
+
+        if self.kernels.kind != "blocks":
+            documents = None if segments is None else (segments, whole(segments))
+            return self._by_kernel(query, whole(key), whole(value), documents, sight)
+        rows = Tokens(
+            position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
+        )
+        columns = Tokens(
+            position=_positions(self.cut, query.shape[1]),
+            document=None if segments is None else whole(segments),
+        )
+        return attention(self.scores, query, whole(key), whole(value), rows, columns, sight)
+
+    def exchanged(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        segments: Value | None = None,
+        *,
+        window: Index | None = None,
+        offsets: Offsets | None = None,
+    ) -> Value:
+        """Attention to the whole sequence for this device's share of the heads; arguments and
+        result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
+        order.
+        """
+        exchange = Exchange(cut=self.cut, group=self.cut.ways)
+        sight = Sight(
+            causal=self.causal, window=window, offsets=offsets and exchange.of_heads(offsets)
+        )
+        arrays, documents = (
+            exchange.for_heads(query, key, value),
+            (None if segments is None else exchange.whole(segments)),
+        )
+        if self.kernels.kind == "blocks":
+            tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
+            return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, sight))
+        documents = None if documents is None else (exchange.ordered(documents),) * 2
+        query, key, value = map(exchange.ordered, arrays)
+        result = self._by_kernel(query, key, value, documents, sight)
+        return exchange.for_tokens(exchange.unordered(result))
+
+    def _by_kernel(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        documents: tuple[Value, ...] | None,
+        sight: Sight,
+    ) -> Value:
+        return self.kernels.attention(query, key, value, documents, scores=self.scores, sight=sight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Neighbours exchange parts of the sequence for heads.
+
+    Attributes:
+        cut: the sequence over the mesh axis.
+        group: neighbours that exchange.
+    """
+
+    cut: Cut
+    group: int
+
+    def for_heads(self, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
+        """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group
+        / N, H / group, D].
+
+        Args:
+            query: [B, S / N, H, D].
+            key: [B, S / N, G, D].
+            value: [B, S / N, G, V].
+        """
+        heads, groups, size = query.shape[2], key.shape[2], self.group
+        if heads % size:
+            axes = (
+                f"{self.cut.axis}={size}"
+                if size == self.cut.ways
+                else f"{size} neighbours of {self.cut.axis}={self.cut.ways}"
+            )
+            raise LayoutError(
+                f"{heads} heads with {groups} groups of keys and values cannot be exchanged over"
+                f" {axes}\nTry: a {self.cut.axis} axis that divides the heads, or a ring"
+            )
+        times = math.lcm(groups, size) // groups
+        if times > 1:  # as many groups as heads at most, since both numbers divide the heads
+            key, value = (jnp.repeat(array, times, axis=2) for array in (key, value))
+        return (
+            self._all_to_all(query, 2, 1),
+            self._all_to_all(key, 2, 1),
+            self._all_to_all(value, 2, 1),
+        )
+
+    def of_heads(self, offsets: Offsets) -> Offsets:
+        """What distances add to the scores of this device's share of the heads."""
+        each = offsets.array.shape[-1] // self.group
+        first = jax.lax.axis_index(self.cut.axis) % self.group * each
+        local = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
+        return replace(offsets, array=local)
+
+    def for_tokens(self, array: Value) -> Value:
+        """The reverse: own positions for all heads."""
+        return self._all_to_all(array, 1, 2)
+
+    def whole(self, array: Value) -> Value:
+        """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N,
+        ...].
+        """
+        return jax.lax.all_gather(
+            array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups
+        )
+
+    def ordered(self, array: Value) -> Value:
+        """Parts of the neighbours, one after the other, in the order of the sequence: all of the
+        first runs, then the second ones from the last neighbour's to the first's.
+        """
+        if not self.cut.zigzag:
+            return array
+        runs = array.reshape(array.shape[0], self.group, 2, -1, *array.shape[2:])
+        return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
+
+    def unordered(self, array: Value) -> Value:
+        """The reverse of `ordered`."""
+        if not self.cut.zigzag:
+            return array
+        runs = array.reshape(array.shape[0], 2, self.group, -1, *array.shape[2:])
+        return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
+
+    def _all_to_all(self, array: Value, split: int, joined: int) -> Value:
+        return jax.lax.all_to_all(
+            array,
+            self.cut.axis,
+            split_axis=split,
+            concat_axis=joined,
+            tiled=True,
+            axis_index_groups=self._groups,
+        )
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        """Numbers of the devices that exchange; None where all do."""
+        return (
+            None
+            if self.group == self.cut.ways
+            else np.arange(self.cut.ways).reshape(-1, self.group).tolist()
+        )
+
+
+def _positions(cut: Cut, local: int) -> Value:
+    """Positions of what all devices have, one after the other."""
+    return jnp.concatenate([cut.positions(device, local) for device in range(cut.ways)])
+
+
+# --------------------------------------------------------------------------------------------------
+# A call of `shardlib.functions.attention`, over devices that have parts of the sequence each.
 
 
 def around_devices(

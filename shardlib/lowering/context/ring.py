@@ -26,10 +26,22 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.jax_types import Index, Value
-from shardlib.lowering.context.block import Incoming, Part, Scores, nothing
-from shardlib.lowering.context.blocks import attend, attend_back
-from shardlib.lowering.context.mask import Given, Offsets, Sight, Tokens
+from shardlib.lowering.context.block import (
+    ALL_BEFORE,
+    Given,
+    Incoming,
+    Offsets,
+    Part,
+    Scores,
+    Sight,
+    Tokens,
+    attend,
+    attend_back,
+    nothing,
+)
 from shardlib.lowering.context.sequence_partition import Cut
+
+# --------------------------------------------------------------------------------------------------
 
 #: (which of the own queries, which of the keys, which of these they see) -> anything.
 Work = Callable[[slice, slice, Sight], Any]
@@ -79,7 +91,9 @@ class Ring:
         """
         sight = Sight(window=self.window if window is None else window, offsets=offsets)
         static_window, inputs = sight.split
-        return _attention(replace(self, window=static_window), query, key, value, segments, inputs)
+        return _ring_attention(
+            replace(self, window=static_window), query, key, value, segments, inputs
+        )
 
     def forward(
         self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
@@ -272,13 +286,13 @@ def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
+def _ring_attention(
     ring: Ring, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
 ) -> Value:
     return ring.forward(query, key, value, segments, inputs).result.astype(value.dtype)
 
 
-def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
+def _ring_forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
     part = ring.forward(*operands)
     result = part.result.astype(
         operands[2].dtype
@@ -286,7 +300,7 @@ def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
     return result, (*operands, result, part.total)
 
 
-def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
+def _ring_backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
     query, key, value, segments, inputs, result, total = saved
     incoming = Incoming.of(result, total, cotangent)
     gradients = ring.backward(query, key, value, segments, inputs, incoming)
@@ -300,4 +314,127 @@ def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any
     )
 
 
-_attention.defvjp(_forward, _backward)
+_ring_attention.defvjp(_ring_forward, _ring_backward)
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention of arrays that one device has, with a backward pass that makes scores again: nothing of
+# their size is kept.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """Attention on one device.
+
+    Attributes:
+        scores: how scores are made.
+        causal: whether a query sees no later position.
+        window: how far it sees, as in `Sight`; 0 for all.
+    """
+
+    scores: Scores
+    causal: bool = True
+    window: int = 0
+
+    def forward(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        rows: Tokens,
+        columns: Tokens,
+        inputs: Given,
+    ) -> Part:
+        """Attention as a part, before it is cast."""
+        return attend(query, key, value, rows, columns, self._sight(inputs), self.scores)
+
+    def backward(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        rows: Tokens,
+        columns: Tokens,
+        inputs: Given,
+        incoming: Incoming,
+    ) -> tuple[Value, ...]:
+        """Gradients of queries, keys and values, and of what distances add, in float32."""
+        return attend_back(
+            query, key, value, rows, columns, self._sight(inputs), self.scores, incoming
+        )
+
+    def _sight(self, inputs: Given) -> Sight:
+        return inputs.sight(self.window, causal=self.causal)
+
+
+def attention(
+    scores: Scores,
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight = ALL_BEFORE,
+) -> Value:
+    """Attention of queries to keys, with gradients.
+
+    Args:
+        scores: how scores are made, in blocks of which size.
+        query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V], with H a multiple of G.
+        rows, columns: where queries and keys stand.
+        sight: which keys a query sees.
+
+    Returns:
+        [B, Q, H, V], of the dtype of the values.
+    """
+    window, inputs = sight.split
+    return _rematerialised_attention(
+        Local(scores=scores, causal=sight.causal, window=window),
+        query,
+        key,
+        value,
+        rows,
+        columns,
+        inputs,
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rematerialised_attention(
+    local: Local,
+    query: Value,
+    key: Value,
+    value: Value,
+    rows: Tokens,
+    columns: Tokens,
+    inputs: Given,
+) -> Value:
+    return local.forward(query, key, value, rows, columns, inputs).result.astype(value.dtype)
+
+
+def _rematerialised_forward(local: Local, *operands: Any) -> tuple[Any, Any]:
+    part = local.forward(*operands)
+    result = part.result.astype(
+        operands[2].dtype
+    )  # what follows often keeps it as well, so that it is held once
+    return result, (*operands, result, part.total)
+
+
+def _rematerialised_backward(
+    local: Local, saved: tuple[Any, ...], cotangent: Value
+) -> tuple[Any, ...]:
+    query, key, value, rows, columns, inputs, result, total = saved
+    incoming = Incoming.of(result, total, cotangent)
+    gradients = local.backward(query, key, value, rows, columns, inputs, incoming)
+    return (
+        *(
+            gradient.astype(leaf.dtype)
+            for gradient, leaf in zip(gradients[:3], saved, strict=False)
+        ),
+        None,
+        None,
+        inputs.cotangent(*gradients[3:]),
+    )
+
+
+_rematerialised_attention.defvjp(_rematerialised_forward, _rematerialised_backward)

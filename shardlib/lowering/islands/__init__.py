@@ -15,4 +15,5 @@ which takes the islands' parameters as they lie, without copies:
     checks.py    what is refused before anything runs
     program.py   what a user holds: init, step, evaluate
     learned.py   what a run has learned, of one island or of several
+
 """

@@ -1,40 +1,754 @@
-"""What a user holds of several islands: their programs, and their meetings.
+"""Islands that train apart, and meet.
 
-program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)})
-state, metrics = program.step(program.init(seed=0), batch)  # meets after every 100th step
+Each island runs the unchanged program of its own plan on its own devices, so that nothing can cross
+inside of a step. What crosses is a second program over the devices of all islands, a *meeting*,
+which takes the islands' parameters as they lie, without copies:
+
+    state.py     what is carried from step to step: the islands' states, and what is outer
+    start.py     what islands start with: what is outer, and random streams of their own
+    stacked.py   arrays of islands as one array over all devices, and back
+    meeting      what crosses between islands that train apart, and what is made of it
+    compression  compressed gradients, which cross in every step
+    stored.py    the state as named arrays over all devices, for checkpoints
+    halves.py    the halves of a step as programs: gradients, update
+    rows.py      the batch of all islands as one for each
+    checks.py    what is refused before anything runs
+    program.py   what a user holds: init, step, evaluate
+    learned.py   what a run has learned, of one island or of several
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.annotation.keys import Seed
-from shardlib.annotation.model import UserModule
-from shardlib.annotation.trees.paths import Tree, path_text
-from shardlib.exchanges.compressed import Compressed
-from shardlib.exchanges.values import Meets, Several
-from shardlib.lowering.islands.checks import require_islands
-from shardlib.lowering.islands.meeting.meeting import Meeting
-from shardlib.lowering.islands.meeting.meetings import mean_parameters, meetings_of, replaced
-from shardlib.lowering.islands.rows import IslandBatches, of_all, parts, placed_parts
-from shardlib.lowering.islands.stacked import local, mesh_of_all, stacked, unstacked
-from shardlib.lowering.islands.start import abstract_outer, bytes_of, first_outer, streams_of
-from shardlib.lowering.islands.state import IslandMetrics, IslandsState, outer_of, require_arrived
-from shardlib.lowering.program.checks.other_batch import require
-from shardlib.lowering.program.program import Options, Program, Verifier, verified_by
-from shardlib.lowering.reading.traced_loss import LossJaxpr
-from shardlib.lowering.runtime.donated import require_present
-from shardlib.lowering.runtime.random_keys import BatchDims, Fold
-from shardlib.lowering.runtime.state import TrainState
-from shardlib.planning.plan import Plan
-from shardlib.report import Finding
+from shardlib import _jax_compat
+from shardlib.annotation.names import Seed, UserModule
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.errors import PinError, StateError, raise_all
+from shardlib.exchanges import Compressed, Meets, Part, Several
+from shardlib.findings import Finding
+from shardlib.jax_types import Function, Metrics, Value
+from shardlib.layout import ISLAND, Layout
+from shardlib.lowering import mesh
+from shardlib.lowering import mesh as shardings
+from shardlib.lowering.checks import require
+from shardlib.lowering.collectives import like
+from shardlib.lowering.islands.meeting import (
+    Meeting,
+    held,
+    local,
+    mean_parameters,
+    meetings_of,
+    mesh_of_all,
+    replaced,
+    stacked,
+    stacked_shape,
+    stacked_sharding,
+    unstacked,
+)
+from shardlib.lowering.mesh import batch_path, constrain
+from shardlib.lowering.pipeline.per_stage import Dispatch, Made
+from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
+from shardlib.lowering.random_keys import BatchDims, Fold, is_key
+from shardlib.lowering.runtime import TrainState, require_present
+from shardlib.lowering.step import named, updated
+from shardlib.lowering.uses import LossJaxpr
+from shardlib.planner.plan import Plan
+from shardlib.planner.transfers import FirstUse, first_uses, in_order
+from shardlib.tracing.jaxpr_to_graph import graph_from_program
+
+# --------------------------------------------------------------------------------------------------
+# The two halves of a step as programs of their own: gradients, and the update.
+#
+#     gradients, update = GradientProgram.of(program), UpdateProgram.of(program)
+#     metrics, found, model_state = gradients.call(params, model_state, batch)
+#     state = update.call(state, found, model_state, metrics["loss"])
+#
+# They are the program's own lowering: the loss with its layouts, microbatches, stages and
+# reductions, up to where the optimizer takes over, and the rest. What becomes of gradients in
+# between is for others to say: a parameter server, islands. The gradients donate nothing; the
+# update donates the state.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientProgram:
+    """A compiled program that gives the gradients of trained parameters.
+
+    Attributes:
+        program: whose step it is part of.
+        call: (params, model state, batch) -> (metrics, gradients, model state).
+    """
+
+    program: Program
+    call: jax.stages.Compiled
+
+    @staticmethod
+    def of(program: Program) -> GradientProgram:
+        """Compiles the gradients of a program."""
+        require_divided(program)
+        parts, state = program.parts, program.state
+
+        def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
+            (loss, (metrics, after)), found, _ = parts.run.gradients(
+                params, model_state, batch, None
+            )
+            found = like(constrain(found, parts.params.gradient), parts.updated)
+            return {"loss": loss, **metrics}, found, after
+
+        named(gradients, "gradients", program.plan.digest)
+        arguments = (state.params, state.model_state, program.batch)
+        whole = mesh.named_sharding(program.mesh, Layout())
+        results = (whole, parts.params.gradient, shardings_of(state.model_state))
+        call = _compiled(program, gradients, arguments, results)
+        return GradientProgram(program=program, call=call)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateProgram:
+    """A compiled program that updates a state by gradients.
+
+    Attributes:
+        program: whose step it is part of.
+        call: (state, gradients sharded as optimizer state is, model state, loss) -> state.
+    """
+
+    program: Program
+    call: jax.stages.Compiled
+
+    @staticmethod
+    def of(program: Program) -> UpdateProgram:
+        """Compiles the update of a program."""
+        require_divided(program)
+        parts, state = program.parts, program.state
+
+        def update(
+            state: TrainState, gradients: Tree, model_state: Tree, loss: Value
+        ) -> TrainState:
+            return updated(parts, state, loss, like(gradients, parts.updated), model_state)
+
+        named(update, "update", program.plan.digest)
+        whole = mesh.named_sharding(program.mesh, Layout())
+        gradients = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding),
+            program.model.partition.trained(state.params),
+            parts.params.state,
+        )
+        loss = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
+        arguments = (state, gradients, state.model_state, loss)
+        call = _compiled(program, update, arguments, shardings_of(state), donated=(0,))
+        return UpdateProgram(program=program, call=call)
+
+
+def _compiled(
+    program: Program,
+    function: Function,
+    arguments: tuple[Tree, ...],
+    results: Tree,
+    donated: tuple[int, ...] = (),
+) -> jax.stages.Compiled:
+    """Half a step, compiled for abstract arguments that have shardings."""
+    assert isinstance(program.mesh, Mesh)
+    with _jax_compat.in_mesh(program.mesh):
+        return (
+            jax.jit(
+                function,
+                in_shardings=shardings_of(arguments),
+                out_shardings=results,
+                donate_argnums=donated,
+            )
+            .lower(*arguments)
+            .compile()
+        )
+
+
+def trained(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """The trained parameters of a program, abstract, by path."""
+    return by_path(program.model.partition.trained(program.state.params))
+
+
+def with_trained(program: Program, params: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
+    """Parameters whose trained part is that of the host's arrays, placed as the plan says."""
+    leaves = trained(program)
+    placed = {path: placed_as(leaf, arrays[path]) for path, leaf in leaves.items()}
+    return with_placed(program, params, placed)
+
+
+def placed_as(leaf: jax.ShapeDtypeStruct, array: np.ndarray) -> jax.Array:
+    """An array of the host, placed as a parameter is."""
+    return jax.device_put(array.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
+
+
+def with_placed(program: Program, params: Tree, placed: Mapping[str, jax.Array]) -> Tree:
+    """Parameters whose trained part is that of arrays that are in place."""
+    partition = program.model.partition
+    abstract, structure = jax.tree_util.tree_flatten_with_path(
+        partition.trained(program.state.params)
+    )
+    leaves = [placed[name_of(path)] for path, _ in abstract]
+    return partition.joined(jax.tree.unflatten(structure, leaves), params)
+
+
+def by_path(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves of a tree of trained parameters, or of something like them, by path."""
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def name_of(path: tuple[object, ...]) -> str:
+    """The path of a parameter as text; "params" for one that is the whole tree."""
+    return path_text(path) or "params"
+
+
+def require_divided(program: Program, *, staged: bool = False) -> None:
+    """Refuses a program whose update is no part of its own."""
+    failures: list[str] = []
+    if program.programs is not None and not staged:
+        failures.append("its stages are programs of their own (pipeline='programs')")
+    if program.disk is not None:
+        failures.append("its optimizer state is on disk (offload=['disk'])")
+    if program.parts.guards is not None:
+        failures.append("it has guards, which skip updates")
+    if program.parts.run.kept is not None:
+        failures.append("its devices keep partial sums of gradients from step to step")
+    updated = [one.path for one in program.plan.parameters if one.role == "updated"]
+    if updated:
+        failures.append(
+            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
+            " which are no parameters: each worker would have its own"
+        )
+    if failures:
+        raise_all(PinError, "gradients without an update cannot be taken of this step", failures)
+
+
+# --------------------------------------------------------------------------------------------------
+# The batch of all islands, and the part of each: rows one after the other, island by island.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class IslandBatches:
+    """A batch for each island, placed on its devices.
+
+    Attributes:
+        islands: the batches.
+    """
+
+    islands: tuple[Tree, ...]
+
+
+def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
+    """The part of a batch that each island trains on. A random key that belongs to no row is
+    another one on each.
+
+    Args:
+        dims: the batch dim of each array, by path; None for one without, a `Fold` for a key.
+    """
+
+    def part(number: int) -> Tree:
+        def of_leaf(path: Any, leaf: Any) -> Any:
+            dim = dims[batch_path(path)]
+            if isinstance(dim, Fold):
+                return dim.stacked(jnp.asarray(leaf), islands)[number]
+            if dim is None:
+                return leaf
+            rows = leaf.shape[dim] // islands
+            where = [slice(None)] * dim + [slice(number * rows, (number + 1) * rows)]
+            return leaf[tuple(where)]
+
+        return jax.tree_util.tree_map_with_path(of_leaf, batch)
+
+    return tuple(part(number) for number in range(islands))
+
+
+def of_all(batch: Tree, dims: BatchDims, mesh: Mesh) -> Tree:
+    """The abstract batch of all islands, sharded over the islands, and then as on one."""
+
+    def of_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        dim, shape, spec = dims[batch_path(path)], list(leaf.shape), [*leaf.sharding.spec]
+        if isinstance(dim, int):
+            spec += [None] * (dim + 1 - len(spec))
+            inner = spec[dim] or ()
+            spec[dim] = (ISLAND.name, *((inner,) if isinstance(inner, str) else inner))
+            shape[dim] *= mesh.shape[ISLAND.name]
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, batch)
+
+
+def placed_parts(batch: Tree, whole: Tree, batches: IslandBatches) -> tuple[Tree, ...]:
+    """The parts of a batch that lies on the devices of all islands, without a copy; nothing where
+    it does not.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+    if not all(
+        isinstance(leaf, jax.Array)
+        and leaf.sharding == asked.sharding
+        and leaf.shape == asked.shape
+        for leaf, asked in zip(leaves, jax.tree.leaves(whole), strict=True)
+    ):
+        return ()
+    return tuple(
+        structure.unflatten(
+            [_own(leaf, asked) for leaf, asked in zip(leaves, jax.tree.leaves(one), strict=True)]
+        )
+        for one in batches.islands
+    )
+
+
+def _own(leaf: jax.Array, asked: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding: Any = asked.sharding
+    return jax.make_array_from_single_device_arrays(
+        asked.shape, sharding, held(leaf, sharding.mesh)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients of a pipeline whose stages are programs of their own, without an update.
+#
+# Where every value that stages take from parameters is a parameter as it is stored (no cast,
+# nothing tied to all layers), a step can begin with parts: each stage as soon as its own
+# parameters have landed, the first one first; and gradients of a stage can be taken as soon as it
+# has gone back with its last microbatch, the last one first. Elsewhere the stages wait for all
+# parameters.
+
+#: One of the equal runs of a parameter that stages need one by one: its path, and which.
+Run = tuple[str, int]
+
+
+class Landed(Protocol):
+    """Parameters of which some are there."""
+
+    def there(self, runs: tuple[Run, ...]) -> bool:
+        """Whether all of these are, or never will be."""
+        ...
+
+    def run(self, path: str, number: int) -> np.ndarray:
+        """Elements of a run, float32, once they are there."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Gradients as stages have summed them, which may not be computed yet.
+
+    Attributes:
+        loss: sum of the loss over microbatches, [1].
+        parts: of each run what one stage, or the first and the last, have summed.
+        count: number of microbatches.
+        model_state: after the step.
+    """
+
+    loss: jax.Array
+    parts: Mapping[Run, tuple[jax.Array, ...]]
+    count: int
+    model_state: Tree
+
+
+@dataclass(kw_only=True, eq=False)
+class _GradientUpdate:
+    """An update that gives gradients in place of a state; compiled where it is called.
+
+    Attributes:
+        program: whose.
+        made: what stages leave, abstract.
+    """
+
+    program: Program
+    made: Made
+
+    def step(self, state: TrainState, batch: Made, /) -> tuple[Any, Metrics]:
+        metrics, found, after = self._call(state.params, state.model_state, batch)
+        return (found, after), metrics
+
+    def memory(self) -> dict[str, int]:
+        return _jax_compat.compiled_memory(self._call)
+
+    @cached_property
+    def _call(self) -> jax.stages.Compiled:
+        program, parts = self.program, self.program.parts
+
+        def gradients(params: Tree, model_state: Tree, made: Made) -> Any:
+            (loss, (metrics, after)), found, _ = parts.run.gradients(
+                params, model_state, made, None
+            )
+            found = like(constrain(found, parts.params.gradient), parts.updated)
+            return {"loss": loss, **metrics}, found, after
+
+        named(gradients, "gradients", program.plan.digest)
+        state = program.state
+        results = (
+            shardings.named_sharding(program.mesh, Layout()),
+            parts.params.gradient,
+            shardings_of(state.model_state),
+        )
+        with _jax_compat.in_mesh(program.mesh):
+            jitted = jax.jit(gradients, out_shardings=results)
+            return jitted.lower(state.params, state.model_state, self.made).compile()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedGradients:
+    """The programs of the stages of a pipeline, up to gradients.
+
+    Attributes:
+        program: whose step they are part of.
+        dispatch: the programs.
+    """
+
+    program: Program
+    dispatch: Dispatch
+
+    @staticmethod
+    def of(program: Program) -> StagedGradients:
+        """Compiles them."""
+        require_divided(program, staged=True)
+        assert program.programs is not None
+        dispatch = program.programs.compiled(
+            program.state,
+            program.batch,
+            lambda made: _GradientUpdate(program=program, made=made),
+            f"shardlib_{program.plan.digest}",
+        )
+        return StagedGradients(program=program, dispatch=dispatch)
+
+    def call(self, params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
+        """(metrics, gradients, model state) of a step whose parameters are all there."""
+        state = replace(self.program.state, params=params, model_state=model_state)
+        (found, after), metrics = self.dispatch.step(state, batch)
+        return metrics, found, after
+
+    @cached_property
+    def runs(self) -> dict[str, int]:
+        """Into how many equal runs each parameter is divided that stages need one by one; empty
+        where no stage can begin before all parameters are there.
+        """
+        dispatch, found = self.dispatch, dict[str, int]()
+        simple = all(one.gather is None and one.reduce is None for one in dispatch.chunks)
+        opening = self._opening
+        if not simple or len(dispatch.chunks) != len(dispatch.stages) or self._shared:
+            return {}
+        given = jax.tree.unflatten(dispatch.opened, list(dispatch.opening.sources))
+        sources = [(True, source) for stack in given.stacks for source in stack]
+        sources += [(False, source) for source in given.kept.values()]
+        for in_stack, (fresh, at) in sources:
+            if fresh or at >= len(self._names):
+                return {}
+            found[self._names[at]] = len(dispatch.stages) if in_stack else 1
+        assert len(given.stacks) == len(opening.dealt), "a turn of each"
+        return found if found.keys() >= trained(self.program).keys() else {}
+
+    def begun(self, params: Tree, model_state: Tree, batch: Tree, landed: Landed) -> Sums:
+        """Queues a step whose parameters are on their way; returns once all stages have them."""
+        arriving = _Arriving(staged=self, params=params, landed=landed)
+        step = self.dispatch.begun(params, model_state, batch, arriving)
+        last, outside = len(self.dispatch.chunks) - 1, self.dispatch.outside
+        parts = dict[Run, tuple[jax.Array, ...]]()
+        for stage in range(last + 1):
+            for number, sums in zip(self._opening.stacks, step.late[stage], strict=False):
+                parts[self._path(number), stage] = (sums,)
+        for stage in dict.fromkeys((0, last)):
+            for number, sums in zip(outside[stage], step.early[stage], strict=False):
+                run = (self._path(number), 0)
+                parts[run] = (*parts.get(run, ()), sums)
+        after = jax.tree.unflatten(jax.tree.structure(model_state), step.opened.after)
+        loss = step.early[last][len(outside[last])]
+        return Sums(loss=loss, parts=parts, count=self._opening.microbatches, model_state=after)
+
+    def needs(self, stage: int) -> tuple[Run, ...]:
+        """The runs that a stage needs."""
+        known = trained(self.program)
+        numbers = [(number, stage) for number in self._opening.dealt]
+        numbers += [(number, 0) for number in self.dispatch.kept[stage]]
+        runs = [(self._path(number), run) for number, run in numbers]
+        return tuple(run for run in runs if run[0] in known)
+
+    def _path(self, number: int) -> str:
+        """The path of the parameter that a value is."""
+        return self._names[self._opening.pipeline.cut.program.inputs.index(number)]
+
+    @property
+    def _opening(self) -> Any:
+        assert self.program.programs is not None
+        return self.program.programs.opening
+
+    @property
+    def _shared(self) -> bool:
+        """Whether all layers use some parameter."""
+        return bool(self._opening.pipeline.cut.roles.shared)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        leaves = jax.tree_util.tree_leaves_with_path(self.program.state.params)
+        return [name_of(path) for path, _ in leaves]
+
+
+class _Arriving:
+    """Parameters of one step; each run is placed once."""
+
+    def __init__(self, *, staged: StagedGradients, params: Tree, landed: Landed) -> None:
+        self._staged, self._landed = staged, landed
+        known = trained(staged.program)
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        self._paths = {id(leaf): name_of(path) for path, leaf in leaves if name_of(path) in known}
+        self._known = known
+        self._needs = [staged.needs(stage) for stage in range(len(staged.dispatch.stages))]
+
+    def there(self, stage: int) -> bool:
+        return self._landed.there(self._needs[stage])
+
+    def part(self, array: jax.Array, stage: int) -> jax.Array | None:
+        path = self._paths.get(id(array))
+        if path is None:
+            return None
+        leaf, places = self._known[path], self._staged.dispatch.places
+        elements = self._landed.run(path, stage if self._staged.runs[path] > 1 else 0)
+        value = elements.reshape(places.shape(leaf)).astype(leaf.dtype)
+        return jax.device_put(value, places.at(leaf.sharding, stage))
+
+
+# --------------------------------------------------------------------------------------------------
+# What islands carry from step to step.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class OuterState:
+    """What belongs to all islands, on the devices of each.
+
+    Attributes:
+        step: number of steps that every island has done, int32 of the host.
+        params: trained parameters that all islands started this round from, float32.
+        momentum: of the outer update, like `params`.
+    """
+
+    step: Any
+    params: list[Any]
+    momentum: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class FlyingState(OuterState):
+    """What belongs to all islands, and what is on the way between them.
+
+    Attributes:
+        sent: the outer gradients that every island sent last, one island after the other along the
+            first dim, float32, for each trained parameter.
+        sent_at: the step after which those were sent that have not arrived, int32 of the host; 0
+            where nothing is on the way.
+    """
+
+    sent: list[Any]
+    sent_at: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ResidualState:
+    """What was not sent of gradients, and what compresses the next ones.
+
+    Attributes:
+        step: number of steps that every island has done, int32 of the host.
+        residual: what every island did not send, one after the other along the first dim, float32,
+            for each trained parameter.
+        momentum: sums of gradients, like `residual`; empty where nothing is summed.
+        factors: Q of each trained parameter, alike on all islands; a scalar of what is no matrix;
+            empty where there are none.
+    """
+
+    step: Any
+    residual: list[Any]
+    momentum: list[Any]
+    factors: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class IslandsState:
+    """A pytree with the state of every island, and what is outer; a step donates it.
+
+    Attributes:
+        islands: a state for each island.
+        exchange: what belongs to all of them.
+        trained: paths of the trained parameters, in the order of what is outer.
+    """
+
+    islands: tuple[TrainState, ...]
+    exchange: OuterState | ResidualState
+    trained: tuple[str, ...] = field(default=(), metadata={"static": True})
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return int(self.exchange.step)
+
+    @property
+    def guard(self) -> None:
+        """There is no guard of all islands: each has its own."""
+
+
+def outer_of(state: IslandsState) -> OuterState:
+    """What is outer of a state."""
+    if not isinstance(state.exchange, OuterState):
+        raise StateError(
+            "the state has residuals of compressed gradients, and the program meets\nTry:"
+            " program.init(), or a checkpoint of this exchange"
+        )
+    return state.exchange
+
+
+def require_arrived(outer: OuterState) -> None:
+    """Refuses what is outer of islands that meet with a delay: what is on the way would be lost."""
+    if isinstance(outer, FlyingState):
+        raise StateError(
+            "the state has what is on the way between islands, and the program meets without a"
+            " delay\nTry: program.init(), or a checkpoint, which goes on as this exchange"
+        )
+
+
+class IslandMetrics(Mapping[str, np.ndarray]):
+    """Metrics of a step: the mean over islands, taken when it is asked for, so that no number
+    crosses and a step does not wait.
+
+    Attributes:
+        islands: the metrics of each island, arrays on its devices.
+    """
+
+    def __init__(self, islands: tuple[dict[str, Tree], ...]) -> None:
+        self.islands = islands
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        values = [np.asarray(one[name]) for one in self.islands]
+        return np.asarray(np.mean(values, axis=0, dtype=np.float32))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.islands[0])
+
+    def __len__(self) -> int:
+        return len(self.islands[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# What islands refuse before anything runs.
+
+
+def require_islands(state: object, islands: int) -> None:
+    """Refuses what is no state of so many islands."""
+    if not isinstance(state, IslandsState):
+        raise StateError(
+            f"the state is of type {type(state).__name__}, and not of islands\nTry: program.init()"
+        )
+    if len(state.islands) != islands:
+        raise StateError(
+            f"the state has {len(state.islands)} islands, and the program {islands}\nTry: the"
+            " program that it was made by"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# What islands start with: outer parameters, which are those of all, and random streams of their
+# own.
+
+
+def outer_shardings(mesh: Mesh, states: Sequence[NamedSharding]) -> list[NamedSharding]:
+    """How what is outer is sharded: alike on all islands."""
+    return [NamedSharding(mesh, one.spec) for one in states]
+
+
+def _parameters(
+    mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[Sequence[jax.Array]]
+) -> list[jax.Array]:
+    """The outer parameters before the first step, those that all islands start from: float32, on
+    the devices of each.
+    """
+    found: list[jax.Array] = []
+    for arrays, sharding in zip(
+        zip(*trained, strict=True), outer_shardings(mesh, states), strict=True
+    ):
+        held: list[jax.Array] = []
+        for array in arrays:
+            assert isinstance(array.sharding, NamedSharding)
+            own = NamedSharding(array.sharding.mesh, sharding.spec)
+            copy = jax.jit(_float32, out_shardings=own)(array)
+            held += [shard.data for shard in copy.addressable_shards]
+        found.append(jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, held))
+    return found
+
+
+def abstract_outer(
+    mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[jax.ShapeDtypeStruct]
+) -> OuterState:
+    """What is outer, abstract, with shardings."""
+    shardings = outer_shardings(mesh, states) if trained else []
+    outer = [
+        jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
+        for leaf, sharding in zip(trained, shardings, strict=True)
+    ]
+    whole = NamedSharding(mesh, PartitionSpec())
+    step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    return OuterState(step=step, params=outer, momentum=outer)
+
+
+def first_outer(
+    mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[Sequence[jax.Array]]
+) -> OuterState:
+    """What is outer before the first step."""
+    params = _parameters(mesh, states, trained) if trained else []
+    zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in params]
+    return OuterState(step=np.int32(0), params=params, momentum=zeros)
+
+
+def zeros(leaf: Tree) -> jax.Array:
+    """An array of zeros."""
+    return jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+
+
+def bytes_of(outer: OuterState | ResidualState) -> int:
+    """Bytes of what is outer on a device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(outer)
+    )
+
+
+def _float32(array: jax.Array) -> jax.Array:
+    """A float32 copy, in a buffer of its own."""
+    return jnp.copy(array.astype(jnp.float32))
+
+
+def streams_of(number: int, state: TrainState) -> TrainState:
+    """A state whose model draws other random numbers than that of the first island."""
+    if number == 0:
+        return state
+
+    def other(leaf: Any) -> Any:
+        if not is_key(leaf):
+            return leaf
+        keys = jax.jit(_folded, static_argnums=1, out_shardings=leaf.sharding)
+        return keys(leaf, number)
+
+    return replace(state, model_state=jax.tree.map(other, state.model_state))
+
+
+def _folded(keys: jax.Array, number: int) -> jax.Array:
+    flat = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
+    return flat.reshape(keys.shape)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a user holds of several islands: their programs, and their meetings.
+#
+# program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)}) state,
+# metrics = program.step(program.init(seed=0), batch) # meets after every 100th step
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,3 +1023,192 @@ class IslandsProgram:
         structure = jax.tree.structure(partition.trained(state.params))
         params = partition.joined(jax.tree.unflatten(structure, arrays), state.params)
         return replace(state, params=params)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a training run has learned, whether there is one island or several.
+
+
+def learned(program: Program | IslandsProgram, state: TrainState | IslandsState) -> TrainState:
+    """A state with the parameters that a run is about: of islands the outer ones."""
+    if isinstance(program, IslandsProgram):
+        require_islands(state, len(program.programs))
+        assert isinstance(state, IslandsState)
+        return program.outer(state)
+    assert isinstance(state, TrainState)
+    return state
+
+
+def first_of(program: Program | IslandsProgram) -> Program:
+    """The program of the first island, which has the model and the optimizer; the program itself
+    where there is one island.
+    """
+    return program.programs[0] if isinstance(program, IslandsProgram) else program
+
+
+# --------------------------------------------------------------------------------------------------
+# The state of islands as named arrays over the devices of all: what a checkpoint has of it. No
+# byte of an array is copied, and every device holds what it held.
+#
+#     islands.params.up    trained parameters of all islands, stacked; likewise all else of a state
+#     frozen.table         parameters that no step changes, once
+#     outer.params.up      what belongs to all islands, by the paths of trained parameters
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class StoredIslands:
+    """The state of islands, each array over the devices of all.
+
+    Attributes:
+        islands: states of the islands, each array stacked; of the parameters the trained ones, by
+            path.
+        frozen: parameters that are not trained, by path.
+        outer: what belongs to all islands: by the name of the field, and there by the path of the
+            parameter.
+    """
+
+    islands: TrainState
+    frozen: dict[str, Tree]
+    outer: dict[str, Tree]
+
+
+def together(state: IslandsState) -> StoredIslands:
+    """The state of islands as arrays over the devices of all."""
+    mesh = mesh_of_islands(state)
+    split = [_split(one.params, state.trained) for one in state.islands]
+    states = [
+        replace(one, params=trained) for one, (trained, _) in zip(state.islands, split, strict=True)
+    ]
+    return StoredIslands(
+        islands=jax.tree.map(lambda *leaves: _stacked(leaves, mesh), *states),
+        frozen=jax.tree.map(lambda *leaves: _alike(leaves, mesh), *(one for _, one in split)),
+        outer={
+            field.name: _over_all(_by_path(getattr(state.exchange, field.name), state), mesh)
+            for field in fields(state.exchange)
+        },
+    )
+
+
+def apart(stored: StoredIslands, like: IslandsState) -> IslandsState:
+    """The state of islands out of arrays over the devices of all."""
+    count = len(like.islands)
+    trained, frozen = zip(*(_split(one.params, like.trained) for one in like.islands), strict=True)
+    wanted = [
+        replace(one, params=params) for one, params in zip(like.islands, trained, strict=True)
+    ]
+    leaves, structure = jax.tree.flatten(stored.islands)
+    split = [
+        unstacked(leaf, ones)
+        for leaf, ones in zip(leaves, zip(*map(jax.tree.leaves, wanted), strict=True), strict=True)
+    ]
+    islands: list[TrainState] = []
+    for number in range(count):
+        own = structure.unflatten([arrays[number] for arrays in split])
+        fixed = {
+            path: local(array, frozen[number][path].sharding)
+            for path, array in stored.frozen.items()
+        }
+        islands.append(replace(own, params=_joined(like.islands[number].params, own.params, fixed)))
+    return replace(like, islands=tuple(islands), exchange=_outer(stored.outer, like))
+
+
+def on_all(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """An abstract array of one island as one that is the same on all."""
+    sharding: Any = leaf.sharding
+    moved = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=moved)
+
+
+def mesh_of_islands(state: IslandsState) -> Mesh:
+    """The mesh of all islands of a state."""
+    return mesh_of_all([one.step.sharding.mesh for one in state.islands])
+
+
+def _split(params: Tree, trained: Sequence[str]) -> tuple[dict[str, Tree], dict[str, Tree]]:
+    """Trained parameters and the others, by path."""
+    wanted = set(trained)
+    found = {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return (
+        {path: leaf for path, leaf in found.items() if path in wanted},
+        {path: leaf for path, leaf in found.items() if path not in wanted},
+    )
+
+
+def _joined(like: Tree, trained: dict[str, Tree], frozen: dict[str, Tree]) -> Tree:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: trained[name] if (name := path_text(path)) in trained else frozen[name],
+        like,
+    )
+
+
+def _by_path(value: Tree, state: IslandsState) -> Tree:
+    """A list with an array for each trained parameter as a dict by path; others as they are."""
+    if isinstance(value, list) and len(value) == len(state.trained):
+        return dict(zip(state.trained, value, strict=True))
+    return value
+
+
+def _outer(stored: dict[str, Tree], like: IslandsState) -> Any:
+    """What is outer, as the program holds it: numbers on the host, and lists."""
+    found: dict[str, Tree] = {}
+    for name, value in stored.items():
+        asked = getattr(like.exchange, name)
+        if isinstance(asked, list) and isinstance(value, dict):
+            found[name] = [value[path] for path in like.trained]
+        else:
+            found[name] = np.asarray(value)[()] if np.ndim(value) == 0 else value
+    return replace(like.exchange, **found)
+
+
+def _stacked(leaves: Sequence[Any], mesh: Mesh) -> Any:
+    """One array of all islands, abstract where its parts are."""
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        spec, kind = stacked_sharding(leaves[0].sharding, mesh).spec, leaves[0].sharding.memory_kind
+        return jax.ShapeDtypeStruct(
+            stacked_shape(leaves[0].shape, len(leaves)),
+            leaves[0].dtype,
+            sharding=NamedSharding(mesh, spec, memory_kind=kind),
+        )
+    return stacked(leaves, mesh)
+
+
+def _alike(leaves: Sequence[Any], mesh: Mesh) -> Any:
+    """One array that is the same on all islands, abstract where its parts are."""
+    like = on_all(leaves[0], mesh)
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        return like
+    shards = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+
+def _over_all(value: Tree, mesh: Mesh) -> Tree:
+    """What is outer with numbers of the host on the devices of all islands."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def put(leaf: Any) -> Any:
+        held = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        return leaf if held else jax.device_put(leaf, whole)
+
+    return jax.tree.map(put, value)
+
+
+# --------------------------------------------------------------------------------------------------
+# The trained parameters of a program in the order in which its loss uses them.
+
+
+def parts_in_order(program: Program) -> tuple[Part, ...]:
+    """All elements of trained parameters, those that are used first in front."""
+    shapes = {path: tuple(leaf.shape) for path, leaf in trained(program).items()}
+    return in_order(_uses(program, shapes), shapes)
+
+
+def _uses(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> tuple[FirstUse, ...]:
+    """Of every parameter; without a trace, in the order of paths."""
+    if program.source is None:
+        return tuple(FirstUse.unknown(path, number) for number, path in enumerate(sorted(shapes)))
+    leaves = jax.tree_util.tree_leaves_with_path(program.state.params)
+    flat = program.source.program
+    names = [(name_of(path), "parameter") for path, _ in leaves]
+    names += [("", "batch")] * (len(flat.inputs) - len(names))
+    return first_uses(graph_from_program(flat, names))

@@ -17,4 +17,5 @@ Only the ticks of the layers are manual, and over the stage axis alone; what com
 the loop (embedding, head, loss) is partitioned automatically, with the stages as one more axis that
 shards the sequence, so that it is neither computed by every stage nor by one alone. Layers keep the
 plan's layouts over the other axes.
+
 """

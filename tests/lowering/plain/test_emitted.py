@@ -24,8 +24,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardlib
-from shardlib.frontend.steps.step_program import StepProgram
-from shardlib.verification.hlo.traffic import read_traffic
+from shardlib.frontend.step_program import StepProgram
+from shardlib.verify.timelines import read_traffic
 from tests.lowering.plain import models
 
 LINEN = shardlib.linen(models.MODULE, models.TOKENS["x"])

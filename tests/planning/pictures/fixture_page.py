@@ -6,15 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.layout import Layout
-from shardlib.planning.answers.answers import Answers
-from shardlib.planning.answers.kernels import Kernels, KernelTime
-from shardlib.planning.decisions.activation_layout import ActivationLayout, Move
-from shardlib.planning.decisions.landscape import Priced
-from shardlib.planning.pictures.html import html_report
-from shardlib.planning.pictures.report.evidence import Evidence
+from shardlib.layout import Layout, MeshShape
+from shardlib.planner.answers import Answers, Kernels, KernelTime
+from shardlib.planner.stored import ActivationLayout, Move, Priced
+from shardlib.report.pages import html_report
+from shardlib.report.panels import Evidence
 from tests.planning.fixture_plan import GIB, PLAN
 
 HELD = Layout("fsdp", "tensor", ())

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.pictures.html import html_report
-from shardlib.planning.plan import Plan
-from shardlib.planning.questions.questions import answers
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.questions import answers
+from shardlib.report.pages import html_report
 from tests.planning import worlds
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright")

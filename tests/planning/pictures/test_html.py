@@ -10,20 +10,21 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from shardlib.axes import MeshShape
-from shardlib.hardware.placement import device_order
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.pictures.html import html_report
-from shardlib.planning.pictures.report.evidence import Evidence
-from shardlib.planning.pictures.report.links import causes
-from shardlib.planning.pictures.report.machine import machine_picture
-from shardlib.planning.pictures.report.memory import memory_picture
-from shardlib.planning.pictures.report.step import lanes, step_picture
-from shardlib.planning.questions.questions import answers
-from shardlib.planning.text.figures import LABELS
-from shardlib.planning.text.parameters import parameter_rows
-from shardlib.planning.units.quantity import seconds_text
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import device_order, topology
+from shardlib.planner import planner
+from shardlib.planner.questions import answers
+from shardlib.report.elements import seconds_text
+from shardlib.report.pages import html_report
+from shardlib.report.panels import (
+    Evidence,
+    causes,
+    lanes,
+    machine_picture,
+    memory_picture,
+    step_picture,
+)
+from shardlib.report.text import LABELS, parameter_rows
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 

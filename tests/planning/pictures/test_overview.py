@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
+from shardlib.layout import MeshShape
 from tests.planning.fixture_plan import PLAN
 
 SVG = "{http://www.w3.org/2000/svg}"

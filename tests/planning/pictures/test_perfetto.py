@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.pictures.step_trace import step_trace
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.report.panels import step_trace
 from tests.planning import worlds
 from tests.planning.pictures.test_step_trace import STEPS
 

@@ -12,9 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from shardlib.hardware.topology import topology
-from shardlib.planning import planner
-from shardlib.planning.pictures.step_trace import MeasuredStep, Operation, step_trace
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.report.panels import MeasuredStep, Operation, step_trace
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 

@@ -10,19 +10,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardlib.planning.pictures.timelines import (
+from shardlib.report.timelines import (
+    IDLE,
     LEFT,
     RIGHT,
     ROW,
     WIDTH,
+    Slice,
+    Timeline,
+    free,
+    lockstep,
     name_of,
     perfetto,
     timeline_svg,
 )
-from shardlib.planning.text.predicted_timeline import free, lockstep
-from shardlib.planning.text.timeline import IDLE, Slice, Timeline
-from shardlib.schedules.simulation import Durations
-from shardlib.schedules.timetable import Timetable
+from shardlib.schedules import Durations, Timetable
 
 SVG = "{http://www.w3.org/2000/svg}"
 TABLE = Timetable(schedule="zero-bubble", stages=3, microbatches=4)

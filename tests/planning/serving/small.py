@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from shardlib.annotation.read import read
-from shardlib.cost.serving.cuts import cuts
-from shardlib.cost.serving.served_model import ServedModel
-from shardlib.frontend.serving import traced_served
-from shardlib.graph.problem import Problem
-from shardlib.hardware.topology import topology
+from shardlib.annotation.tree import read
+from shardlib.graph import Problem
+from shardlib.machines.topology import topology
 from shardlib.models import build
 from shardlib.models.config import TransformerConfig
 from shardlib.models.presets import PRESETS
-from shardlib.planning.serving.pins import ServingPins
-from shardlib.planning.serving.space import Asked
-from shardlib.planning.serving.workload import ServingWorkload
-from shardlib.tracing.forward_only import served_problem
+from shardlib.serve.cost import ServedModel, cuts
+from shardlib.serve.frontend import traced_served
+from shardlib.serve.space import Asked, ServingPins, ServingWorkload
+from shardlib.tracing.trace import served_problem
 
 
 @cache

@@ -8,16 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from shardlib.cost.serving.step_price import Load
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
-from shardlib.planning.serving.planner import plan_served
-from shardlib.planning.serving.priced import BUSY
-from shardlib.planning.serving.search import every, search
-from shardlib.planning.serving.serving_plan import ServingPlan
-from shardlib.planning.serving.space import Asked
-from shardlib.serving.scheduling.capacity import Capacity
-from shardlib.serving.scheduling.requests import Request
-from shardlib.serving.scheduling.schedule import Schedule
+from shardlib.serve.cost import Load
+from shardlib.serve.plan import ServingPlan
+from shardlib.serve.requests import Capacity, Request
+from shardlib.serve.scheduling import Schedule
+from shardlib.serve.search import every, plan_served, search
+from shardlib.serve.space import BUSY, Asked
 from tests.planning.serving.small import asked
 
 
@@ -149,7 +146,7 @@ def simulated(plan: ServingPlan, *, rate: float | None, count: int) -> dict[str,
 
 
 def _asked(tokens: tuple[int, ...], most: int):
-    from shardlib.serving.scheduling.requests import Asked as Request_
+    from shardlib.serve.requests import Asked as Request_
 
     return Request_(prompt=tokens, most=most)
 

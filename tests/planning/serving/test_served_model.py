@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.serving.cuts import cuts
-from shardlib.cost.serving.split import Experts, split
-from shardlib.cost.serving.step_price import visited
-from shardlib.propagation.serving import serving_layouts, serving_mesh, weight_bytes
+from shardlib.serve.cost import Experts, cuts, split, visited
+from shardlib.serve.propagation import serving_layouts, serving_mesh, weight_bytes
 from tests.planning.serving.small import asked, problem_of, served
 
 

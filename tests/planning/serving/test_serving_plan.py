@@ -11,10 +11,9 @@ import shardlib
 from shardlib.errors import InfeasibleError, PinError, PlanError, TopologyError
 from shardlib.models import build
 from shardlib.models.presets import PRESETS
-from shardlib.planning.serving.pins import ServingPins
-from shardlib.planning.serving.planner import plan_served
-from shardlib.planning.serving.serving_plan import ServingPlan
-from shardlib.planning.serving.text import curve, meshes
+from shardlib.serve.plan import ServingPlan, curve, meshes
+from shardlib.serve.search import plan_served
+from shardlib.serve.space import ServingPins
 from tests.planning.serving.small import asked
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import optax
 
 import shardlib
-from shardlib.exchanges.parts import Part
-from shardlib.graph.graph import Graph
-from shardlib.planning.plan import source_of
-from shardlib.planning.transfers.buckets import in_buckets, in_order
-from shardlib.planning.transfers.first_use import first_uses, work_before
+from shardlib.exchanges import Part
+from shardlib.graph import Graph
+from shardlib.planner.plan import source_of
+from shardlib.planner.transfers import first_uses, in_buckets, in_order, work_before
 
 SHAPES = {
     "z_embed": (8, 4),

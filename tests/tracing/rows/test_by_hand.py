@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.frontend.traced_model import problem
+from shardlib.frontend.model import problem
 
 BATCH = {
     name: np.random.default_rng(at).normal(size=(16, 8)).astype(np.float32)

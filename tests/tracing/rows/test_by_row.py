@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.frontend.traced_model import problem
+from shardlib.frontend.model import problem
 
 BATCH = {
     "x": np.zeros((16, 4), np.float32),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.tracing.rows.proof import Inputs, Names, Proof, prove
+from shardlib.tracing.rows import Inputs, Names, Proof, prove
 from tests.zoo import losses
 
 

@@ -1,0 +1,580 @@
+"""Pytrees by path: which leaves are trained, which are not, and how they are initialised
+exactly.
+
+Inputs that a program hands on as results, unchanged.
+
+Through calls, names of values and rematerialisation, and through scans: a carry that no iteration
+changes, and slices that are stacked up again as they came.
+
+>>> import jax
+>>> origins(jax.make_jaxpr(lambda x, y: (y, x + 1, jax.jit(lambda z: z)(x)))(1.0, 2.0))
+[1, None, 0]
+
+Which arrays of the params are trained, and which are frozen?
+
+The split lives here alone: a `Partition` takes the trained part out of a tree of params, and puts
+the tree together again. Gradients, optimizer state and updates are trees like the trained part;
+whatever else there is (layouts, states, checkpoints) has both.
+
+>>> parts = Partition.of({"base": 1.0, "lora": {"a": 2.0, "b": 3.0}}, frozen={"base"})
+>>> parts.trained({"base": 1.0, "lora": {"a": 2.0, "b": 3.0}})
+{'lora': {'a': 2.0, 'b': 3.0}}
+>>> parts.joined({"lora": {"a": 5.0, "b": 6.0}}, {"base": 1.0, "lora": {"a": 2.0, "b": 3.0}})
+{'base': 1.0, 'lora': {'a': 5.0, 'b': 6.0}}
+
+Which leaves of a pytree are trained, and what becomes of the others?
+
+A module of Equinox, or of any library whose modules are pytrees, has leaves that are no arrays:
+activation functions, flags, rates. Its floating-point arrays are trained, its other arrays are
+state that stays as it is, and the rest is kept as the initialiser made it. The loss gets the whole
+module.
+
+>>> parts = Parts.of({"w": jax.ShapeDtypeStruct((2,), "float32"), "act": len})
+>>> parts.split({"w": 1.0, "act": len})[0], parts.whole({"act": None, "w": 2.0}, {})
+({'act': None, 'w': 1.0}, {'act': <built-in function len>, 'w': 2.0})
+
+Do two pytrees have the same form, although functions among their static parts were made anew?
+
+`optax.adam(1e-3)`, a lambda and a bound method are other objects each time that they are made, so
+two calls of one `init` give states that JAX takes for trees of other structures.
+
+>>> import jax, functools
+>>> one, other = (jax.tree_util.Partial(lambda x: x, 1.0) for _ in range(2))
+>>> jax.tree.structure(one) == jax.tree.structure(other)
+False
+>>> static_difference(*map(jax.tree.structure, (one, other)))
+''
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend import core as jex
+from jax.tree_util import PyTreeDef
+
+from shardlib._jax_compat import open_jaxpr, scan_counts
+from shardlib.errors import AnnotationError, raise_all
+from shardlib.findings import Finding, diagnostic
+from shardlib.jax_types import Eqn, Index, Jaxpr, KeyPath, Leaf, Value
+
+# --------------------------------------------------------------------------------------------------
+
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def origins(jaxpr: Jaxpr) -> list[int | None]:
+    """The position of the input that each result is; None for what is computed, or a constant."""
+    body, _ = open_jaxpr(jaxpr)
+    positions: dict[Value, int] = {var: position for position, var in enumerate(body.invars)}
+    for eqn in body.eqns:
+        for var, source in zip(eqn.outvars, _sources(eqn), strict=True):
+            if not isinstance(source, jex.Literal) and source in positions:
+                positions[var] = positions[source]
+    return [None if isinstance(var, jex.Literal) else positions.get(var) for var in body.outvars]
+
+
+def _sources(eqn: Eqn) -> Sequence[Any]:
+    """The operand that each result of an equation is, or None."""
+    if eqn.primitive.name == "name":
+        return eqn.invars
+    nothing = [None] * len(eqn.outvars)
+    body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
+    if body is None:
+        return nothing
+    inner = origins(body)
+    if len(inner) != len(eqn.outvars):
+        return nothing
+    if eqn.primitive.name != "scan":
+        alike = len(open_jaxpr(body)[0].invars) == len(eqn.invars)
+        return [eqn.invars[k] if alike and k is not None else None for k in inner]
+    constants, carried = scan_counts(eqn.params)
+    first = constants + carried
+    return [
+        eqn.invars[k]
+        if k is not None and (k == constants + result if result < carried else k >= first)
+        else None
+        for result, k in enumerate(inner)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# How is an array of a tree called? By a path written with dots: "layers.mlp.up.kernel".
+
+#: A pytree of arrays, tracers or `jax.ShapeDtypeStruct`, without boxes or metadata.
+Tree = Any
+#: The same path by its parts: keys of dicts, names of fields, positions in lists.
+Path = tuple[Any, ...]
+
+
+def path_parts(path: KeyPath) -> Path:
+    """The keys of a key path of `jax.tree_util`: keys of dicts, names of fields, positions in
+    lists.
+    """
+    return tuple(
+        getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path
+    )
+
+
+def path_text(path: KeyPath) -> str:
+    """A key path of `jax.tree_util` as dotted text, without brackets or quotes.
+
+    >>> import jax
+    >>> leaves = jax.tree_util.tree_leaves_with_path({"layers": [{"kernel": 1.0}]})
+    >>> path_text(leaves[0][0])
+    'layers.0.kernel'
+    """
+    return ".".join(map(str, path_parts(path)))
+
+
+# --------------------------------------------------------------------------------------------------
+# How does a compiled initialiser give exactly the numbers of the user's own constructor?
+#
+# A constructor runs op by op; compiled as one program, neighbouring ops are fused and constants
+# folded, which changes last bits. Here each op of the constructor is fenced off from its
+# neighbours, as it is when it runs by itself; what the constructor calls through `jax.jit` (JAX's
+# random distributions, for example) stays one piece, as it is when it runs by itself. Layouts pass
+# through the fences, so the result is still made in shards where it will stay.
+
+
+def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+    """The same function of a seed, to be compiled without mixing its ops."""
+
+    def fenced(seed: Index) -> Tree:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(seed)
+        values = dict(
+            zip(
+                (*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, seed), strict=True
+            )
+        )
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex.Literal) else values[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            arguments = jax.lax.optimization_barrier(
+                list(map(read, eqn.invars))
+            )  # a literal is an argument like any other, and not folded
+            results = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
+            values.update(
+                zip(
+                    eqn.outvars,
+                    jax.lax.optimization_barrier(
+                        list(results) if eqn.primitive.multiple_results else [results]
+                    ),
+                    strict=True,
+                )
+            )
+        leaves = [
+            _array(leaf) if isinstance(leaf, jex.Literal) else values[leaf]
+            for leaf in closed.jaxpr.outvars
+        ]
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return fenced
+
+
+def _array(literal: jex.Literal) -> jax.Array:
+    """A leaf that no op makes; the number of a literal has no shape that an optimizer could ask."""
+    return jnp.asarray(literal.val, getattr(literal.aval, "dtype", None))
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The trained part of a tree of params.
+
+    Attributes:
+        flags: for each leaf in tree order, whether it is trained.
+    """
+
+    flags: tuple[bool, ...]
+
+    @staticmethod
+    def of(params: Tree, frozen: Collection[str]) -> Partition:
+        """The partition of params, some of whose dotted paths are frozen."""
+        return Partition(
+            flags=tuple(
+                (path_text(path) or "params") not in frozen
+                for path, _ in jax.tree_util.tree_leaves_with_path(params)
+            )
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether all params are trained."""
+        return all(self.flags)
+
+    def trained(self, params: Tree) -> Tree:
+        """The trained part: dicts without what is frozen, and None for that in other containers."""
+        if self.whole:
+            return params
+        leaves, structure = jax.tree.flatten(params)
+        return _pruned(
+            structure.unflatten(
+                [leaf if flag else None for leaf, flag in zip(leaves, self.flags, strict=True)]
+            )
+        )
+
+    def joined(self, trained: Tree, params: Tree) -> Tree:
+        """Params with another trained part."""
+        if self.whole:
+            return trained
+        leaves, structure = jax.tree.flatten(params)
+        fresh = iter(jax.tree.leaves(trained))
+        return structure.unflatten(
+            [next(fresh) if flag else leaf for leaf, flag in zip(leaves, self.flags, strict=True)]
+        )
+
+    def mapped(self, function: Callable[[Tree], Tree], params: Tree) -> Tree:
+        """Params whose trained part went through a function.
+
+        Args:
+            function: trained part -> trained part.
+        """
+        return self.joined(function(self.trained(params)), params)
+
+    def numbered(self, positions: Iterable[int]) -> frozenset[int]:
+        """Positions of trained leaves among all leaves, as positions among the trained ones."""
+        number = {
+            position: k
+            for k, position in enumerate(
+                position for position, flag in enumerate(self.flags) if flag
+            )
+        }
+        return frozenset(number[position] for position in positions)
+
+
+def _pruned(tree: Any) -> Any:
+    """Nested dicts without branches that hold nothing."""
+    if type(tree) is not dict:
+        return tree
+    branches = {key: _pruned(branch) for key, branch in tree.items()}
+    return {key: branch for key, branch in branches.items() if jax.tree.leaves(branch)}
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def is_array(leaf: Tree) -> bool:
+    """Whether a leaf is an array, or stands for one."""
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
+
+
+def is_plain(leaves: Sequence[Tree]) -> bool:
+    """Whether all leaves are arrays or floats: then all of them are trained."""
+    return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """A tree, and which of its leaves are trained.
+
+    Attributes:
+        structure: of the whole tree.
+        paths: of its leaves.
+        kept: leaves that are no arrays, by position.
+        trained: positions of floating-point arrays.
+        fixed: positions of other arrays.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    paths: tuple[str, ...]
+    kept: dict[int, Any]
+    trained: tuple[int, ...]
+    fixed: tuple[int, ...]
+
+    @staticmethod
+    def of(tree: Tree) -> Parts:
+        """Reads a tree."""
+        leaves, structure = jax.tree.flatten(tree)
+        paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+        trained = tuple(
+            index
+            for index, leaf in enumerate(leaves)
+            if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        )
+        fixed = tuple(
+            index for index, leaf in enumerate(leaves) if is_array(leaf) and index not in trained
+        )
+        return Parts(
+            structure=structure,
+            paths=paths,
+            kept={index: leaf for index, leaf in enumerate(leaves) if not is_array(leaf)},
+            trained=trained,
+            fixed=fixed,
+        )
+
+    def split(self, tree: Tree) -> tuple[Tree, Tree]:
+        """(what is trained, a tree like the whole one with None in the place of everything else;
+        other arrays by path).
+        """
+        leaves = jax.tree.leaves(tree)
+        trained = jax.tree.unflatten(
+            self.structure,
+            [leaf if index in self.trained else None for index, leaf in enumerate(leaves)],
+        )
+        return trained, {self.paths[index]: leaves[index] for index in self.fixed}
+
+    def whole(self, params: Tree, state: Tree) -> Tree:
+        """The whole tree around what is trained and the other arrays."""
+        arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {
+            index: state[self.paths[index]] for index in self.fixed
+        }
+        return jax.tree.unflatten(
+            self.structure,
+            [
+                self.kept[index] if index in self.kept else arrays[index]
+                for index in range(len(self.paths))
+            ],
+        )
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is not trained though it is a number."""
+        numbers = [
+            f"{self.paths[index]} = {leaf!r}"
+            for index, leaf in self.kept.items()
+            if isinstance(leaf, (bool, int, float, complex))
+        ]
+        numbers += [self.paths[index] for index in self.fixed]
+        if not numbers:
+            return ()
+        return (
+            Finding(
+                code="not-trained",
+                severity="info",
+                where=numbers[0].split(" ")[0],
+                message=(
+                    f"{len(numbers)} leaves of the module are numbers or integer arrays and stay as"
+                    f" they are: {', '.join(numbers[:8])}"
+                ),
+                hint="make an array of what is to be trained",
+            ),
+        )
+
+
+def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
+    """What an initialiser makes, with `jax.ShapeDtypeStruct` in the place of arrays and all other
+    leaves as they are.
+    """
+    seen: list[tuple[Any, list[Any]]] = []
+
+    def arrays() -> list[Any]:
+        leaves, structure = jax.tree.flatten(initialise(jax.random.key(0)))
+        seen.append((structure, [None if is_array(leaf) else leaf for leaf in leaves]))
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    abstract = iter(jax.eval_shape(arrays))
+    structure, leaves = seen[-1]
+    return jax.tree.unflatten(
+        structure, [next(abstract) if leaf is None else leaf for leaf in leaves]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Characters of a value that a message shows.
+SHOWN = 60
+
+
+def static_difference(left: PyTreeDef, right: PyTreeDef) -> str:
+    """What tells the forms of two pytrees apart; "" where only static parts differ that were made
+    anew: functions of the same code, and objects of the same type that compare by identity.
+    """
+    if left == right:
+        return ""
+    first, second = left.node_data(), right.node_data()
+    if first is None or second is None:
+        return "" if first is second is None else "an array in the place of a node"
+    if first[0] is not second[0]:
+        return f"{first[0].__name__} in the place of {second[0].__name__}"
+    if not _alike(first[1], second[1]):
+        return f"{first[0].__name__}: {_shown(first[1])} and {_shown(second[1])}"
+    left_children, theirs = left.children(), right.children()
+    if len(left_children) != len(theirs):
+        return f"{first[0].__name__} of {len(left_children)} parts and of {len(theirs)}"
+    return next(filter(None, map(static_difference, left_children, theirs)), "")
+
+
+def _alike(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(_alike(left[key], right[key]) for key in left)
+    if isinstance(left, functools.partial):
+        return _alike(
+            (left.func, left.args, left.keywords), (right.func, right.args, right.keywords)
+        )
+    code = getattr(left, "__code__", None)  # a bound method has that of its function
+    if code is not None:
+        return code is getattr(right, "__code__", None)
+    if type(left).__eq__ is object.__eq__:
+        return True
+    same = left == right
+    return same if isinstance(same, bool) else bool(getattr(same, "all", lambda: False)())
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+# --------------------------------------------------------------------------------------------------
+# What is trained? What the user says with `wrt`, in Flax's word and with Flax's filters.
+#
+# NNX takes what `nnx.DiffState` takes: a type of variables (`nnx.LoRAParam`), `nnx.Any`,
+# `nnx.All`, `nnx.Not`, a path predicate (path, variable) -> bool. Linen and plain pytrees have no
+# types of variables: they take a predicate (path, leaf) -> bool, whose path is a tuple of strings,
+# ("layers", "0", "lora_a").
+
+#: What a user may give as `wrt`.
+Filter = Any
+#: (path, variable or leaf) -> whether it is trained.
+Predicate = Callable[[tuple[Any, ...], Any], bool]
+
+#: Arrays that an error lists of each kind.
+_LISTED = 6
+
+
+def nnx_predicate(wrt: Filter) -> Predicate:
+    """A filter of Flax NNX as a predicate."""
+    try:
+        return nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError) as error:
+        raise AnnotationError(
+            f"wrt is a {type(wrt).__name__}, {wrt!r}, and no filter of Flax\nTry: a type of"
+            " variables such as nnx.LoRAParam, nnx.Any(...), nnx.All(...), nnx.Not(...), or a"
+            " predicate (path, variable) -> bool"
+        ) from error
+
+
+def path_predicate(wrt: Filter, front: str) -> Predicate:
+    """A predicate over paths of a model whose arrays have no types."""
+    if not callable(wrt) or isinstance(wrt, type) or type(wrt).__module__.startswith("flax"):
+        what = wrt.__name__ if isinstance(wrt, type) else repr(wrt)
+        raise AnnotationError(
+            f"wrt is {what}, and arrays of a {front} model have no types that a filter of NNX could"
+            ' ask for\nTry: a predicate over paths, wrt=lambda path, leaf: "lora_a" in path'
+        )
+    return lambda path, leaf: bool(wrt(path, leaf))
+
+
+def selected(
+    predicate: Predicate,
+    leaves: Mapping[Path, Leaf],
+    kinds: Mapping[Path, str] | None = None,
+) -> frozenset[Path]:
+    """The paths of what a predicate chooses.
+
+    Args:
+        leaves: by path; their dtypes decide whether they can be trained.
+    """
+    paths: list[tuple[Any, ...]] = []
+    for path, leaf in leaves.items():
+        try:
+            chosen = predicate(path, leaf)
+        except Exception as error:
+            raise AnnotationError(
+                f"wrt failed when called with the path {path!r}: {type(error).__name__}: {error}"
+            ) from error
+        if chosen:
+            paths.append(path)
+    if not paths:
+        raise AnnotationError(
+            "wrt chooses nothing: every array would be frozen, and nothing would be trained\n"
+            + _listed(leaves, kinds or {})
+            + "\nTry: a filter that chooses some of these"
+        )
+    fixed = [
+        f"{_dotted(path)} has dtype {leaves[path].dtype}"
+        for path in paths
+        if not jnp.issubdtype(leaves[path].dtype, jnp.inexact)
+    ]
+    if fixed:
+        raise_all(
+            AnnotationError,
+            "wrt chooses arrays that have no gradient",
+            fixed,
+            hint="a filter that leaves out what is not floating-point",
+        )
+    return frozenset(paths)
+
+
+def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
+    """Dotted paths of the leaves of params that `wrt` does not choose; where there is no `wrt`, of
+    those that have no gradient.
+
+    Args:
+        wrt: what is trained; None for all that has a gradient.
+    """
+    if wrt is None:
+        return frozenset(
+            path_text(path)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        )
+    leaves = {
+        tuple(map(str, path_parts(path))): (path_text(path) or "params", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    trained = selected(
+        path_predicate(wrt, front), {path: leaf for path, (_, leaf) in leaves.items()}
+    )
+    return frozenset(text for path, (text, _) in leaves.items() if path not in trained)
+
+
+@diagnostic
+def base_is_trained(trained: Mapping[Path, object]) -> tuple[Finding, ...]:
+    """What the user should know who has adapters beside a base, and did not say what to train."""
+    adapters = [path for path, variable in trained.items() if isinstance(variable, nnx.LoRAParam)]
+    others = len(trained) - len(adapters)
+    if not adapters or not others:
+        return ()
+    return (
+        Finding(
+            code="base-trained",
+            severity="warning",
+            where=_short([_dotted(path) for path in adapters]),
+            message=(
+                f"the model has {len(adapters)} nnx.LoRAParam beside {others} other parameters, and"
+                " all are trained: the base has gradients and optimizer state, too."
+            ),
+            hint=(
+                "wrt=nnx.LoRAParam trains the adapters alone; wrt=nnx.Param says that all are to be"
+                " trained"
+            ),
+        ),
+    )
+
+
+def _listed(leaves: Mapping[Path, Leaf], kinds: Mapping[Path, str]) -> str:
+    """What there is, by kind."""
+    groups: dict[str, list[str]] = {}
+    for path in leaves:
+        groups.setdefault(kinds.get(path, ""), []).append(_dotted(path))
+    lines = [f"  {f'{kind}: ' if kind else ''}{_short(paths)}" for kind, paths in groups.items()]
+    return "\n".join(["the model has:", *lines]) if lines else "the model has no arrays"
+
+
+def _short(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:_LISTED]) + (
+        f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    )
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path)) or "params"

@@ -1,0 +1,524 @@
+"""Checkpoints that go on as another number of islands than were saved, or
+as islands that meet in another way.
+
+other_number.py  the state of islands that start anew from what was outer
+told.py          what that changes, in words
+source.py        the checkpoint that is read for it
+origins.py       where an array of one island comes from, and how those of several become one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.annotation.trees import Tree
+from shardlib.checkpointing import reading
+from shardlib.checkpointing import reading as from_disk
+from shardlib.checkpointing.islands import (
+    OF_ISLANDS,
+    AnyProgram,
+    State,
+    anew,
+    has_outer,
+    is_of_optimizer,
+    islands_in,
+    islands_of,
+    keeps_outer,
+    without_optimizer,
+)
+from shardlib.checkpointing.reading import About
+from shardlib.checkpointing.tree import (
+    Camera,
+    Spec,
+    compared,
+    fitted,
+    named_leaves,
+    raw_abstract,
+    spec_of,
+)
+from shardlib.errors import CheckpointError
+from shardlib.exchanges import DiLoCo
+from shardlib.findings import Finding
+from shardlib.layout import ISLAND
+from shardlib.lowering.islands.compression import CompressedProgram
+from shardlib.lowering.islands.meeting import local
+from shardlib.lowering.islands.program import (
+    FlyingState,
+    IslandsState,
+    ResidualState,
+    mesh_of_islands,
+    on_all,
+    outer_of,
+    streams_of,
+    zeros,
+)
+from shardlib.lowering.program import Program
+from shardlib.lowering.random_keys import is_key
+from shardlib.lowering.runtime import TrainState
+from shardlib.processes.values import whole
+
+# --------------------------------------------------------------------------------------------------
+# Where the arrays of one island come from in a checkpoint of another number of islands, and how
+# those of several become one.
+
+#: What goes before the paths of outer parameters, and of parameters that are not trained.
+OUTER, FROZEN = "outer.params.", "frozen."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where an array comes from.
+
+    Attributes:
+        path: in the checkpoint.
+        islands: whose arrays are stacked there; 1 where it is the array itself.
+    """
+
+    path: str
+    islands: int = 1
+
+
+def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
+    """Where an array of one island comes from; of parameters, the outer ones where there are
+    some.
+    """
+    if islands == 1:
+        return Origin(path=path)
+    kind, _, name = path.partition(".")
+    if kind != "params":
+        return Origin(path=f"{OF_ISLANDS}{path}", islands=islands)
+    for known in (f"{OUTER}{name}", f"{FROZEN}{name}"):
+        if known in arrays:
+            return Origin(path=known)
+    return Origin(path=f"{OF_ISLANDS}params.{name}", islands=islands)
+
+
+def as_one_island(
+    arrays: Mapping[str, Spec], target: Mapping[str, Tree], islands: int
+) -> dict[str, Spec]:
+    """What a checkpoint would hold of one of its islands alone."""
+    if islands == 1:
+        return dict(arrays)
+    found = {
+        f"params.{path.removeprefix(FROZEN)}".rstrip("."): spec
+        for path, spec in arrays.items()
+        if path.startswith(FROZEN)
+    }
+    for path, spec in arrays.items():
+        if path.startswith(OF_ISLANDS):
+            name = path.removeprefix(OF_ISLANDS).rstrip(".")
+            found[name] = _divided(spec, islands, target.get(name))
+    return found
+
+
+def _divided(spec: Spec, islands: int, like: Tree | None) -> Spec:
+    first, *others = spec.shape
+    scalar = first == islands and (like is None or np.ndim(like) == 0)
+    return replace(spec, shape=(*others,) if scalar else (first // islands, *others))
+
+
+def stored_leaf(leaf: Tree, spec: Spec) -> jax.ShapeDtypeStruct:
+    """An array as it is read: of several islands, sharded along its dims as one of them is."""
+    sharding = raw_abstract(leaf).sharding
+    return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=sharding)
+
+
+def of_island(array: jax.Array, leaf: Tree, number: int, islands: int) -> jax.Array:
+    """The array of one island, as it is stored."""
+    raw = raw_abstract(leaf)
+    return jax.jit(
+        lambda x: jnp.copy(x.reshape(islands, *raw.shape)[number]), out_shardings=raw.sharding
+    )(array)
+
+
+def combined(path: str, array: jax.Array, leaf: Tree, islands: int) -> jax.Array:
+    """One array of those of all islands: of numbers the mean, of counts the largest, of what guards
+    carry the smallest, of all else that of the first island.
+    """
+    raw = raw_abstract(leaf)
+
+    def made(x: Any) -> Any:
+        x = x.reshape(islands, *raw.shape)
+        if path.startswith("guard."):
+            return x.min(0)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            return x.astype(wide).mean(0).astype(x.dtype)
+        return x.max(0) if np.ndim(leaf) == 0 and not is_key(leaf) else x[0]
+
+    numbers = jnp.issubdtype(array.dtype, jnp.inexact) or np.ndim(leaf) == 0
+    if (
+        is_of_optimizer(path)
+        and not numbers
+        and not is_key(leaf)
+        and not _origins_alike(array, islands)
+    ):
+        raise CheckpointError(
+            f"{path} has other integers on each of the {islands} islands of the checkpoint, and"
+            " nothing says what their mean is\nTry: the same number of islands, or"
+            " restore(program, parameters_only=True), which starts the optimizer anew"
+        )
+    return jax.jit(made, out_shardings=raw.sharding)(array)
+
+
+def _origins_alike(array: jax.Array, islands: int) -> bool:
+    def same(x: Any) -> Any:
+        parts = x.reshape(islands, -1)
+        return (parts == parts[:1]).all()
+
+    return bool(jax.jit(same)(array))
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint whose arrays are read for another number of islands.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint that is read.
+
+    Attributes:
+        path: of the checkpoint.
+        about: its description.
+        camera: has the programs that compute sums.
+    """
+
+    path: epath.Path
+    about: About
+    camera: Camera
+
+    @property
+    def islands(self) -> int:
+        """Number of islands that were saved."""
+        return islands_in(self.about.arrays)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether parameters are outer in it."""
+        return keeps_outer(self.about.arrays)
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"the checkpoint of step {self.about.step}"
+
+    def read(
+        self, paths: Mapping[str, str], target: Mapping[str, Tree]
+    ) -> Iterator[tuple[str, jax.Array]]:
+        """Arrays as they are stored, a few at a time, by their paths in the target."""
+        leaves = {
+            path: stored_leaf(target[path], self.about.arrays[stored])
+            for path, stored in paths.items()
+        }
+        for portion in from_disk.portions(leaves):
+            named = {paths[path]: leaf for path, leaf in portion.items()}
+            arrays = reading.read_arrays(self.path, self.about, named, self.camera)
+            for path in portion:
+                yield path, arrays.pop(paths[path])
+
+
+# --------------------------------------------------------------------------------------------------
+# What other islands go on with of gradients that were not sent, or have not arrived.
+#
+# All islands update by the mean of what they send, so each goes on with the mean of what the
+# islands did not send, or what is on the way: what is still to come is as much as before.
+
+
+def residuals(
+    source: Source, names: Sequence[str], islands: int, first: ResidualState, step: int
+) -> ResidualState:
+    """What is kept of gradients: that of the checkpoint where it has some, and what there is before
+    the first step where not.
+    """
+    return ResidualState(
+        step=np.int32(step),
+        residual=_means(source, "residual", names, first.residual, islands),
+        momentum=_means(source, "momentum", names, first.momentum, islands),
+        factors=_factors(source, names, first.factors),
+    )
+
+
+def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict[str, Tree]:
+    """What is on the way between islands, by the fields that have it; nothing where islands do not
+    meet with a delay.
+    """
+    flying = like.exchange
+    if not isinstance(flying, FlyingState):
+        return {}
+    first = [zeros(one) for one in flying.sent]
+    sent, at, place = _means(source, "sent", names, first, len(like.islands)), 0, "outer.sent_at"
+    if sent is not first and place in source.about.arrays:
+        at = dict(source.read({place: place}, {place: flying.sent_at}))[place]
+    return {"sent": sent, "sent_at": np.int32(int(at))}
+
+
+def _means(
+    source: Source, field: str, names: Sequence[str], first: list[jax.Array], islands: int
+) -> list[jax.Array]:
+    """An array for each parameter: of all islands the mean of those that were saved."""
+    paths = _paths(source, field, names) if first else {}
+    if not first or len(paths) < len(first):
+        return first
+    ones = {name: _one(array, islands) for name, array in zip(names, first, strict=True)}
+    found = {
+        name: combined(field, array, ones[name], source.islands)
+        for name, array in source.read(paths, ones)
+    }
+    return [_repeated(found[name], array) for name, array in zip(names, first, strict=True)]
+
+
+def _factors(source: Source, names: Sequence[str], first: list[jax.Array]) -> list[jax.Array]:
+    """Q of each parameter, that of the checkpoint where the rank is the same."""
+    paths = _paths(source, "factors", names) if first else {}
+    fit = {
+        name: path
+        for (name, path), one in zip(paths.items(), first, strict=False)
+        if tuple(source.about.arrays[path].shape) == one.shape
+    }
+    if not first or len(fit) < len(first):
+        return first
+    found = dict(source.read(fit, dict(zip(names, first, strict=True))))
+    return [found[name] for name in names]
+
+
+def _paths(source: Source, field: str, names: Sequence[str]) -> dict[str, str]:
+    paths = {name: f"outer.{field}.{name}" for name in names}
+    return {name: path for name, path in paths.items() if path in source.about.arrays}
+
+
+def _one(array: jax.Array, islands: int) -> Tree:
+    """What one island has of an array of all, abstract, and alike on all."""
+    assert isinstance(array.sharding, NamedSharding)
+    first, *others = array.sharding.spec
+    inner = tuple(axis for axis in first if axis != ISLAND.name) if isinstance(first, tuple) else ()
+    sharding = NamedSharding(array.sharding.mesh, PartitionSpec(inner or None, *others))
+    shape = (array.shape[0] // islands, *array.shape[1:])
+    return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+
+
+def _repeated(one: jax.Array, like: jax.Array) -> jax.Array:
+    """The same array for every island."""
+    count = like.shape[0] // one.shape[0]
+    repeat = jax.jit(lambda x: jnp.concatenate([x] * count), out_shardings=like.sharding)
+    return repeat(one)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a checkpoint becomes that goes on as other islands, in words.
+
+
+def keeps(state: State) -> bool:
+    """Whether parameters are outer in a state."""
+    return has_outer(state)
+
+
+def told(source: Source, wanted: State, *, new_optimizer: bool) -> Finding:
+    """A finding that says what a checkpoint becomes."""
+    before, after = source.islands, islands_of(wanted)
+    of = "one island" if before == 1 else f"{before} islands"
+    goes_on = f"goes on as {after}" if before != after else "goes on as islands that meet otherwise"
+    sentences = [f"The checkpoint of step {source.about.step} is of {of} and {goes_on}."]
+    if before == 1:
+        sentences.append("All start from its parameters and its optimizer.")
+    else:
+        sentences.append(f"They start from {_start(source)}.")
+    if before > 1 and not new_optimizer:
+        sentences.append("Moments of optimizers are means.")
+    if keeps(wanted):
+        sentences.append(f"The outer momentum {'is kept' if source.keeps else 'starts at zero'}.")
+    if after > before:
+        sentences.append(f"Random streams of islands from number {before + 1} on are new.")
+    return Finding(
+        code="other-number-of-islands" if before != after else "other-exchange",
+        severity="warning",
+        where="exchange",
+        message=" ".join(sentences),
+    )
+
+
+def _start(source: Source) -> str:
+    """Where islands start: how far back their last meeting is, where that is known."""
+    if not source.keeps:
+        return "the mean of the islands' parameters"
+    plan, _ = source.about.read_plan()
+    exchange = plan.exchange if plan is not None else None
+    lost = ""
+    if isinstance(exchange, DiLoCo) and exchange.fragments > 1:
+        lost = "; what islands did since a parameter met is left out"
+    elif isinstance(exchange, DiLoCo) and (since := source.about.step % exchange.every):
+        lost = f", {since} steps ago: what islands did since is left out"
+    return f"the outer parameters, those of the last meeting{lost}"
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint restored as another number of islands, one among them, or as islands that meet in
+# another way.
+#
+# Outer parameters are what islands have learned, or else their mean: all islands start from them.
+# The outer momentum is kept, moments of the optimizers are averaged, and islands beyond those that
+# were saved draw random numbers of their own.
+
+#: What goes before the paths of what the model itself updates.
+MODEL = "model_state."
+
+
+def read_other_number(
+    source: Source,
+    wanted: State,
+    program: AnyProgram | None = None,
+    *,
+    new_optimizer: bool = False,
+) -> tuple[State, tuple[Finding, ...]]:
+    """Restores a checkpoint as another number of islands than were saved."""
+    like = without_optimizer(wanted) if new_optimizer else wanted
+    one = _of_one(like)
+    target = named_leaves(one)
+    stored = as_one_island(source.about.arrays, target, source.islands)
+    findings = compared(
+        {p: spec for p, spec in stored.items() if not (new_optimizer and is_of_optimizer(p))},
+        {p: spec_of(leaf) for p, leaf in target.items()},
+        source.name,
+    )
+    state: State
+    if isinstance(like, IslandsState):
+        state = _islands(source, target, one, like, program)
+    else:
+        paths = [*target]
+        arrays = _other_number_alike(source, target, paths, program)
+        state = jax.tree.structure(one).unflatten([arrays[path] for path in paths])
+    if new_optimizer:
+        assert program is not None
+        state = anew(program, state)
+    return state, (*findings, told(source, wanted, new_optimizer=new_optimizer))
+
+
+def _of_one(state: State) -> TrainState:
+    """The abstract state of one island, over the devices of all."""
+    if not isinstance(state, IslandsState):
+        return state
+    mesh = mesh_of_islands(state)
+    return jax.tree.map(lambda leaf: on_all(leaf, mesh), state.islands[0])
+
+
+def _other_number_alike(
+    source: Source,
+    target: Mapping[str, Tree],
+    paths: list[str],
+    program: AnyProgram | None = None,
+) -> dict[str, Any]:
+    """Arrays that all islands start with, by path: one out of those of the islands that were saved;
+    of random streams those of the first.
+    """
+    arrays, count = source.about.arrays, source.islands
+    origins = {path: origin(path, arrays, count) for path in paths}
+    kept = program.stored if isinstance(program, Program) else frozenset[str]()
+    found: dict[str, Any] = {}
+    for path, array in source.read({p: one.path for p, one in origins.items()}, target):
+        leaf = target[path]
+        if origins[path].islands > 1:
+            first = path.startswith(MODEL)
+            array = (
+                of_island(array, leaf, 0, count) if first else combined(path, array, leaf, count)
+            )
+        found[path] = fitted({path: leaf}, {path: array})[path]
+        if path in kept:
+            assert isinstance(program, Program)
+            sums = source.camera.sums({path: array})({path: array})
+            found[path] = program.stow(found[path], whole(sums)[0])
+    return found
+
+
+def _islands(
+    source: Source,
+    target: Mapping[str, Tree],
+    one: TrainState,
+    like: IslandsState,
+    program: AnyProgram | None,
+) -> IslandsState:
+    """The state of islands that all start alike, but for their random streams."""
+    trained = {name: f"params.{name}".rstrip(".") for name in like.trained}
+    streams = [path for path in target if path.startswith(MODEL)]
+    arrays, outer = _trained(source, target, trained, like)
+    others = {*arrays, *(streams if source.islands > 1 else ())}
+    arrays |= _other_number_alike(source, target, [path for path in target if path not in others])
+    models = _models(source, target, streams, len(like.islands)) if source.islands > 1 else []
+    states: list[TrainState] = []
+    for number, island in enumerate(like.islands):
+        mine = {**arrays, **(models[number] if models else {})}
+        state = jax.tree.structure(one).unflatten(
+            [
+                local(mine[path], leaf.sharding)
+                for path, leaf in zip(target, jax.tree.leaves(island), strict=True)
+            ]
+        )
+        states.append(state if number < source.islands else streams_of(number, state))
+    step = int(arrays["step"])
+    if isinstance(program, CompressedProgram):
+        first = program.compressed.first()
+        exchange = residuals(source, like.trained, len(like.islands), first, step)
+    else:
+        exchange = _outer(source, like, outer, step)
+    return replace(like, islands=tuple(states), exchange=exchange)
+
+
+def _trained(
+    source: Source, target: Mapping[str, Tree], trained: Mapping[str, str], like: IslandsState
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trained parameters by path, and the outer ones by name."""
+    wide = dict(zip(like.trained, outer_of(like).params, strict=True)) if keeps(like) else {}
+    if wide and source.keeps:
+        outer = dict(source.read({name: f"{OUTER}{name}" for name in trained}, wide))
+        return {path: _copied(outer[name], target[path]) for name, path in trained.items()}, outer
+    params = _other_number_alike(source, target, [*trained.values()])
+    return params, {name: _copied(params[trained[name]], leaf) for name, leaf in wide.items()}
+
+
+def _models(
+    source: Source, target: Mapping[str, Tree], paths: list[str], islands: int
+) -> list[dict[str, Any]]:
+    """What the models of the islands go on with: an island that was saved with its own, others with
+    that of the first.
+    """
+    count, found = source.islands, [dict[str, Any]() for _ in range(islands)]
+    stored = {path: origin(path, source.about.arrays, count).path for path in paths}
+    for path, array in source.read(stored, target):
+        leaf = target[path]
+        for number, mine in enumerate(found):
+            own = of_island(array, leaf, number if number < count else 0, count)
+            mine |= fitted({path: leaf}, {path: own})
+    return found
+
+
+def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int) -> Any:
+    """What is outer."""
+    if isinstance(like.exchange, ResidualState):
+        raise CheckpointError(
+            f"{source.name} goes on with compressed gradients, and the first of what they keep is"
+            " made by a program\nTry: Checkpoints.restore with the program"
+        )
+    names = like.trained if keeps(like) else ()
+    wanted = dict(zip(names, outer_of(like).momentum, strict=True))
+    if source.keeps:
+        momentum = dict(source.read({name: f"outer.momentum.{name}" for name in wanted}, wanted))
+    else:
+        momentum = {name: zeros(leaf) for name, leaf in wanted.items()}
+    return replace(
+        like.exchange,
+        step=np.int32(step),
+        params=[params[name] for name in names],
+        momentum=[momentum[name] for name in names],
+        **on_the_way(source, names, like),
+    )
+
+
+def _copied(array: jax.Array, leaf: Tree) -> jax.Array:
+    """The array as another is, in a buffer of its own."""
+    return jax.jit(lambda x: jnp.copy(x.astype(leaf.dtype)), out_shardings=leaf.sharding)(array)

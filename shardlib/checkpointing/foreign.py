@@ -1,0 +1,534 @@
+"""Models of one's own beside files of Hugging Face, and adapters in the format of PEFT.
+
+    names = learn_names(program.state.params, tensors_of("folder"))
+    print(names)                                  # what is read from where, before it is used
+    state = read_weights("folder", program, names)
+
+learned.py   names of tensors for the parameters of any model, from shapes and paths
+words.py     the words in which libraries name the same thing
+forms.py     how an array lies in a tensor
+weights.py   the parameters read
+peft.py      adapters written and read
+
+How an array of a Flax model lies in a tensor of PyTorch.
+
+>>> forms_of((6, 2, 4), (8, 6)), forms_of((8, 2, 4), (8, 8))
+(('transposed',), ('same', 'transposed'))
+>>> forms_of((3, 3, 8, 16), (16, 8, 3, 3))
+('convolution',)
+>>> import numpy as np
+>>> in_form(np.ones((6, 4)), "transposed", (4, 2, 3)).shape
+(4, 2, 3)
+
+The words of a path, the same for what libraries name differently.
+
+>>> words("model.layers.#.self_attn.q_proj.weight") == words("blocks.#.attention.query.kernel")
+True
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file, save_file
+from scipy.optimize import linear_sum_assignment
+
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.errors import CheckpointError, MissingFileError, raise_all
+from shardlib.lowering.program import Program
+from shardlib.lowering.runtime import TrainState
+from shardlib.processes.values import whole
+
+# --------------------------------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+
+
+def forms_of(param: Shape, tensor: Shape) -> tuple[str, ...]:
+    """The forms in which a tensor may hold an array; none where it cannot, and two where shapes do
+    not say which, as those of square matrices do not.
+    """
+    if len(tensor) >= 3 and len(param) == len(tensor):
+        order = (len(param) - 1, len(param) - 2, *range(len(param) - 2))
+        if tuple(param[at] for at in order) == tensor:
+            return ("convolution",)
+    found = ["same"] if param == tensor or _joins(param, tensor) else []
+    if len(tensor) == 2 and len(param) >= 2 and _joins(param, tensor[::-1]):
+        found.append("transposed")
+    return tuple(found)
+
+
+def in_form(tensor: np.ndarray, form: str, shape: Shape) -> np.ndarray:
+    """A tensor as the array that it holds."""
+    if form == "convolution":
+        return tensor.transpose(*range(2, tensor.ndim), 1, 0)
+    return (tensor.T if form == "transposed" else tensor).reshape(shape)
+
+
+def _joins(param: Shape, tensor: Sequence[int]) -> bool:
+    """Whether neighbouring dims joined give the dims of a tensor."""
+    at = 0
+    for size in tensor:
+        joined = 1
+        while at < len(param) and joined < size:
+            joined *= param[at]
+            at += 1
+        if joined != size:
+            return False
+    return all(size == 1 for size in param[at:])
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA adapters in the format of PEFT: `adapter_model.safetensors` and `adapter_config.json`.
+#
+#     write_adapter("out", program.module(state), {"up": "mlp.up_proj"}, base="base-model")
+#     params = read_adapter("out", {"up": "mlp.up_proj"})            # arrays by dotted path
+# nnx.update(model, ...)                                          # or Engine.adapt(name, params)
+#
+# Flax's `nnx.LoRA` computes x A B with A[in, r] and B[r, out]; PEFT stores their transposes and
+# multiplies the product with alpha / r, or with alpha / sqrt(r) where `use_rslora` is set. What is
+# written has alpha = r; what is read has the factor in B.
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_START = "base_model.model."
+#: Settings of PEFT under which an adapter computes something else than x A B times a factor.
+_OTHERS = ("use_dora", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens")
+
+
+def write_adapter(
+    folder: str | Path,
+    params: Tree,
+    names: Mapping[str, str],
+    *,
+    base: str | None = None,
+    task: str | None = None,
+) -> None:
+    """Writes the adapters of a model.
+
+    Args:
+        names: the name of the module in the base model by the path of ours, "layers.0.up" ->
+            "model.layers.0.mlp.up_proj".
+    """
+    found = _adapters(params)
+    ranks = {pair["lora_a"].shape[-1] for pair in found.values()}
+    failures = [f"{path} has no name" for path in found if path not in names]
+    failures += [f"{path} is no adapter" for path in names if path not in found]
+    failures += [f"ranks differ: {sorted(ranks)}"] if len(ranks) > 1 else []
+    failures += [] if found else ["there are no arrays called lora_a and lora_b"]
+    if failures:
+        raise_all(CheckpointError, "the adapters cannot be written", failures)
+    tensors: dict[str, np.ndarray] = {}
+    for path, pair in found.items():
+        start = f"{_START}{names[path]}"
+        tensors[f"{start}.lora_A.weight"] = np.ascontiguousarray(pair["lora_a"].T)
+        tensors[f"{start}.lora_B.weight"] = np.ascontiguousarray(pair["lora_b"].T)
+    (rank,) = ranks
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, place / TENSORS, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(names[path] for path in found),
+        "inference_mode": True,
+    }
+    (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_adapter(folder: str | Path, names: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Reads adapters."""
+    config, tensors = _peft_files(Path(folder))
+    modules = {other: path for path, other in names.items()}
+    found: dict[str, np.ndarray] = {}
+    failures = [f"{name} is {config[name]!r}" for name in _OTHERS if config.get(name)]
+    if config.get("peft_type") != "LORA":
+        failures.append(f"peft_type is {config.get('peft_type')!r}")
+    for name, tensor in tensors.items():
+        module, _, kind = name.removeprefix(_START).removesuffix(".weight").rpartition(".")
+        if module not in modules or kind not in ("lora_A", "lora_B"):
+            failures.append(f"{name} has no place")
+            continue
+        factor = 1.0 if kind == "lora_A" else _factor(config, module, tensor.shape[-1])
+        array = np.ascontiguousarray(tensor.astype(np.float32).T) * np.float32(factor)
+        found[f"{modules[module]}.lora.{kind.lower()}"] = array
+    failures += [
+        f"{other} is not there"
+        for other, path in modules.items()
+        if f"{path}.lora.lora_b" not in found
+    ]
+    if failures:
+        raise_all(CheckpointError, f"the adapters in {folder} cannot be read", failures)
+    return found
+
+
+def _factor(config: Mapping[str, Any], module: str, rank: int) -> float:
+    alpha = config.get("lora_alpha", rank)
+    for pattern, other in (config.get("alpha_pattern") or {}).items():
+        if module == pattern or module.endswith(f".{pattern}"):
+            alpha = other
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _adapters(params: Tree) -> dict[str, dict[str, np.ndarray]]:
+    """The arrays of each adapter, by the path of the module that it is of."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        parts = path_text(path).removesuffix(".value").split(".")
+        if parts[-1] in ("lora_a", "lora_b"):
+            module = ".".join(part for part in parts[:-1] if part != "lora")
+            found.setdefault(module, {})[parts[-1]] = np.asarray(whole(leaf), np.float32)
+    return {path: pair for path, pair in found.items() if len(pair) == 2}
+
+
+def _peft_files(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    if not (folder / TENSORS).is_file() or not (folder / CONFIG).is_file():
+        raise MissingFileError(
+            f"{folder} has no {TENSORS} beside {CONFIG}\nTry: the folder that PEFT's"
+            " save_pretrained made"
+        )
+    try:
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(
+            folder / TENSORS
+        )
+    except (SafetensorError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"the adapter in {folder} cannot be read: {error}\nTry: another copy of it"
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Words that say nothing.
+_EMPTY = frozenset(
+    {"proj", "projection", "model", "transformer", "params", "self", "net", "module"}
+)
+#: Words in the place of others.
+_SAME = {
+    **dict.fromkeys(("kernel", "scale", "embedding", "w"), "weight"),
+    "b": "bias",
+    **dict.fromkeys(("q",), "query"),
+    **dict.fromkeys(("k",), "key"),
+    **dict.fromkeys(("v",), "value"),
+    **dict.fromkeys(("o", "output"), "out"),
+    **dict.fromkeys(("attn", "attn1", "mha"), "attention"),
+    **dict.fromkeys(("ffn", "feedforward", "ff", "feed", "forward"), "mlp"),
+    **dict.fromkeys(("ln", "layernorm", "rmsnorm", "rms", "norms"), "norm"),
+    **dict.fromkeys(("wte", "embeddings", "embedder", "tok", "token", "tokens"), "embed"),
+    **dict.fromkeys(("wpe", "pos", "positions", "positional"), "position"),
+    **dict.fromkeys(("wi", "fc1", "intermediate", "w1", "fcin"), "up"),
+    **dict.fromkeys(("wo", "fc2", "w2", "fcout"), "down"),
+    **dict.fromkeys(("lm", "classifier", "unembed", "logits"), "head"),
+    **dict.fromkeys(("layers", "h", "blocks", "block"), "layer"),
+    **dict.fromkeys(("convolution", "conv1", "conv2"), "conv"),
+}
+
+
+def words(path: str) -> Counter[str]:
+    """The words of a path, with how often each is there."""
+    parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path).lower()
+    found = [_SAME.get(part, part) for part in re.split(r"[._/]", parts) if part not in ("", "#")]
+    return Counter(word for word in found if word not in _EMPTY)
+
+
+def likeness(one: Counter[str], other: Counter[str]) -> float:
+    """How much two paths have in common, 0 to 1 (the coefficient of Dice)."""
+    total = sum(one.values()) + sum(other.values())
+    return 2 * sum((one & other).values()) / total if total else 0.0
+
+
+# --------------------------------------------------------------------------------------------------
+# Names of tensors for the parameters of any model, learned from shapes and paths.
+#
+# Paths that differ by numbers alone are one template, `layers.#.mlp.up.kernel`; templates fit
+# where their shapes do and they come as often, or where one array holds what comes so often,
+# stacked. Of those that fit, the assignment with the most words in common is taken. What a second
+# assignment fits nearly as well is unsure, and is not used before somebody has said it.
+
+#: A word in common less, and an assignment counts as nearly as good.
+NEAR = 0.02
+#: Numbers between dots, of layers and the like.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+#: Words of arrays that no library transposes.
+_TABLES = ("embed", "position")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a parameter is in the files.
+
+    Attributes:
+        names: of the tensors; several are stacked along the first dim.
+        stacked: whether they are.
+        form: of each, see `shardlib.checkpointing.foreign`.
+    """
+
+    names: tuple[str, ...]
+    stacked: bool
+    form: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedNames:
+    """Names of tensors by the paths of parameters.
+
+    Attributes:
+        sources: where each parameter is, by dotted path.
+        unsure: templates of parameters, with those of tensors that fit nearly as well.
+        missing: parameters for which no tensor fits.
+        left: tensors that no parameter takes.
+    """
+
+    sources: Mapping[str, Source]
+    unsure: Mapping[str, tuple[str, ...]]
+    missing: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines: dict[str, None] = {}
+        for path, source in self.sources.items():
+            many = f", {len(source.names)} stacked" if source.stacked else ""
+            template, name = _template(path), _template(source.names[0])
+            lines[f"{template} <- {name} ({source.form}{many})"] = None
+        lines |= {
+            f"unsure: {one}, also {', '.join(others)}": None for one, others in self.unsure.items()
+        }
+        lines |= {f"missing: {one}": None for one in self.missing}
+        lines |= {f"left: {one}": None for one in dict.fromkeys(map(_template, self.left))}
+        return "\n".join(lines)
+
+    def require(self) -> None:
+        """Makes sure that every parameter has its tensor, and only one that fits."""
+        failures = [f"{path}: no tensor fits" for path in self.missing] + [
+            f"{one}: {', '.join(others)} fit as well" for one, others in self.unsure.items()
+        ]
+        if failures:
+            raise_all(
+                CheckpointError,
+                "the names of tensors are not known",
+                failures,
+                hint=(
+                    'learn_names(..., given={"layers.#.up.kernel": "layers.#.fc.weight"}), or'
+                    " transposed=True for square matrices of torch.nn.Linear"
+                ),
+            )
+
+
+def learn_names(
+    params: Tree,
+    tensors: Mapping[str, Shape],
+    *,
+    given: Mapping[str, str] | None = None,
+    transposed: bool | None = None,
+) -> LearnedNames:
+    """Finds the tensors of the parameters of a model.
+
+    Args:
+        transposed: whether square matrices are; by default as all those are whose shapes say it.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    wanted = _grouped({path_text(path): tuple(leaf.shape) for path, leaf in leaves})
+    there = _grouped({name: tuple(shape) for name, shape in tensors.items()})
+    rows, columns = [*wanted], [*there]
+    table = np.full((len(rows), len(columns)), -1.0)
+    for at, one in enumerate(rows):
+        for to, other in enumerate(columns):
+            if _forms(wanted[one], there[other])[0]:
+                known = (given or {}).get(one)
+                exact = 2.0 if known == other else likeness(words(one), words(other))
+                table[at, to] = -1.0 if known is not None and known != other else exact
+    pairs = [
+        (at, to)
+        for at, to in zip(*linear_sum_assignment(table, maximize=True), strict=True)
+        if table[at, to] >= 0
+    ]
+    forms = {rows[at]: _forms(wanted[rows[at]], there[columns[to]]) for at, to in pairs}
+    tables = {rows[at] for at, to in pairs if _is_table(rows[at]) or _is_table(columns[to])}
+    matrices = {
+        rows[at] for at, to in pairs if {len(one) for one in there[columns[to]].values()} == {2}
+    } - tables
+    said = None if transposed is None else {"transposed" if transposed else "same"}
+    usual = said or _usual(forms, matrices)
+    sources = {
+        path: source
+        for at, to in pairs
+        for path, source in _sources(
+            wanted[rows[at]],
+            there[columns[to]],
+            _chosen(forms[rows[at]][0], {"same"} if rows[at] in tables else usual),
+            stacked=forms[rows[at]][1],
+        ).items()
+    }
+    square = {
+        one: ("its transpose",)
+        for one, (found, _) in forms.items()
+        if len(found) > 1 and len(usual) != 1 and one not in tables
+    }
+    found = {rows[at] for at, _ in pairs}
+    taken = {name for source in sources.values() for name in source.names}
+    return LearnedNames(
+        sources=sources,
+        unsure={**square, **_unsure(table, pairs, rows, columns)},
+        missing=tuple(path for one in rows if one not in found for path in wanted[one]),
+        left=tuple(name for name in tensors if name not in taken),
+    )
+
+
+def _grouped(shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
+    """Shapes by path, by template; in the order of the numbers."""
+    found: dict[str, dict[str, Shape]] = {}
+    for path, shape in shapes.items():
+        found.setdefault(_template(path), {})[path] = shape
+    return {
+        template: dict(sorted(one.items(), key=lambda item: _numbers(item[0])))
+        for template, one in found.items()
+    }
+
+
+def _template(path: str) -> str:
+    return _NUMBER.sub("#", path)
+
+
+def _numbers(path: str) -> tuple[int, ...]:
+    return tuple(map(int, _NUMBER.findall(path)))
+
+
+def _forms(
+    params: Mapping[str, Shape], tensors: Mapping[str, Shape]
+) -> tuple[tuple[str, ...], bool]:
+    """(forms in which tensors may hold parameters, whether they are stacked)."""
+    shapes, theirs = set(params.values()), set(tensors.values())
+    if len(shapes) != 1 or len(theirs) != 1:
+        return (), False
+    (shape,), (other,) = shapes, theirs
+    if len(params) == len(tensors):
+        return forms_of(shape, other), False
+    if len(params) == 1 and shape and shape[0] == len(tensors):
+        return forms_of(shape[1:], other), True
+    return (), False
+
+
+def _is_table(template: str) -> bool:
+    return any(word in words(template) for word in _TABLES)
+
+
+def _usual(forms: Mapping[str, tuple[tuple[str, ...], bool]], matrices: set[str]) -> set[str]:
+    """How those matrices lie whose shapes say it; where that is one form, square ones can be
+    trusted to lie so, too.
+    """
+    return {found[0] for one, (found, _) in forms.items() if one in matrices and len(found) == 1}
+
+
+def _chosen(forms: tuple[str, ...], usual: set[str]) -> str:
+    """The form of a template; of square matrices that nothing says anything about, any."""
+    return forms[0] if len(forms) == 1 else next(iter(usual), forms[0])
+
+
+def _sources(
+    params: Mapping[str, Shape], tensors: Mapping[str, Shape], form: str, *, stacked: bool
+) -> dict[str, Source]:
+    if stacked:
+        (path,) = params
+        return {path: Source(names=tuple(tensors), stacked=True, form=form)}
+    return {
+        path: Source(names=(name,), stacked=False, form=form)
+        for path, name in zip(params, tensors, strict=True)
+    }
+
+
+def _unsure(
+    table: np.ndarray, pairs: list[tuple[Any, Any]], rows: list[str], columns: list[str]
+) -> dict[str, tuple[str, ...]]:
+    """Pairs that could be exchanged with hardly a word less in common."""
+    found: dict[str, list[str]] = {}
+    owner = {to: at for at, to in pairs}
+    for at, to in pairs:
+        for other in range(len(columns)):
+            if other == to or table[at, other] < 0 or table[at, to] >= 2:
+                continue
+            loss = table[at, to] - table[at, other]
+            if other in owner:
+                back = table[owner[other], to]
+                loss = np.inf if back < 0 else loss + table[owner[other], other] - back
+            if loss <= NEAR:
+                found.setdefault(rows[at], []).append(columns[other])
+    return {one: tuple(others) for one, others in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# The parameters of a model of one's own, read from safetensors files by learned names.
+
+del ml_dtypes  # NumPy knows bfloat16 by it
+
+
+def tensors_of(folder: str | Path) -> dict[str, Shape]:
+    """Shapes of all tensors of a folder, by name; no tensor is read."""
+    return {
+        name: tuple(file.get_slice(name).get_shape())
+        for path in _weights_files(folder)
+        for file in [_opened(path)]
+        for name in file.keys()  # noqa: SIM118
+    }
+
+
+def read_weights(
+    folder: str | Path, program: Program, names: LearnedNames, *, seed: int = 0
+) -> TrainState:
+    """The state before the first step, with parameters from files, each where the plan has it, and
+    a new state of the optimizer.
+
+    One parameter at a time is in the memory of the host.
+    """
+    names.require()
+    home = {
+        name: file
+        for path in _weights_files(folder)
+        for file in [_opened(path)]
+        for name in file.keys()  # noqa: SIM118
+    }
+    state = program.init(seed)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state.params)
+    params = structure.unflatten(
+        [_read(home, names.sources[path_text(path)], leaf) for path, leaf in leaves]
+    )
+    return program.anew(replace(state, params=params))
+
+
+def _read(home: Mapping[str, Any], source: Source, leaf: jax.Array) -> jax.Array:
+    shape = leaf.shape[1:] if source.stacked else leaf.shape
+    parts = [in_form(home[name].get_tensor(name), source.form, shape) for name in source.names]
+    whole = np.stack(parts) if source.stacked else parts[0]
+    whole = np.ascontiguousarray(whole).astype(leaf.dtype)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: whole[index], dtype=whole.dtype
+    )
+
+
+def _weights_files(folder: str | Path) -> list[Path]:
+    path = Path(folder)
+    found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        raise MissingFileError(f"there are no safetensors files in {path}\nTry: another folder")
+    return found
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}\nTry: another copy of it") from error

@@ -1,1 +1,0 @@
-"""`shardlib compare | fit-model`: what to book."""

@@ -1,1 +1,0 @@
-"""Pages and comparisons of plans: the options of `explain` for its page, and `diff`."""

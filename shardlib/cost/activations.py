@@ -1,0 +1,860 @@
+"""What a framework profile changes of a step: rewritten graphs, half and eight-bit products, and
+what it keeps for the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from shardlib.cost.attention import FORWARD, cores, fused
+from shardlib.cost.experts import GROUPED, arrived_values, is_capped
+from shardlib.cost.facts import Facts, leaves_loop, products, roles
+from shardlib.cost.framework import FrameworkProfile
+from shardlib.cost.layers import gradient_like, weights_of
+from shardlib.cost.terms import OUTSIDE_LAYERS
+from shardlib.graph import FactorRule, Graph, Op, StepGraph, Value, check, elementwise, prune
+from shardlib.layout import LogicalAxes
+from shardlib.propagation.colours import Choice, Cut
+
+# --------------------------------------------------------------------------------------------------
+# A step whose layers' weights are multiplied in an 8-bit format.
+#
+# Every operand of such a product is cast: its largest element is found, in a pass of its own with
+# *current* scaling, or taken from the steps before with *delayed* scaling
+# (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8 calls the first dynamic),
+# then it is read, scaled and written in one byte an element. With a scale for every *row*,
+# products that contract different dims cast the same operand each for itself
+# (torchao/float8/README.md, "rowwise"). The casts are ops like any other: what comes before them
+# is fused into them, a weight that is stored sharded is gathered as it is cast.
+#
+# The products are those of two operands, one of them a weight or the result a gradient of one,
+# inside a loop over layers and in a 16-bit format: not the head, not the router, which is float32,
+# and not the core of attention. A cast to a format of 16 or 32 bits is no more than that: there is
+# no largest element to find, and the products are those in any other format.
+
+_PRODUCTS: frozenset[str] = frozenset({"dot_general", "ragged_dot_general"})
+_WIDE: frozenset[str] = frozenset({"bfloat16", "float16"})
+#: A cast to these needs no scale.
+_UNSCALED: frozenset[str] = frozenset({"float32", *_WIDE})
+
+
+def quantised(
+    step: StepGraph,
+    names: tuple[LogicalAxes, ...],
+    dtype: str,
+    *,
+    delayed: bool,
+    rows: bool = False,
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with products of layers' weights in another dtype.
+
+    Args:
+        dtype: of the operands of those products.
+    """
+    graph, weights, gradients = step.graph, weights_of(step), gradient_like(step)
+    scaled = dtype not in _UNSCALED
+    inputs = _WIDE if scaled else _UNSCALED - {dtype}
+    casts = _Casts(graph=graph, names=names, dtype=dtype, searched=scaled and not delayed)
+    for index, op in enumerate(graph.ops):
+        wide = all(graph.values[value].dtype in inputs for value in op.operands[:2])
+        trained = any(value in weights for value in op.operands[:2]) or any(
+            value in gradients for value in op.results
+        )
+        if op.kind in _PRODUCTS and wide and trained and graph.trips(op.region) > 1:
+            factors = (casts.of(value, op, index if rows else 0) for value in op.operands[:2])
+            op = replace(op, operands=(*factors, *op.operands[2:]))
+        casts.ops.append(op)
+    changed = replace(graph, values=tuple(casts.values), ops=tuple(casts.ops))
+    check(changed)
+    return replace(step, graph=changed), tuple(casts.names)
+
+
+class _Casts:
+    """Ops of a step, among them casts of operands, each made once in its region.
+
+    Args:
+        graph: of the step.
+        names: colour per dim of its values.
+        dtype: that operands are cast to.
+        searched: whether the largest element of an operand is looked for before its cast.
+    """
+
+    def __init__(
+        self, *, graph: Graph, names: tuple[LogicalAxes, ...], dtype: str, searched: bool
+    ) -> None:
+        self.values, self.names, self.ops = list(graph.values), list(names), list[Op]()
+        self._graph, self._dtype, self._searched = graph, dtype, searched
+        self._made: dict[tuple[int, int, int], int] = {}
+
+    def of(self, value: int, op: Op, which: int) -> int:
+        """The value that is a cast of another, for the op that takes it."""
+        key = value, op.region, which
+        if key not in self._made:
+            self._made[key] = self._cast(value, op)
+        return self._made[key]
+
+    def _cast(self, value: int, op: Op) -> int:
+        shape = self._graph.values[value].shape
+        operands, shapes = (value,), [shape]
+        if self._searched:
+            largest = self._new((), "float32", ())
+            dims = tuple((factor,) for factor in range(len(shape)))
+            rule = FactorRule(sizes=shape, operands=(dims,), results=((),))
+            self._add(op, "reduce_max", "reduction", operands, largest, rule)
+            operands, shapes = (value, largest), [shape, ()]
+        result = self._new(shape, self._dtype, self.names[value])
+        rule = elementwise(shapes, shape)
+        self._add(op, "convert_element_type", "elementwise", operands, result, rule)
+        return result
+
+    def _new(self, shape: tuple[int, ...], dtype: str, colours: LogicalAxes) -> int:
+        like = self._graph.values[0]
+        self.values.append(replace(like, shape=shape, dtype=dtype, path="", role="internal"))
+        self.names.append(colours)
+        return len(self.values) - 1
+
+    def _add(
+        self,
+        op: Op,
+        kind: str,
+        category: str,
+        operands: tuple[int, ...],
+        result: int,
+        rule: FactorRule,
+    ) -> None:
+        """Adds an op that reads a value once, where another op stands."""
+        self.ops.append(
+            Op(
+                kind=kind,
+                operands=operands,
+                results=(result,),
+                category=category,
+                flops=float(math.prod(self._graph.values[operands[0]].shape)),
+                region=op.region,
+                path=op.path,
+                scope=op.scope,
+                rule=rule,
+            )
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# A step whose products run in half precision throughout.
+#
+# JAX's autodiff multiplies a float32 cotangent with a half-precision operand in float32: the
+# gradients of float32 logits and of float32 scores. Layers that are written by hand hand on
+# gradients in the dtype of the value that they belong to, so that these products, too, run in half
+# precision (NVIDIA/Megatron-LM megatron/core/tensor_parallel/layers.py,
+# LinearWithGradAccumulationAndAsyncCommunication; PyTorch's autograd of a cast).
+#
+# A product with one operand in half precision gets the other one cast. The router, all of whose
+# operands are float32, stays as it is.
+
+_HALVES: frozenset[str] = frozenset({"bfloat16", "float16"})
+
+
+def in_halves(
+    step: StepGraph, names: tuple[LogicalAxes, ...]
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with float32 operands cast wherever the other operand of a product is in half
+    precision.
+    """
+    graph = step.graph
+    values, all_names, ops = list(graph.values), list(names), list[Op]()
+    casts: dict[tuple[int, int], int] = {}
+
+    def cast(value: int, dtype: str, op: Op) -> int:
+        key = value, op.region
+        if key not in casts:
+            shape = graph.values[value].shape
+            casts[key] = len(values)
+            values.append(replace(graph.values[value], dtype=dtype, path="", role="internal"))
+            all_names.append(names[value])
+            ops.append(
+                Op(
+                    kind="convert_element_type",
+                    operands=(value,),
+                    results=(casts[key],),
+                    category="elementwise",
+                    flops=float(math.prod(shape)),
+                    region=op.region,
+                    path=op.path,
+                    scope=op.scope,
+                    rule=elementwise([shape], shape),
+                )
+            )
+        return casts[key]
+
+    for op in graph.ops:
+        dtypes = [graph.values[value].dtype for value in op.operands[:2]]
+        half = next((dtype for dtype in dtypes if dtype in _HALVES), None)
+        if op.kind in _PRODUCTS and half and "float32" in dtypes:
+            op = replace(
+                op,
+                operands=(
+                    *(
+                        cast(value, half, op) if dtype == "float32" else value
+                        for value, dtype in zip(op.operands, dtypes, strict=False)
+                    ),
+                    *op.operands[2:],
+                ),
+            )
+        ops.append(op)
+    if not casts:
+        return step, names
+    changed = replace(graph, values=tuple(values), ops=tuple(ops))
+    check(changed)
+    return replace(step, graph=changed), tuple(all_names)
+
+
+# --------------------------------------------------------------------------------------------------
+# What one loop saves for another: pairs of ops, and a builder that rewrites them.
+#
+# A loop over layers in the forward pass saves a value (`exit`), and the loop of the backward pass
+# reads it (`enter`). `Builder` drops some of these and clones the ops that make them again.
+
+#: Categories whose results are rematerialised.
+CHEAP: frozenset[str] = frozenset({"elementwise", "movement"})
+#: A saved value smaller than this share of all that a loop saves is not worth a thought: row
+#: statistics.
+_SMALL = 0.005
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A value that one loop saves and another reads; ops are indices."""
+
+    value: int
+    exit: int
+    enter: int
+
+
+def saved_pairs(graph: Graph) -> list[Pair]:
+    exits = {op.results[0]: index for index, op in enumerate(graph.ops) if op.kind == "exit"}
+    return [
+        Pair(
+            value=graph.ops[exits[op.operands[0]]].operands[0],
+            exit=exits[op.operands[0]],
+            enter=index,
+        )
+        for index, op in enumerate(graph.ops)
+        if op.kind == "enter" and op.operands[0] in exits
+    ]
+
+
+class Builder:
+    """Rewrites what one loop saves for another."""
+
+    def __init__(
+        self,
+        step: StepGraph,
+        names: tuple[LogicalAxes, ...],
+        forward: int,
+        backward: int,
+        again: frozenset[int],
+        cheap: bool,
+        named: frozenset[int],
+    ) -> None:
+        graph = step.graph
+        self._graph, self._weights, self._forward, self._backward = (
+            graph,
+            frozenset(weights_of(step)),
+            forward,
+            backward,
+        )
+        self._rematerialised, self._cheap, self._named = again, cheap, named
+        self._values, self._names = list(graph.values), list(names)
+        self._producers = graph.producers()
+        pairs = [
+            pair
+            for pair in saved_pairs(graph)
+            if (graph.ops[pair.exit].region, graph.ops[pair.enter].region) == (forward, backward)
+        ]
+        self._saved = {pair.value: graph.ops[pair.enter].results[0] for pair in pairs}
+        total = sum(graph.values[pair.value].bytes for pair in pairs)
+        dropped = [pair for pair in pairs if self._replaceable(pair, total * _SMALL)]
+        self._kept = {
+            value: inside
+            for value, inside in self._saved.items()
+            if value not in {pair.value for pair in dropped}
+        }
+        self._dropped = dropped
+        self._exits: list[Op] = []
+        self._clones: list[Op] = []
+        self._copies: dict[int, int] = {}
+
+    def _replaceable(self, pair: Pair, small: float) -> bool:
+        """Whether a saved value is the result of element-wise ops that no matmul reads in the other
+        loop.
+        """
+        maker = self._producers.get(pair.value)
+        if (
+            maker is None
+            or pair.value in self._named
+            or self._graph.values[pair.value].bytes < small
+        ):
+            return False
+        op = self._graph.ops[maker]
+        if maker in self._rematerialised:
+            return True
+        if pair.value in self._weights:
+            return False
+        return (
+            self._cheap
+            and op.category in CHEAP
+            and op.region == self._forward
+            and not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
+        )
+
+    def _feeds_matmul(self, value: int) -> bool:
+        """Whether a matmul or a kernel of several ops reads a value, as it is or through views and
+        casts.
+        """
+        views = {value}
+        for op in self._graph.ops:
+            if op.region == self._backward and views.intersection(op.operands):
+                if op.category in ("matmul", "opaque", "convolution"):
+                    return True
+                if op.category == "movement" or op.kind == "convert_element_type":
+                    views.update(op.results)
+        return False
+
+    def rewritten(self) -> tuple[Graph, tuple[LogicalAxes, ...]]:
+        """The graph and the names of its values; as they were where nothing is gained or something
+        does not fit.
+        """
+        before = self._graph, tuple(self._names)
+        swapped = {
+            self._graph.ops[pair.enter].results[0]: self._again(pair.value)
+            for pair in self._dropped
+        }
+        removed = sum(self._graph.values[pair.value].bytes for pair in self._dropped)
+        if not swapped or sum(self._values[op.operands[0]].bytes for op in self._exits) >= removed:
+            return before
+        gone = {index for pair in self._dropped for index in (pair.exit, pair.enter)}
+        last_exit = max(pair.exit for pair in self._dropped)
+        first_enter = min(pair.enter for pair in self._dropped)
+        ops: list[Op] = []
+        for index, op in enumerate(self._graph.ops):
+            if index == first_enter:
+                entering = [clone for clone in self._clones if clone.kind == "enter"]
+                ops += entering
+            if index not in gone:
+                ops.append(
+                    replace(op, operands=tuple(swapped.get(value, value) for value in op.operands))
+                )
+            if index == last_exit:
+                ops += self._exits
+        computed = [clone for clone in self._clones if clone.kind != "enter"]
+        position = (
+            max(
+                index
+                for index, op in enumerate(ops)
+                if op.kind == "enter" and op.region == self._backward
+            )
+            + 1
+        )
+        graph = prune(
+            replace(
+                self._graph,
+                values=tuple(self._values),
+                ops=(*ops[:position], *computed, *ops[position:]),
+            )
+        )
+        check(graph)
+        return graph, tuple(self._names)
+
+    def _again(self, value: int) -> int:
+        """The number of a value in the other loop, saved or rematerialised."""
+        if value in self._kept:
+            return self._kept[value]
+        maker = self._producers.get(value)
+        if maker is None or self._home(self._graph.ops[maker]) != self._forward:
+            return value
+        if value not in self._copies:
+            op = self._graph.ops[maker]
+            if op.region != self._forward:  # of a loop inside
+                self._save(value, op)
+            elif (
+                maker not in self._rematerialised
+                and (quotient := self._quotient(value)) is not None
+            ):
+                self._multiply(value, quotient)
+            elif op.category in CHEAP or maker in self._rematerialised:
+                self._compute(op)
+            elif op.kind == "enter":
+                self._copies[value] = self._new(value)
+                self._clones.append(
+                    replace(op, results=(self._copies[value],), region=self._backward)
+                )
+            else:
+                self._save(value, op)
+        return self._copies[value]
+
+    def _home(self, op: Op) -> int:
+        """The region that the results of an op belong to."""
+        return self._graph.regions[op.region].parent if leaves_loop(op) else op.region
+
+    def _compute(self, op: Op) -> None:
+        operands = tuple(self._again(operand) for operand in op.operands)
+        results = tuple(self._new(result) for result in op.results)
+        self._copies.update(zip(op.results, results, strict=True))
+        self._clones.append(replace(op, operands=operands, results=results, region=self._backward))
+
+    def _quotient(self, value: int) -> tuple[Op, int] | None:
+        """A division of a value whose result, or a cast of it, is saved: a softmax, of which the
+        backward kernel reads the result.
+        """
+        for op in self._graph.ops:
+            if op.kind == "div" and op.region == self._forward and op.operands[0] == value:
+                casts = [
+                    cast.results[0]
+                    for cast in self._graph.ops
+                    if cast.kind == "convert_element_type" and cast.operands == op.results
+                ]
+                saved = next(
+                    (result for result in (*op.results, *casts) if result in self._kept), None
+                )
+                if saved is not None:
+                    return op, saved
+        return None
+
+    def _multiply(self, value: int, quotient: tuple[Op, int]) -> None:
+        """Computes a value from its quotient and what it was divided by."""
+        division, saved = quotient
+        divisor = self._again(division.operands[1])
+        self._copies[value] = self._new(value)
+        self._clones.append(
+            replace(
+                division,
+                kind="mul",
+                operands=(self._kept[saved], divisor),
+                results=(self._copies[value],),
+                region=self._backward,
+            )
+        )
+
+    def _save(self, value: int, op: Op) -> None:
+        """Saves a value: a new stack that the first loop fills and the other reads."""
+        shape = self._graph.values[value].shape
+        trips = self._graph.regions[self._forward].trips
+        stacked = len(self._values)
+        self._values.append(replace(self._graph.values[value], shape=(trips, *shape)))
+        self._names.append((None, *self._names[value]))
+        inside = self._copies[value] = self._new(value)
+        slices = tuple((factor,) for factor in range(1, len(shape) + 1))
+        stack = ((0,), *slices)
+        sizes = (trips, *shape)
+        self._exits.append(
+            Op(
+                kind="exit",
+                operands=(value,),
+                results=(stacked,),
+                category="boundary",
+                region=self._forward,
+                path=op.path,
+                scope=op.scope,
+                rule=FactorRule(
+                    sizes=sizes, operands=(slices,), results=(stack,), whole=frozenset({0})
+                ),
+            )
+        )
+        self._clones.append(
+            Op(
+                kind="enter",
+                operands=(stacked,),
+                results=(inside,),
+                category="boundary",
+                region=self._backward,
+                path=op.path,
+                scope=op.scope,
+                rule=FactorRule(
+                    sizes=sizes, operands=(stack,), results=(slices,), whole=frozenset({0})
+                ),
+            )
+        )
+
+    def _new(self, value: int) -> int:
+        self._values.append(replace(self._graph.values[value], role="internal", path=""))
+        self._names.append(self._names[value])
+        return len(self._values) - 1
+
+
+def saved_bytes(step: StepGraph) -> int:
+    """Bytes that loops save for other loops, but for copies of weights."""
+    weights = weights_of(step)
+    graph = step.graph
+    values = {graph.ops[pair.exit].results[0]: pair.value for pair in saved_pairs(graph)}
+    return sum(
+        _bytes(graph.values[stacked]) for stacked, value in values.items() if value not in weights
+    )
+
+
+def _bytes(value: Value) -> int:
+    return math.prod(value.shape) * value.itemsize
+
+
+# --------------------------------------------------------------------------------------------------
+# What a framework keeps in memory beside, or instead of, what the program says.
+#
+# Facts of a `FrameworkProfile` about memory that are no rewrite of the program: copies beside what
+# the kernel of attention keeps, results of layers that wait in host memory, inputs of matmuls that
+# are kept as they were gathered along the sequence, and whatever a loss that is computed op by op
+# holds of its logits.
+
+#: Layers whose saved results are on their way to or from host memory: one is written or read while
+#: the next one is worked with.
+_IN_TRANSIT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """Where a value is in memory.
+
+    Attributes:
+        value: the value.
+        part: see `Resident`.
+        birth: index of the first op at which it is there.
+        death: index of the last.
+        share: bytes of memory over those of the value.
+        kernel: op that is a kernel of attention inside of which the value is, with the heads that
+            a device has there; None for what is outside.
+        whole: whether the value is there only where devices cannot share these heads out, so that
+            each has all of them.
+    """
+
+    value: int
+    part: str
+    birth: int
+    death: int
+    share: float = 1.0
+    kernel: int | None = None
+    whole: bool = False
+
+
+class Keeping:
+    """The memory of values under a framework profile."""
+
+    def __init__(self, facts: Facts, profile: FrameworkProfile) -> None:
+        self._facts, self._profile = facts, profile
+        self._arrived = (
+            arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}
+        )
+        self._shares: dict[int, float] = {}
+        self._gathered: set[int] = set()
+        self._filled = (
+            frozenset(_filled(facts.graph)) if profile.saves != "traced" else frozenset[int]()
+        )
+        exits = [op for op in facts.graph.ops if op.kind == "exit"]
+        if not (profile.offloaded or profile.attention_copies or profile.gathered_inputs == "kept"):
+            return
+        for region in sorted({op.region for op in exits if facts.layers.segment(op.region) >= 0}):
+            results = roles(facts.graph, region, facts.weights)
+            offloaded = frozenset[int]().union(*(results[name] for name in profile.offloaded))
+            statistics = {
+                op.results[1]
+                for op in facts.graph.ops
+                if op.kind == FORWARD and op.region == region
+            }
+            inputs = (
+                set(products(facts.graph, region, facts.weights).values())
+                if profile.gathered_inputs == "kept"
+                else set[int]()
+            )
+            for op in (op for op in exits if op.region == region):
+                (inside,) = op.operands
+                if inside in offloaded:
+                    self._shares[op.results[0]] = min(1.0, _IN_TRANSIT / facts.trips[region])
+                elif inside in results["context"] - statistics:
+                    self._shares[op.results[0]] = 1.0 + profile.attention_copies
+                if inside in inputs:
+                    self._gathered.add(op.results[0])
+
+    def cut(self, value: int, choice: Choice) -> Cut:
+        """How the dims of a value are sharded as it is kept."""
+        return self._facts.value_cut(
+            value, replace(choice, sequence=None) if value in self._gathered else choice
+        )
+
+    def plain(self, value: int) -> bool:
+        """Whether a value is kept as it is sharded, and takes no more than its bytes."""
+        return value not in self._gathered and value not in self._arrived
+
+    def room(self, value: int, choice: Choice) -> float:
+        """Memory of a value over its bytes: rows that were dispatched to their experts lie where
+        messages have room for them.
+        """
+        return (
+            self._facts.exchange.room * self._arrived[value]
+            if choice.expert is not None and value in self._arrived
+            else 1.0
+        )
+
+    def lives(self, lives: Sequence[Life]) -> list[Life]:
+        """Lives with what the profile says of their values."""
+        shared = [
+            replace(life, share=life.share * self._shares.get(life.value, 1.0))
+            for life in lives
+            if life.value not in self._filled
+        ]
+        return (
+            shared
+            if self._profile.logit_bytes is None
+            else self._with_loss(shared, self._profile.logit_bytes)
+        )
+
+    def _with_loss(self, lives: Sequence[Life], size: float) -> list[Life]:
+        """Logits and what is as large as they are, outside of layers: so many bytes an element
+        until the head's backward pass begins, then their gradient alone.
+        """
+        graph, roots = self._facts.graph, self._facts.fusion.roots
+        producers = graph.producers()
+
+        def elements(life: Life) -> int:
+            return math.prod(graph.values[life.value].shape)
+
+        ends = [
+            life
+            for life in lives
+            if life.part in ("saved", "temporary")
+            and life.value in producers
+            and graph.values[life.value].shape
+            and self._facts.layers.segment(graph.ops[producers[life.value]].region)
+            == OUTSIDE_LAYERS
+        ]
+        matmuls = [life for life in ends if graph.ops[producers[life.value]].category == "matmul"]
+        if not matmuls:
+            return list(lives)
+        logits = max(matmuls, key=elements)
+        alike = [life for life in ends if elements(life) == elements(logits)]
+        large, last = {life.value for life in alike}, max(life.death for life in alike)
+        readers = [
+            (i, op)
+            for i, op in enumerate(graph.ops)
+            if op.category == "matmul"
+            and any(large.intersection(roots[value]) for value in op.operands)
+        ]
+        turn = min((i for i, _ in readers), default=last + 1)
+        narrow = min(
+            (graph.values[value].itemsize for _, op in readers for value in op.operands), default=0
+        )
+        value = graph.values[logits.value]
+        retained = replace(
+            logits,
+            part="temporary",
+            birth=min(life.birth for life in alike),
+            death=turn - 1,
+            share=size / value.itemsize,
+        )
+        gradient = replace(
+            retained, birth=turn, death=last, share=min(size, narrow) / value.itemsize
+        )
+        return [
+            *(life for life in lives if life not in alike),
+            retained,
+            *([gradient] if last >= turn else []),
+        ]
+
+
+def _filled(graph: Graph) -> list[int]:
+    """Results of ops that spread a constant: zeros that gradients are added to, which layers
+    written by hand fill when they need them.
+    """
+    return [
+        op.results[0]
+        for op in graph.ops
+        if op.kind == "broadcast_in_dim"
+        and all(graph.values[value].role == "constant" for value in op.operands)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# What layers written by hand save for the backward pass.
+#
+# JAX's autodiff keeps whatever a derivative reads, each step of a norm among it. Layers written by
+# hand keep the operands of their matmuls and the inputs of their non-linear functions, and compute
+# the rest again inside their backward kernels: for a layer of a GPT that is the list of
+# arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes with dropout.
+#
+# `keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops
+# that no matmul reads backwards is rematerialised from results of matmuls, from row statistics and
+# from the layer's input, which are saved in its place where they are not already. Nothing changes
+# where what is saved in its place would take as much memory. The backward pass of a softmax reads
+# its result, not the exponentials.
+#
+# Where no compiler fuses chains (`eager`), the product of two branches keeps both factors, as
+# every op of PyTorch's autograd does; norms and rotary embeddings are kernels of libraries there,
+# too. `keep_named` goes further: of a layer it saves what a list names (`shardlib.cost.facts`),
+# and rematerialises all else.
+
+
+def keep_operands(
+    step: StepGraph, names: tuple[LogicalAxes, ...], *, eager: bool = False
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with operands of matmuls and inputs of non-linear functions saved, and no other
+    results of element-wise ops.
+    """
+    again = frozenset[int]()
+    for forward, backward in _loops(step.graph):
+        step, names = _rebuilt(
+            step,
+            names,
+            Builder(
+                step,
+                names,
+                forward,
+                backward,
+                again,
+                True,
+                _factors(step.graph, forward) if eager else frozenset(),
+            ),
+        )
+    return step, names
+
+
+def keep_named(
+    step: StepGraph, names: tuple[LogicalAxes, ...], saved: Collection[str]
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with nothing of a layer saved but the results that are named, and its input."""
+    for forward, backward in _loops(step.graph):
+        results = roles(step.graph, forward, weights_of(step))
+        named = frozenset(value for name in saved for value in results[name])
+        again = frozenset(
+            i
+            for i, op in enumerate(step.graph.ops)
+            if op.region == forward
+            and op.category != "boundary"
+            and not named.intersection(op.results)
+        )
+        step, names = _rebuilt(
+            step, names, Builder(step, names, forward, backward, again, False, named)
+        )
+    return step, names
+
+
+def keep_rows(
+    step: StepGraph, names: tuple[LogicalAxes, ...]
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with activations of routed experts rematerialised backwards from what their matmuls
+    made, as `shardlib.lowering.experts` does it.
+    """
+    for forward, backward in _loops(step.graph):
+        again = _after_grouped(step.graph, forward)
+        if again:
+            step, names = _rebuilt(
+                step, names, Builder(step, names, forward, backward, again, False, frozenset())
+            )
+    return step, names
+
+
+def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
+    """Cheap ops of a loop that work on what grouped matmuls make, and those that spread masks of
+    slots, as indices.
+    """
+    indices, descendants = set[int](), set[int]()
+    for index, op in enumerate(graph.ops):
+        if op.region != region:
+            continue
+        if op.kind in GROUPED:
+            descendants.update(op.results)
+        elif op.category in CHEAP and (
+            descendants.intersection(op.operands)
+            or (is_capped(op) and graph.values[op.results[0]].dtype == "bool")
+        ):
+            indices.add(index)
+            descendants.update(op.results)
+    return frozenset(indices)
+
+
+def rematerialise_attention(
+    step: StepGraph, names: tuple[LogicalAxes, ...]
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with the scores of attention and their softmax rematerialised backwards: selective
+    recomputation (arXiv:2205.05198, section 5).
+    """
+    for forward, backward in _loops(step.graph):
+        again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
+        step, names = _rebuilt(
+            step, names, Builder(step, names, forward, backward, again, False, frozenset())
+        )
+    return step, names
+
+
+def _rebuilt(
+    step: StepGraph, names: tuple[LogicalAxes, ...], builder: Builder
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    graph, names = builder.rewritten()
+    return replace(step, graph=graph), names
+
+
+def _loops(graph: Graph) -> list[tuple[int, int]]:
+    """Loops of which one saves for the other, as regions."""
+    return sorted(
+        {(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in saved_pairs(graph)}
+    )
+
+
+def _factors(graph: Graph, region: int) -> frozenset[int]:
+    """Factors of the products of two branches in a loop: values made of different matmuls by
+    element-wise ops.
+    """
+    makers = {value: op for op in graph.ops if op.region == region for value in op.results}
+
+    def branch(value: int) -> frozenset[int]:
+        pending, seen, sources = [value], set[int](), set[int]()
+        while pending:
+            current = pending.pop()
+            op = makers.get(current)
+            if current not in seen and op is not None:
+                seen.add(current)
+                if op.category in CHEAP:
+                    pending.extend(op.operands)
+                else:
+                    sources.add(current)
+        return frozenset(
+            value for value in sources if makers[value].category in ("matmul", "opaque")
+        )
+
+    factors = set[int]()
+    for op in graph.ops:
+        if op.kind == "mul" and op.region == region:
+            left, right = (branch(value) for value in op.operands)
+            if left and right and not left & right:
+                factors.update(op.operands)
+    return frozenset(factors)
+
+
+# --------------------------------------------------------------------------------------------------
+# A step as a training framework runs it.
+#
+# A framework that fuses attention computes other kernels than the traced program has, and one
+# whose layers are written by hand keeps other values for the backward pass. Both are rewrites of
+# the step graph: everything after them, kernels, lifetimes and layouts, works as it does on any
+# graph.
+
+
+def rewritten(
+    step: StepGraph, names: tuple[LogicalAxes, ...], profile: FrameworkProfile
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """A step graph as a framework runs it, and the colours of its values."""
+    if profile.attention in ("fused", "blocks"):
+        step = fused(step, profile.attention_block)
+    if profile.attention == "rematerialised":
+        step, names = rematerialise_attention(step, names)
+    if profile.kept or profile.offloaded:
+        step, names = keep_named(step, names, (*profile.kept, *profile.offloaded))
+    elif profile.saves in ("operands", "eager"):
+        step, names = keep_operands(step, names, eager=profile.saves == "eager")
+    if profile.products == "half":
+        step, names = in_halves(step, names)
+    if profile.matmul_dtype:
+        step, names = quantised(
+            step,
+            names,
+            profile.matmul_dtype,
+            delayed=profile.scaling == "delayed",
+            rows=profile.scaling == "rows",
+        )
+    return step, names

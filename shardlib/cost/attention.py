@@ -1,0 +1,654 @@
+"""Fused attention: a step graph whose cores of attention are one kernel each.
+
+`fused` finds the cores (`shardlib.cost.attention`), forward, rematerialised and
+backward, and puts kernels (arXiv:2205.14135, arXiv:2307.08691; cuDNN; Pallas splash attention) in
+their place. A causal mask leaves out the blocks above the diagonal: of n x n blocks, n (n + 1) / 2
+are computed; a window leaves out those before it. Values keep their numbers, so that whatever is
+known of them stays true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardlib.cost.layers import Joined, weights_of
+from shardlib.cost.terms import Heads
+from shardlib.graph import Graph, Op, StepGraph, check, prune
+from shardlib.layout import LogicalAxes
+from shardlib.propagation.colours import TOKENS, Cut
+from shardlib.propagation.contractions import Shared
+
+# --------------------------------------------------------------------------------------------------
+# Kernels of attention: the ops that stand for them, and what of their size does not depend on the
+# mesh.
+#
+# A fused kernel computes the core of attention block by block and writes no scores:
+#
+#     forward    reads q, k, v; writes out and one statistic of every row; 2 matmuls
+#     backward   reads q, k, v, out's gradient and the statistic; writes the three gradients;
+#                5 matmuls, one of them the scores again
+#
+# The statistic has one number for each query of each head: of its factors, those that are neither
+# batch nor sequence are heads, and of these, the one that keys have too is the group.
+#
+#     query [batch, group, each, seq, width]    key [batch, seq, group, width]
+#     statistic [batch, group, each, seq]
+
+#: Kinds of the ops that stand for kernels.
+FORWARD, BACKWARD = "fused_attention", "fused_attention_backward"
+KERNELS: tuple[str, ...] = (FORWARD, BACKWARD)
+
+
+def causal_share(keys: int, block: int, window: int = 0) -> float:
+    """Share of the blocks of queries and keys that are neither above the diagonal nor before a
+    window of so many keys; 0: no window.
+
+    >>> causal_share(512, 128), causal_share(512, 128, 128), causal_share(1 << 20, 128) < 0.501
+    (0.625, 0.4375, True)
+    """
+    n = math.ceil(keys / block)
+    if not window:
+        return (n + 1) / (2 * n)
+    before = [
+        min(query, math.ceil((window - 1) / block)) for query in range(n)
+    ]  # blocks of keys before that of the diagonal
+    return sum(blocks + 1 for blocks in before) / n**2
+
+
+def head_size(op: Op) -> int:
+    """Elements of a head that a kernel of attention contracts, the most of those of queries: values
+    of whose dims the last alone must stay whole. 0 for other ops.
+    """
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0
+    unsharded = [
+        [
+            math.prod(op.rule.sizes[factor] for factor in dim if factor in op.rule.whole)
+            for dim in dims
+        ]
+        for dims in (*op.rule.operands, *op.rule.results)
+        if dims
+    ]
+    return max(
+        (sizes[-1] for sizes in unsharded if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0
+    )
+
+
+def head_widths(op: Op) -> tuple[int, int] | None:
+    """Elements of a head of queries, all parts of it together, and of a head of values; None where
+    a kernel has not the form of the module's docstring.
+    """
+    if op.kind not in KERNELS:
+        return None
+    forward, rule = op.kind == FORWARD, op.rule
+    rows = [dim for dim in (rule.results if forward else rule.operands)[-1] if dim]
+    beside = [  # operands with the rows of queries, but for the statistic
+        dims[-1]
+        for dims in rule.operands
+        if dims and [dim for dim in dims[:-1] if dim] == rows and dims[-1]
+    ]
+    # Backward the first of them is the gradient of the result, which is as wide as values.
+    values, queries = (
+        (rule.results[0][-1], beside) if forward else (beside[0] if beside else (), beside[1:])
+    )
+    if not queries or not values:
+        return None
+
+    def width(dim: Sequence[int]) -> int:
+        return math.prod(rule.sizes[factor] for factor in dim)
+
+    return sum(map(width, queries)), width(values)
+
+
+def scores_per_flop(op: Op) -> float:
+    """Scores that a kernel of attention computes, over its FLOPs: forward 2 matmuls contract or
+    make the elements of a head for each, backward 5. 0 for other ops.
+
+    Of the dims that must stay whole, that of a head's elements is the smallest.
+    """
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0.0
+    width = min(
+        (op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1), default=1
+    )
+    return 1 / (2 * width * (2 if op.kind == FORWARD else 5))
+
+
+def block_scores(op: Op, block: int) -> float:
+    """Scores of one block of queries and one of keys in a kernel of attention of queries to as many
+    keys, over the elements of its queries. 0 for other ops.
+    """
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0.0
+    sizes = [op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1]
+    keys, width = max(sizes, default=1), min(sizes, default=1)
+    return min(keys, block) ** 2 / (keys * width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelHeads:
+    """The heads of one kernel of attention.
+
+    Attributes:
+        group: factor of the heads of keys and values.
+        within: factors of the heads of queries of a group.
+        groups: heads of keys and values.
+        each: heads of queries of a group.
+        colour: colour of the groups.
+        width: colours of what must stay whole in the kernel.
+    """
+
+    group: int
+    within: frozenset[int]
+    groups: int
+    each: int
+    colour: str | None
+    width: frozenset[str]
+
+    @property
+    def factors(self) -> frozenset[int]:
+        """The factors of all heads."""
+        return self.within | {self.group}
+
+    def where(self, *shared: Shared) -> Heads:
+        """When a term counts: in some of the cases of sharing the heads out."""
+        return Heads(groups=self.groups, each=self.each, shared=shared)
+
+
+def kernel_heads(
+    op: Op, colours: LogicalAxes, batch: str | None, sequence: str | None
+) -> KernelHeads | None:
+    """The heads of an op that is a kernel of attention; None where they cannot be told."""
+    if op.kind not in KERNELS or batch is None:
+        return None
+    rows = op.rule.results[-1] if op.kind == FORWARD else op.rule.operands[-1]
+    unsharded = {colours[factor] for factor in op.rule.whole} - {None}
+    others = {batch, sequence, TOKENS, *unsharded} - {None}
+    heads = {
+        factor
+        for dim in rows
+        for factor in dim
+        if factor not in op.rule.whole and colours[factor] not in others
+    }
+    if not heads:
+        return None
+    sides = [
+        {factor for dim in dims for factor in dim} for dims in (*op.rule.operands, *op.rule.results)
+    ]
+    group = max(sorted(heads), key=lambda factor: sum(factor in side for side in sides))
+    within = frozenset(heads - {group})
+    return KernelHeads(
+        group=group,
+        within=within,
+        groups=op.rule.sizes[group],
+        each=math.prod(op.rule.sizes[factor] for factor in within),
+        colour=colours[group],
+        width=frozenset(name for name in unsharded if name is not None and name != sequence),
+    )
+
+
+def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
+    """The cut of the factors of a kernel whose heads the tensor axis shards inside of it."""
+    parts = [None if part == "tensor" else without_tensor(part) for part in cut]
+    parts[heads.group] = "tensor" if parts[heads.group] is None else f"{parts[heads.group]}+tensor"
+    return tuple(parts)
+
+
+def without_tensor(part: str | None) -> str | None:
+    """What cuts a dim beside the tensor axis."""
+    remaining = [axis for axis in (part or "").split("+") if axis != "tensor"]
+    return "+".join(remaining) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """The values between projections and kernels of attention.
+
+    Attributes:
+        heads: of the kernel, by value.
+        paired: results of kernels, gradients, that something pairs dims of a head of before a
+            contraction reads them, such as a rotation by positions.
+    """
+
+    heads: Mapping[int, KernelHeads]
+    paired: frozenset[int]
+
+
+def between(
+    graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
+) -> Between:
+    """Finds what ops without a contraction make of results of projections for a kernel, and of its
+    results for the products of gradients.
+    """
+    producers, found_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for value in op.operands:
+            readers.setdefault(value, []).append(index)
+
+    def beyond(value: int, forward: bool) -> list[Op]:
+        neighbours = (
+            [producers[value]] if forward and value in producers else readers.get(value, [])
+        )
+        if forward and value not in producers:
+            return []
+        ops = [graph.ops[index] for index in neighbours]
+        return [op for op in ops if op.category in ("elementwise", "movement")]
+
+    for kernel, heads in kernels.items():
+        forward = graph.ops[kernel].kind == FORWARD
+        for start in graph.ops[kernel].operands if forward else graph.ops[kernel].results:
+            pending = [start]
+            while pending:
+                value = pending.pop()
+                if value in found_heads or heads.colour is None or heads.colour not in names[value]:
+                    continue
+                found_heads[value] = heads
+                for op in beyond(value, forward):
+                    pending.extend(op.operands if forward else op.results)
+                    if op.category == "movement" and op.rule.whole and not forward:
+                        paired.add(start)
+    return Between(heads=found_heads, paired=frozenset(paired))
+
+
+# --------------------------------------------------------------------------------------------------
+# Cores of attention, found in a step graph by their structure.
+#
+# The core is scores = q k^T, a softmax of them along their rows, and its product with v;
+# backwards, the gradients of q, k and v. Its structure: an exponential of what element-wise ops
+# and views make of *products*, matmuls of two activations, with a sum along rows after it. What
+# descends from the products up to the next matmuls, the *sinks*, is the core; a sink of it mixes
+# values by the softmax, the others make gradients, for which the gradient of the softmax is one
+# more product. Nothing else may read what the kernels do not write.
+
+#: Categories of the ops between the matmuls.
+_CHAIN: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
+_EXPONENTIALS: frozenset[str] = frozenset({"exp", "exp2"})
+_COMPARISONS: frozenset[str] = frozenset({"lt", "le", "gt", "ge"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """A core of attention; ops are indices.
+
+    Attributes:
+        scores: matmuls whose sum is the scores.
+        products: those and the matmul that makes the gradient of the softmax.
+        chain: ops that descend from the products, before the next matmuls.
+        sinks: matmuls that read what they make; the first mixes the values.
+        sums: the op that adds up the exponentials of a row.
+        beside: values that the chain reads from outside and that are no constants or functions of
+            positions.
+        causal: whether positions are compared: a query sees the keys before it.
+        window: keys that a query sees, itself included; 0 for all, also where only some layers have
+            a window.
+    """
+
+    scores: tuple[int, ...]
+    products: tuple[int, ...]
+    chain: tuple[int, ...]
+    sinks: tuple[int, ...]
+    sums: int
+    beside: tuple[int, ...]
+    causal: bool
+    window: int
+
+
+def cores(step: StepGraph) -> list[Core]:
+    """The cores of a step, in the order of their exponentials."""
+    search = _Search(step.graph, weights_of(step).keys())
+    return [
+        core
+        for index, op in enumerate(step.graph.ops)
+        if op.kind in _EXPONENTIALS and (core := search.core(index))
+    ]
+
+
+class _Search:
+    def __init__(self, graph: Graph, weights: Iterable[int]) -> None:
+        self._graph, self._weights = graph, frozenset(weights)
+        self._producers = graph.producers()
+
+    def core(self, exponential: int) -> Core | None:
+        """The core around an exponential; None where it is none."""
+        graph, op = self._graph, self._graph.ops[exponential]
+        scores, _ = self._origins(op.operands, op.region)
+        square = self._elements(op.results[0])
+        if not scores or any(
+            self._elements(graph.ops[i].results[0]) != square
+            or self._weights.intersection(graph.ops[i].operands)
+            for i in scores
+        ):
+            return None
+        products, chain, leaves = set(scores), list[int](), set[int]()
+        while True:
+            chain, tainted = self._descendants(products)
+            entering = {value for i in chain for value in graph.ops[i].operands} - tainted
+            more, leaves = self._origins(
+                (value for value in entering if self._elements(value) == square), None
+            )
+            leaves |= {value for value in entering if self._elements(value) != square}
+            if more <= products:
+                break
+            products |= more
+        sums = next(
+            (
+                i
+                for i in chain
+                if graph.ops[i].kind == "reduce_sum"
+                and self._elements(graph.ops[i].operands[0]) == square
+                and i > exponential
+            ),
+            None,
+        )
+        sinks = self._sinks(tainted, products, scores, chain, sums)
+        masks = {value for value in leaves if self._of_positions(value)}
+        beside = tuple(
+            sorted(value for value in leaves - masks if graph.values[value].role != "constant")
+        )
+        if sums is None or not sinks or any(self._elements(value) >= square for value in beside):
+            return None
+        return Core(
+            scores=tuple(sorted(scores)),
+            products=tuple(sorted(products)),
+            chain=tuple(chain),
+            sinks=sinks,
+            sums=sums,
+            beside=beside,
+            causal=any(self._compared(value) for value in masks),
+            window=max((self._window(value) for value in masks), default=0),
+        )
+
+    def _elements(self, value: int) -> int:
+        return math.prod(self._graph.values[value].shape)
+
+    def _origins(self, values: Iterable[int], region: int | None) -> tuple[set[int], set[int]]:
+        """The matmuls that element-wise ops and views make values of, and the other values that
+        they start from.
+        """
+        pending, seen, matmuls, leaves = list(values), set[int](), set[int](), set[int]()
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            maker = self._producers.get(value)
+            op = self._graph.ops[maker] if maker is not None else None
+            if (
+                op is not None
+                and maker is not None
+                and op.category == "matmul"
+                and region in (None, op.region)
+            ):
+                matmuls.add(maker)
+            elif (
+                op is not None
+                and op.category in _CHAIN
+                and region in (None, op.region)
+                and not self._of_positions(value)
+            ):
+                pending.extend(op.operands)
+            else:
+                leaves.add(value)
+        return matmuls, leaves
+
+    def _descendants(self, products: set[int]) -> tuple[list[int], set[int]]:
+        """Ops that read, directly or not, what the products make, before the next matmuls; and the
+        values that they and the products make.
+        """
+        chain, tainted = (
+            list[int](),
+            {value for i in products for value in self._graph.ops[i].results},
+        )
+        for index, op in enumerate(self._graph.ops):
+            if (
+                index not in products
+                and (op.category in _CHAIN or op.kind in ("enter", "exit"))
+                and tainted.intersection(op.operands)
+            ):
+                chain.append(index)
+                tainted.update(op.results)
+        return chain, tainted
+
+    def _sinks(
+        self,
+        tainted: set[int],
+        products: set[int],
+        scores: set[int],
+        chain: list[int],
+        sums: int | None,
+    ) -> tuple[int, ...]:
+        """Matmuls that read what descends from the products, the one that mixes values first; none
+        where that one is not there.
+        """
+        graph = self._graph
+        matmuls = [
+            i
+            for i, op in enumerate(graph.ops)
+            if i not in products and op.category == "matmul" and tainted.intersection(op.operands)
+        ]
+        _, gradients = self._descendants(products - scores)
+        joined = Joined(graph, {*products, *chain, *matmuls})
+        rows = (
+            joined.classes(sums, graph.ops[sums].rule.summed)
+            if sums is not None
+            else frozenset[int]()
+        )
+        mixing = [
+            i
+            for i in matmuls
+            if not (gradients if products - scores else set()).intersection(graph.ops[i].operands)
+            and rows <= joined.classes(i, graph.ops[i].rule.summed)
+        ]
+        return (
+            (mixing[0], *(i for i in matmuls if i != mixing[0]))
+            if rows and len(mixing) == 1
+            else ()
+        )
+
+    def _of_positions(self, value: int) -> bool:
+        """Whether a value is made of nothing but constants and positions, and there are some."""
+        return self._ancestors(value) is not None and self._graph.values[value].role != "constant"
+
+    def _compared(self, value: int) -> bool:
+        return bool(_COMPARISONS & (self._ancestors(value) or set()))
+
+    def _window(self, value: int) -> int:
+        """Keys that a mask shows to a query: the literal that the distance of two positions is
+        compared with; 0 where there is none for all layers.
+        """
+        op = self._graph.ops[self._producers[value]] if value in self._producers else None
+        if op is None:
+            return 0
+        if op.kind in _COMPARISONS:
+            distance, limit = op.operands if op.kind in ("lt", "le") else reversed(op.operands)
+            maker = self._producers.get(distance)
+            text = self._graph.values[self._source(limit)].path
+            return (
+                int(text) + (op.kind in ("le", "ge"))
+                if maker is not None and self._graph.ops[maker].kind == "sub" and text.isdigit()
+                else 0
+            )
+        if op.kind == "select_n":
+            return (
+                0
+                if any(self._compared(case) for case in op.operands[1:])
+                else self._window(op.operands[0])
+            )
+        if op.kind == "and" or op.category in ("movement", "boundary") or len(op.operands) == 1:
+            return max((self._window(operand) for operand in op.operands), default=0)
+        return 0
+
+    def _source(self, value: int) -> int:
+        """What a value is a view of."""
+        while (
+            value in self._producers
+            and (op := self._graph.ops[self._producers[value]]).category == "movement"
+            and op.operands
+        ):
+            value, *_ = op.operands
+        return value
+
+    def _ancestors(self, value: int) -> set[str] | None:
+        """Kinds of the ops that make a value of constants and positions; None where it is made of
+        something else, too.
+        """
+        pending, seen, kinds = [value], set[int](), set[str]()
+        while pending:
+            current = pending.pop()
+            if current in seen or self._graph.values[current].role == "constant":
+                continue
+            seen.add(current)
+            op = self._graph.ops[self._producers[current]] if current in self._producers else None
+            if op is None or op.category not in (*_CHAIN, "boundary"):
+                return None
+            kinds.add(op.kind)
+            pending.extend(op.operands)
+        return kinds
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def fused(step: StepGraph, block: int = 128) -> StepGraph:
+    """The step with every core of attention as one kernel forward, and backward one for each set of
+    dims that gradients are summed over.
+    """
+    tried: set[int] = set()
+    while True:
+        graph = step.graph
+        core = next(
+            (core for core in cores(step) if graph.ops[core.sinks[0]].results[0] not in tried), None
+        )
+        if core is None:
+            return step
+        tried.add(graph.ops[core.sinks[0]].results[0])
+        step = _without(step, core, block) or step
+
+
+def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
+    """The step with one core as kernels; None where something else needs what they do not write."""
+    graph = step.graph
+    kernels = _kernels(graph, core, block)
+    if kernels is None:
+        return None
+    results = {value for ops in kernels.values() for op in ops for value in op.results}
+    carried = {operand for ops in kernels.values() for op in ops for operand in op.operands}
+    producers = graph.producers()
+    gone = {*core.products, *core.chain, *core.sinks}
+    for value in carried:  # the way of the statistic out of one loop and into another stays
+        while (maker := producers.get(value)) in core.chain and value not in results:
+            gone.discard(maker)
+            (value,) = graph.ops[maker].operands
+    ops = [
+        op
+        for index, old in enumerate(graph.ops)
+        for op in kernels.get(index, () if index in gone else (old,))
+    ]
+    rewritten = prune(replace(graph, ops=tuple(ops)))
+    try:
+        check(rewritten, before=graph)
+    except AssertionError:
+        return None
+    return replace(step, graph=rewritten)
+
+
+def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] | None:
+    """The kernels of a core, by the index of the op that they stand at; None where the statistic
+    does not reach the gradients.
+    """
+    joined = Joined(graph, {*core.products, *core.chain, *core.sinks})
+    rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
+    keys = math.prod(joined.size(index) for index in rows)
+    share = causal_share(keys, block, core.window) if core.causal else 1.0
+    inner = {value for i in (*core.products, *core.chain) for value in graph.ops[i].results}
+    mixing, gradients = core.sinks[0], core.sinks[1:]
+    statistic, arrived = _statistic(graph, core, {graph.ops[i].region for i in gradients})
+    if arrived is None and gradients:
+        return None
+    contracted = rows.union(*(joined.classes(i, graph.ops[i].rule.summed) for i in core.products))
+
+    def kernel(
+        kind: str,
+        position: int,
+        reading: Iterable[int],
+        counted: Iterable[int],
+        results: tuple[int, ...],
+        extra: tuple[int, ...],
+        summed: frozenset[int],
+    ) -> Op:
+        operands = dict.fromkeys(
+            [value for i in reading for value in graph.ops[i].operands if value not in inner]
+        )
+        operands |= dict.fromkeys((*extra, *(core.beside if kind == FORWARD else ())))
+        return replace(
+            graph.ops[position],
+            kind=kind,
+            category="opaque",
+            operands=tuple(operands),
+            results=results,
+            rule=joined.rule(tuple(operands), results, summed=summed, unsharded=contracted),
+            flops=share * sum(graph.ops[i].flops for i in counted),
+        )
+
+    forward = kernel(
+        FORWARD,
+        mixing,
+        (*core.scores, mixing),
+        (*core.scores, mixing),
+        (graph.ops[mixing].results[0], statistic),
+        (),
+        frozenset(),
+    )
+    kernels: dict[int, tuple[Op, ...]] = {mixing: (forward,)}
+    groups: dict[frozenset[int], list[int]] = {}
+    for sink in gradients:
+        groups.setdefault(joined.classes(sink, graph.ops[sink].rule.summed), []).append(sink)
+    for number, (summed, sinks) in enumerate(groups.items()):
+        assert arrived is not None
+        results = tuple(graph.ops[i].results[0] for i in sinks)
+        op = kernel(
+            BACKWARD,
+            sinks[0],
+            (*(i for i in core.products if i not in core.scores), *gradients),
+            (*sinks, *(core.products if number == 0 else ())),
+            results,
+            (arrived,),
+            summed,
+        )
+        kernels[gradients[0]] = (*kernels.get(gradients[0], ()), op)
+    return kernels
+
+
+def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | None]:
+    """The value that holds the sum of a row where it is made, and the value that the gradients
+    read.
+    """
+    (row_sum,) = graph.ops[core.sums].results
+    home = graph.ops[core.sums].region
+    if not regions or regions == {home}:
+        return row_sum, row_sum
+    for index in core.chain:
+        op = graph.ops[index]
+        if op.kind == "exit" and _descends(graph, core, op.operands[0], row_sum):
+            for entry in core.chain:
+                if (
+                    graph.ops[entry].kind == "enter"
+                    and graph.ops[entry].operands == op.results
+                    and graph.ops[entry].region in regions
+                ):
+                    return op.operands[0], graph.ops[entry].results[0]
+    return row_sum, None
+
+
+def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:
+    """Whether a value is a view of another."""
+    producers = graph.producers()
+    while value != source:
+        maker = producers.get(value)
+        if maker not in core.chain or graph.ops[maker].category != "movement":
+            return False
+        value = graph.ops[maker].operands[0]
+    return True

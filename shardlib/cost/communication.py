@@ -1,0 +1,432 @@
+"""The collectives that one candidate runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.collective import Collective
+from shardlib.cost.collectives import (
+    ALONG,
+    SLOTS,
+    CollectiveStep,
+    Slot,
+    along,
+    shards,
+    slot_cost,
+    spans_of,
+    steps,
+    stored,
+)
+from shardlib.cost.framework import XLA, FrameworkProfile, Knobs, ends_on_all_stages
+from shardlib.cost.stages import (
+    Candidates,
+    Model,
+    Sums,
+    dealt,
+    in_the_last,
+    on_stage,
+    once_a_step,
+    passes_over_ends,
+    passes_over_weights,
+    scatters,
+    shares_moved,
+    turns,
+)
+from shardlib.cost.tables import Pricer, moves
+from shardlib.cost.terms import OUTSIDE_LAYERS, Item, Transfer
+from shardlib.layout import STAGE, MeshShape
+from shardlib.machines.topology import Placement, Topology
+from shardlib.propagation.colours import Choice
+
+# --------------------------------------------------------------------------------------------------
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """One candidate with its place.
+
+    Attributes:
+        mesh: sizes of the mesh axes.
+        placement: where they lie on the links.
+        candidate: the same for pricing; exactly one.
+    """
+
+    mesh: MeshShape
+    placement: Placement
+    candidate: Candidates
+
+
+#: Roles of what moves parameters and their gradients.
+_OF_PARAMETERS = ("gather", "reduce", "scatter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """What the fullest stage does in a step.
+
+    Attributes:
+        shares: part of each segment whose parameters it moves.
+        turns: how often it does its part for a microbatch.
+        ends: whether it is one of several that all compute embedding and head.
+        how, candidate, profile: the decisions, the candidate and the software.
+    """
+
+    shares: Array
+    turns: float
+    ends: bool
+    how: Knobs
+    candidate: Candidates
+    profile: FrameworkProfile
+
+
+def collectives(
+    work: Sequence[tuple[Iterable[Item], Array]],
+    choice: Choice,
+    knobs: Knobs,
+    once: Mapping[tuple[Slot, str], float],
+    placed: Placed,
+    model: Model,
+    pricer: Pricer,
+    loops: Mapping[Transfer, tuple[float, int, float]] | None = None,
+) -> tuple[Collective, ...]:
+    """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest
+    first.
+
+    Args:
+        once: bytes on a device of what moves once a step, by slot and cause.
+        loops: of collectives in whose place loops run: bytes of a message, how many there are in
+            place of one execution, and seconds of one (`cost/pricing/variants`).
+    """
+    c, profile, stages = placed.candidate, pricer.profile, placed.mesh["stage"]
+    assert len(c) == 1
+    stage = _Stage(
+        shares=shares_moved(knobs, model, c, profile)[:, 0],
+        turns=float(turns(knobs, c, profile)[0]),
+        ends=stages > 1 and ends_on_all_stages(profile),
+        how=knobs,
+        candidate=c,
+        profile=profile,
+    )
+    roles, listing = _roles(knobs, stages, profile), _Found(placed, pricer.topology)
+    for item, part in (
+        (item, part)
+        for items, parts in work
+        for item in items
+        if (part := float(parts[item.segment]))
+    ):
+        for term in item.terms(choice):
+            if not isinstance(term, Transfer):
+                continue
+            for slot, size, count in moves(term, item.segment, c.shapes, pricer):
+                if slot.role not in roles:
+                    continue
+                runs = float(count[0]) * part * _runs(term, slot, item.segment, stage)
+                if loops and term in loops:
+                    message, each, hop = loops[term]
+                    key = ("collective-permute", ("tensor",), round(message), term.cause)
+                    listing.add(key, each * runs, each * hop * runs)
+                else:
+                    of_each = float(size[0]) / _parts(slot, item.segment, stage)
+                    listing.note(slot, of_each, runs, term.cause)
+    for (slot, cause), size in once.items():
+        listing.note(slot, size, 1.0 if size else 0.0, cause)
+    return listing.listed()
+
+
+def _roles(knobs: Knobs, stages: int, profile: FrameworkProfile) -> set[str]:
+    """The roles whose collectives a plan has."""
+    return {
+        "block",
+        "ends",
+        *ALONG[knobs.context],
+        "scatter" if scatters(profile, knobs) else "reduce",
+        *(("gather",) if knobs.zero >= 3 else ()),
+        *(("stage",) if stages > 1 else ()),
+    }
+
+
+#: What tells collectives of a step apart: kind, mesh axes, bytes of each, cause.
+_Key = tuple[str, tuple[str, ...], int, str]
+
+
+class _Found:
+    """Collectives of a step, equal ones added up.
+
+    Args:
+        at: the candidate, and where it lies.
+        topology: the machine.
+    """
+
+    def __init__(self, placed: Placed, topology: Topology) -> None:
+        self._at, self._topology = placed, topology
+        self._sums: dict[_Key, tuple[float, float]] = {}
+
+    def add(self, key: _Key, count: float, seconds: float) -> None:
+        """Takes in so many collectives that take so many seconds together."""
+        number, before = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = number + count, before + seconds
+
+    def note(self, slot: Slot, size: float, count: float, cause: str) -> None:
+        """Takes in the collectives of a slot, by each step that they are made of.
+
+        Args:
+            size: bytes of each.
+        """
+        mesh, placement = self._at.mesh, self._at.placement
+        axes = tuple(axis for axis in mesh if axis in slot.group.axes)
+        if not axes or not count:
+            return
+        staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+        spans = spans_of(slot.group, placement)
+        parts = (
+            steps(slot.kind, spans, self._topology)
+            if staged
+            else (
+                CollectiveStep(
+                    spans=spans, share=1.0, cost=slot_cost(slot, placement, self._topology)
+                ),
+            )
+        )
+        parted = shards(slot, math.prod(mesh[axis] for axis in axes))
+        hops = parted if slot.role == "ring" else 1
+        for part in parts:
+            of_part = tuple(axis for axis in axes if set(part.spans) & set(placement.get(axis, ())))
+            key = (slot.kind, of_part or axes, round(size * part.share / parted), cause)
+            seconds = part.cost.seconds(size * part.share) * count
+            self.add(key, count * max(1, hops - 1), seconds)
+
+    def listed(self) -> tuple[Collective, ...]:
+        """All of them, the slowest first."""
+        listing = [
+            Collective(
+                kind=kind,
+                axes=axes,
+                bytes=size,
+                count=math.ceil(count - 1e-9),
+                seconds=seconds,
+                cause=cause,
+            )
+            for (kind, axes, size, cause), (count, seconds) in self._sums.items()
+        ]
+        return tuple(sorted(listing, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
+
+
+def _runs(term: Transfer, slot: Slot, segment: int, stage: _Stage) -> float:
+    """Executions in a step of what happens once in a microbatch."""
+    role, micro = slot.role, int(stage.candidate.micro[0])
+    if role == "stage":
+        return stage.turns * stage.how.virtual
+    ends = stage.ends and segment == OUTSIDE_LAYERS
+    runs = micro if ends or segment < 0 else stage.turns
+    if role not in _OF_PARAMETERS:
+        return runs * (float(stage.shares[segment]) if segment >= 0 else 1.0)
+    # In a pipeline in one program, gradients of vectors wait for nothing.
+    waits = not stage.ends or len(term.shape) > 1
+    times = _times(slot, ends, stage) if waits else None
+    return (runs if times is None else times) * float(stage.shares[segment])
+
+
+def _times(slot: Slot, ends: bool, stage: _Stage) -> float | None:
+    """How often a stage gathers parameters or reduces gradients in a step; None: in every
+    microbatch.
+    """
+    knobs, c, profile = stage.how, stage.candidate, stage.profile
+    if ends:
+        return None if passes_over_ends(knobs, c, profile)[0] > 1 else 1.0
+    if slot.role != "gather" and once_a_step(profile, knobs):
+        return 1.0
+    if slot.role == "reduce":
+        last = in_the_last(profile, knobs) and not slot.group.of_experts
+        return 1.0 if int(c.stage[0]) > 1 or last else None
+    if knobs.gather == "use":
+        return None
+    pairs, reductions, _ = passes_over_weights(
+        knobs.schedule, knobs.gather, knobs.virtual, c.micro, knobs.accumulation
+    )
+    return float((pairs if slot.role == "gather" else reductions)[0])
+
+
+def _parts(slot: Slot, segment: int, stage: _Stage) -> int:
+    """Parts of an activation that stages share out where all compute embedding and head."""
+    separate = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
+    return int(stage.candidate.stage[0]) if stage.ends and separate else 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Seconds of gathers, reductions and rings that compute does not hide.
+#
+# XLA for GPUs hides all of them behind all of compute. For TPUs it hides gathers of parameters
+# that are stored sharded, and rings, and waits for reductions and for gathers of updated
+# parameters (`benchmarks/order_by_compiler.py` reads that from compiled schedules). A framework
+# that says what it hides has its gathers in the forward pass (a third of compute) or, under ZeRO
+# 3, in both, and its reductions in the backward pass (two thirds), of the last microbatch where it
+# reduces once a step.
+
+
+def exposed(
+    s: Sums, scale: Array, knobs: Knobs, c: Candidates, pricer: Pricer, compute: Array
+) -> Array:
+    """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that
+    compute does not hide, in a step.
+
+    Args:
+        scale: part of each segment whose parameters the fullest stage moves, [segments,
+            candidates].
+        compute: seconds of compute of a microbatch, [candidates].
+    """
+    profile, micro, constants = pricer.profile, c.micro, pricer.constants
+    reduced, gathered = _reduced(s, scale, knobs, c, profile), np.zeros(len(c))
+    if knobs.zero:
+        gathered = (
+            _in_step(s.collectives.gather, scale, passes_over(knobs, c)[0], knobs, c, profile)
+            if knobs.zero >= 3
+            else _updated_gather(s, scale, c)
+        )
+    ring = s.collectives.ring.sum(0) / c.stage * micro if knobs.ring else np.zeros(len(c))
+    if profile.gather_overlap is None and profile.reduce_overlap is None:
+        if profile.name == XLA.name and pricer.topology.chip.vendor == "google":
+            return _on_tpus(reduced, gathered, ring, constants.overlap * compute * micro, knobs)
+        if in_the_last(
+            profile, knobs
+        ):  # without stages, beside the backward pass of the last microbatch
+            late = np.maximum(0.0, reduced - constants.overlap * compute) + np.maximum(
+                0.0, gathered + ring - constants.overlap * compute * (micro - 1)
+            )
+            return np.where(
+                (c.stage > 1) | (micro == 1),
+                np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro),
+                late,
+            )
+        return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
+    gathers, reduces = (
+        constants.overlap if share is None else share
+        for share in (profile.gather_overlap, profile.reduce_overlap)
+    )
+    beside = compute * micro if knobs.zero >= 3 else compute / 3
+    backward = compute * (1 if once_a_step(profile, knobs) else micro) * 2 / 3
+    separate = np.maximum(0.0, gathered - gathers * beside) + np.maximum(
+        0.0, reduced - reduces * backward
+    )
+    together = (
+        gathered + reduced - max(gathers, reduces) * compute * micro
+    )  # nothing hides two of them at once
+    return np.maximum(separate, together) + np.maximum(
+        0.0, ring - constants.overlap * compute * micro
+    )
+
+
+def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, knobs: Knobs) -> Array:
+    """The seconds that a program of the TPU compiler waits: it starts gathers of parameters before
+    they are used, where they are stored sharded, and waits for all reductions and for gathers of
+    updated parameters (`benchmarks/order_by_compiler.py`).
+    """
+    if knobs.zero >= 3:
+        return reduced + np.maximum(0.0, gathered + ring - behind)
+    return reduced + gathered + np.maximum(0.0, ring - behind)
+
+
+def saved_by_gathering_once(
+    s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
+) -> Array:
+    """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces
+    gradients once for all microbatches, and not at every use.
+    """
+    scale, compute = (
+        shares_moved(knobs, model, c, pricer.profile),
+        s.kernels.compute.sum(0) / c.stage,
+    )
+    use, once = (
+        exposed(s, scale, replace(knobs, gather=gather), c, pricer, compute)
+        for gather in ("use", "once")
+    )
+    return use - once
+
+
+def _reduced(
+    s: Sums, scale: Array, knobs: Knobs, c: Candidates, profile: FrameworkProfile
+) -> Array:
+    """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
+    ZeRO 2 and 3, and where the framework does so, but for those of experts on their devices.
+    """
+    seconds = s.collectives.scatter if scatters(profile, knobs) else s.collectives.reduce
+    once = np.ones(len(c))
+    if once_a_step(profile, knobs):
+        return _in_step(seconds, scale, once, knobs, c, profile)
+    if knobs.zero >= 2:
+        return _in_step(seconds, scale, passes_over(knobs, c)[1], knobs, c, profile)
+    if in_the_last(profile, knobs):
+        return _in_step(seconds, scale, once, knobs, c, profile) + np.where(
+            c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
+        )
+    return _in_step(seconds, scale, np.where(c.stage > 1, 1, c.micro), knobs, c, profile)
+
+
+def _in_step(
+    seconds: Array,
+    scale: Array,
+    times: Array,
+    knobs: Knobs,
+    c: Candidates,
+    profile: FrameworkProfile,
+) -> Array:
+    """Seconds of a step of what is moved so many times in it, but for what lies outside of the
+    layers of a pipeline in one program, see `passes_over_ends`.
+    """
+    moved = seconds * scale
+    total = moved.sum(0) * times
+    if not ends_on_all_stages(profile):
+        return total
+    ends = moved[OUTSIDE_LAYERS] * (passes_over_ends(knobs, c, profile) - times)
+    return total + np.where(c.stage > 1, ends, 0.0)
+
+
+def dealt_out(
+    s: Sums, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+) -> Array:
+    """Seconds of a step in which layers are dealt out to stages of several chunks, and their
+    gradients back.
+    """
+    candidates, slots = np.arange(len(c)), _DEALING[np.minimum(knobs.virtual % c.stage, 1)]
+    total = np.zeros(len(c))
+    for stored_bytes in (
+        s.stored.parameters_cut + s.stored.frozen_cut
+        if knobs.zero >= 3
+        else s.stored.parameters + s.stored.frozen,
+        s.stored.kept_cut if knobs.zero >= 2 else s.stored.kept,
+    ):
+        size = dealt(stored_bytes, knobs, model, c, profile)
+        cost = c.links.latency[slots, candidates] + size * c.links.per_byte[slots, candidates]
+        total += np.where(size > 0, cost, 0.0)
+    return total
+
+
+#: Numbers of the slots in which layers are dealt out where their chunks divide, and where not.
+_DEALING = np.array(
+    [SLOTS.index(Slot("deal", along(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
+)
+
+
+def passes_over(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
+    """How often a stage reads its weights and reduces its gradients in a step; see
+    `passes_over_weights`.
+    """
+    return passes_over_weights(
+        knobs.schedule, knobs.gather, knobs.virtual, c.micro, knobs.accumulation
+    )
+
+
+def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
+    """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
+    experts = on_stage(s.stored.experts, scale)
+    dense = on_stage(s.stored.parameters, scale) - experts
+    total = np.zeros(len(c))
+    for group, size in ((stored(), dense), (stored(experts=True), experts)):
+        slot = SLOTS.index(Slot("gather", group, "all-gather"))
+        total += np.where(size > 0, c.links.latency[slot] + size * c.links.per_byte[slot], 0.0)
+    return total

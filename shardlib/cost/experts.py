@@ -1,0 +1,346 @@
+"""What experts with a capacity compute when tokens are routed between devices.
+
+As a model is written, an expert has a slot for every token that it takes of the whole batch
+(`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a gather of rows
+and a gather of results. Between devices the rows of a token stay those of its device until they are
+sent, and devices multiply what they were sent. Here the operations are rewritten to that meaning,
+for pricing: slots and the queue of assignments are sharded as the batch is, and products with the
+matrices of experts are grouped matmuls of those rows that are kept at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardlib.graph import Dims, Graph, Op, StepGraph
+from shardlib.layout import LogicalAxes
+
+# --------------------------------------------------------------------------------------------------
+
+#: Scope of the operations of experts with a capacity, in their names.
+CAPPED = "shardlib_capacity"
+#: (value, dim).
+_Place = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capped:
+    """A layer of experts with a capacity.
+
+    Attributes:
+        assignments: tokens times experts per token, in the whole graph.
+        experts: their number.
+        slots: of an expert.
+    """
+
+    assignments: int
+    experts: int
+    slots: int
+
+    @property
+    def factor(self) -> float:
+        """Load that an expert takes at most, over the mean load."""
+        return self.slots * self.experts / self.assignments
+
+    @property
+    def kept(self) -> float:
+        """Part of the slots that is full at most."""
+        return min(1.0, 1 / self.factor)
+
+
+def is_capped(op: Op) -> bool:
+    """Whether an op belongs to experts with a capacity."""
+    return CAPPED in op.scope
+
+
+def _moves(graph: Graph, op: Op) -> tuple[int, int] | None:
+    """(rows that stay, rows that go) of a capped gather or scatter of whole rows of features; None
+    for others.
+    """
+    if not is_capped(op) or op.category not in ("gather", "scatter"):
+        return None
+    moved = op.results[0] if op.category == "gather" else op.operands[-1]
+    stays, goes = graph.values[op.operands[0]], graph.values[moved]
+    rows = (
+        len(stays.shape) == 2
+        and len(goes.shape) in (2, 3)
+        and stays.shape[1] == goes.shape[-1]
+        and "float" in goes.dtype
+    )
+    return (op.operands[0], moved) if rows else None
+
+
+def layers(graph: Graph) -> dict[int, Capped]:
+    """The layers of experts with a capacity in a graph, by region."""
+    sizes: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for op in graph.ops:
+        move = _moves(graph, op)
+        if move is not None:
+            shape = graph.values[move[1]].shape
+            sizes[op.region][len(shape)] = shape
+    return {
+        region: Capped(assignments=shapes[2][0], experts=shapes[3][0], slots=shapes[3][1])
+        for region, shapes in sizes.items()
+        if len(shapes) == 2
+    }
+
+
+def sent(
+    graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, grouped: str
+) -> tuple[Graph, tuple[LogicalAxes, ...]]:
+    """A graph whose experts with a capacity are sent their tokens, and the colours of its
+    values.
+    """
+    capped = layers(graph)
+    if not capped or batch is None:
+        return graph, names
+    places = _along_tokens(graph)
+    names = tuple(
+        tuple(batch if (value, dim) in places else colour for dim, colour in enumerate(axes))
+        for value, axes in enumerate(names)
+    )
+    ops = tuple(
+        (
+            replace(op, kind=grouped, flops=op.flops * capped[op.region].kept)
+            if is_capped(op) and op.category == "matmul" and op.region in capped
+            else op
+        )
+        for op in graph.ops
+    )
+    return replace(graph, ops=ops), names
+
+
+def _along_tokens(graph: Graph) -> set[_Place]:
+    """Dims of slots and of the queue: those of rows that are moved, and all that share a factor
+    with them.
+    """
+    pending = [
+        place
+        for op in graph.ops
+        if (move := _moves(graph, op)) is not None
+        for place in _rows(graph, *move)
+    ]
+    shared: dict[_Place, list[_Place]] = defaultdict(list)
+    for op in graph.ops:
+        if is_capped(op) or op.category == "boundary":
+            for places in _by_factor(graph, op).values():
+                for place in places:
+                    shared[place] += places
+    tied: set[_Place] = set()
+    while pending:
+        place = pending.pop()
+        if place not in tied:
+            tied.add(place)
+            pending += shared[place]
+    return tied
+
+
+def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
+    """Where rows that go to slots, or come from them, have their slots and assignments; rows of
+    tokens have their colour already.
+    """
+    slots = len(graph.values[goes].shape) == 3
+    yield goes, 1 if slots else 0
+    if not slots:
+        yield stays, 0
+
+
+def _by_factor(graph: Graph, op: Op) -> dict[int, list[_Place]]:
+    """The dims of an op by their factor; those that merge several factors are left out."""
+    places: dict[int, list[_Place]] = defaultdict(list)
+
+    def note(values: Sequence[int], all_dims: tuple[Dims, ...]) -> None:
+        for value, dims in zip(values, all_dims, strict=True):
+            for dim, factors in enumerate(dims):
+                if len([factor for factor in factors if op.rule.sizes[factor] > 1]) == 1:
+                    places[next(factor for factor in factors if op.rule.sizes[factor] > 1)].append(
+                        (value, dim)
+                    )
+
+    note(op.operands, op.rule.operands)
+    note(op.results, op.rule.results)
+    return places
+
+
+def slots_of(graph: Graph, value: int) -> int:
+    """Rows of an array [slots..., features]."""
+    return math.prod(graph.values[value].shape[:-1])
+
+
+# --------------------------------------------------------------------------------------------------
+# What does a mixture of experts compute when tokens are routed between devices, and not by a
+# global sort?
+#
+# As a model is written, its tokens are sorted by expert, which mixes the whole batch: an automatic
+# partitioner gathers all tokens for it. Expert parallelism (GShard, arXiv:2006.16668; Switch,
+# arXiv:2101.03961; MegaBlocks, arXiv:2211.15841) sorts the tokens of each device on their own,
+# sends them to the devices that hold their experts, and brings the results home: two all-to-alls a
+# layer forward and two backward. Here the rules of the ops involved are rewritten to that meaning,
+# for pricing: sorts and grouped matmuls are sharded along the tokens. Experts with a capacity have
+# slots as they are written, see `shardlib.cost.experts`.
+
+#: Matmuls whose rows are grouped by expert.
+GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How tokens travel to their experts (`FrameworkProfile`).
+
+    Attributes:
+        room: bytes of a message over those of an even routing (`exchange_room`).
+        sent: what ranks of tensor send (`exchange`).
+    """
+
+    room: float = 1.0
+    sent: str = "whole"
+
+
+#: Messages no larger than those of an even routing.
+EVEN = Exchange()
+
+
+def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
+    """The colour of experts: that of the groups of weights in grouped matmuls, or in products of
+    slots with them; None where there are none.
+    """
+    colours = (
+        names[value][0]
+        for op in graph.ops
+        if op.kind in GROUPED or (op.category == "matmul" and is_capped(op))
+        for value in op.operands[:2]
+        if len(graph.values[value].shape) == 3
+    )
+    return next((name for name in colours if name), None)
+
+
+def localised(
+    step: StepGraph, names: tuple[LogicalAxes, ...], batch: str | None
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with sorts and grouped matmuls that every device does for its own tokens, and the
+    colours of its values.
+    """
+    graph, names = sent(step.graph, names, batch, "ragged_dot_general")
+    regions = {op.region for op in graph.ops if op.kind in GROUPED}
+    ops = tuple(_local(op, names, batch) if op.region in regions else op for op in graph.ops)
+    return replace(step, graph=replace(graph, ops=ops)), names
+
+
+def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
+    """An op that each device does for its own tokens.
+
+    What must be whole along the batch may be sharded; where that contracts the batch, the cut
+    leaves partial results. Rows that are picked from tokens, or added to tokens, are those of the
+    same device, so that nothing is partial.
+    """
+    tokens = {
+        factor
+        for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
+        for value, dims in zip(values, all_dims, strict=True)
+        for dim, factors in enumerate(dims)
+        if names[value][dim] == batch
+        and batch is not None
+        and (factor := op.rule.major(factors)) is not None
+    }
+    in_results = _mentioned(op.rule.results)
+    local, summed = tokens & op.rule.whole, op.rule.summed | ((tokens & op.rule.whole) - in_results)
+    if op.category in ("gather", "scatter") and tokens & in_results:
+        summed -= tokens
+    return replace(op, rule=replace(op.rule, whole=op.rule.whole - local, summed=summed))
+
+
+def _mentioned(values: tuple[Dims, ...]) -> set[int]:
+    return {factor for dims in values for dim in dims for factor in dim}
+
+
+def routed_values(
+    graph: Graph, names: Sequence[LogicalAxes], batch: str | None
+) -> list[tuple[int, int]]:
+    """(op, value) of every array of tokens that changes its device: rows that a gather sends to
+    their experts or brings home, or that a scatter adds up.
+
+    These are gathers and scatters of rows of features in the regions that have grouped matmuls.
+
+    Args:
+        batch: colour of the batch; None where there is none.
+    """
+    regions = {op.region for op in graph.ops if op.kind in GROUPED}
+    moved_values: list[tuple[int, int]] = []
+    for index, op in enumerate(graph.ops):
+        if op.region not in regions or op.category not in ("gather", "scatter"):
+            continue
+        moved = op.results[0] if op.category == "gather" else op.operands[-1]
+        value = graph.values[moved]
+        rows = (
+            names[moved][1 if len(value.shape) == 3 and is_capped(op) else 0]
+            if len(value.shape) == 2 or is_capped(op)
+            else None
+        )
+        if (
+            value.shape[-1] > 1
+            and "float" in value.dtype
+            and batch in (rows or "").split("+")
+            and _whole_rows(op, graph)
+        ):
+            moved_values.append((index, moved))
+    return moved_values
+
+
+def arrived_values(
+    graph: Graph, names: Sequence[LogicalAxes], batch: str | None
+) -> dict[int, float]:
+    """Rows that are with their experts: what grouped matmuls read and make of tokens, what
+    element-wise ops make of that, and what of it loops save.
+    """
+
+    def of_tokens(value: int) -> bool:
+        return any(batch in (colour or "").split("+") for colour in names[value])
+
+    shares: dict[int, float] = {}
+    pending: list[tuple[int, float]] = []
+    capped = layers(graph)
+    for op in graph.ops:
+        if op.kind in GROUPED:
+            rows = [
+                value
+                for value in (*op.operands, *op.results)
+                if "float" in graph.values[value].dtype and of_tokens(value)
+            ]
+            pending += [
+                (
+                    value,
+                    (
+                        capped[op.region].assignments / slots_of(graph, value)
+                        if op.region in capped
+                        else 1.0
+                    ),
+                )
+                for value in rows
+            ]
+    beside: dict[int, list[int]] = defaultdict(list)
+    for op in graph.ops:
+        if op.category == "elementwise" or op.kind in ("enter", "exit"):
+            alike = [
+                value
+                for value in (*op.operands, *op.results)
+                if op.category != "elementwise"
+                or graph.values[value].shape == graph.values[op.results[0]].shape
+            ]
+            for value in alike:
+                beside[value] += alike
+    while pending:
+        value, share = pending.pop()
+        if value not in shares:
+            shares[value] = share
+            pending += [(neighbour, share) for neighbour in beside[value]]
+    return shares
+
+
+def _whole_rows(op: Op, graph: Graph) -> bool:
+    """Whether rows move as a whole, which tells tokens from single scores."""
+    source = graph.values[op.operands[0]].shape
+    moved = graph.values[op.results[0] if op.category == "gather" else op.operands[-1]].shape
+    return len(source) == 2 and source[1] == moved[-1]

@@ -1,0 +1,847 @@
+"""What a traced step does: fused kernels, loops over layers, attention, experts, and the live
+ranges of its arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.cost.attention import FORWARD, between, kernel_heads, over_heads, without_tensor
+from shardlib.cost.experts import EVEN, GROUPED, Exchange, layers
+from shardlib.cost.framework import RESULTS
+from shardlib.cost.layers import Layers, find_layers, gradient_like, weights_of
+from shardlib.cost.terms import OUTSIDE_LAYERS, Item
+from shardlib.graph import Graph, Op, StepGraph
+from shardlib.layout import LogicalAxes
+from shardlib.propagation.colours import TOKENS, Choice, Cut, all_factor_colours, has, kinds
+
+# --------------------------------------------------------------------------------------------------
+# Kernels: which arrays a compiler writes to memory, and what reads them.
+#
+# XLA fuses chains of element-wise ops, broadcasts, reshapes and reductions' inputs into single
+# kernels, so most values of a traced program never exist in memory. The model here: a value is
+# *materialised* if the op that makes it cannot be fused into its reader (a matmul, convolution,
+# gather, scatter, sort, reduction, loop boundary), or if some reader needs it whole in memory (a
+# matmul operand, a loop boundary, the program's result). Every other value is computed anew inside
+# its readers; reading it means reading the materialised values it was made from (XLA's fusion
+# pass: openxla/xla `xla/service/instruction_fusion.cc`, `IsAlwaysDuplicable` and `IsExpensive`).
+
+#: Categories whose result is written to memory.
+_WRITES: frozenset[str] = frozenset(
+    {"matmul", "convolution", "gather", "scatter", "sort", "reduction", "boundary", "opaque"}
+)
+#: Categories that need their operands in memory.
+_READS_WHOLE: frozenset[str] = frozenset(
+    {"matmul", "convolution", "scatter", "sort", "boundary", "opaque"}
+)
+#: Roles of inputs that are in memory anyway.
+_SOURCES: frozenset[str] = frozenset({"parameter", "frozen", "state", "batch", "constant"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a vendor's compiler does with kernels.
+
+    Attributes:
+        fuses_operands: whether element-wise producers are computed inside the matmul or convolution
+            that reads them, as XLA does on TPU and not where matmuls are library calls (GPU, CPU);
+            grouped matmuls are kernels of their own everywhere.
+        softmax_row: longest row, elements, that a kernel works on as a whole (openxla/xla
+            `softmax_rewriter_triton.cc`): such a kernel writes its result beside its operands, and
+            the exponentials of a softmax once for all readers; 0 where there are no such kernels.
+        peels: whether the first iteration that is taken out of a pipelined loop runs beside the
+            head's whole backward pass, weight gradients last.
+        shares_gathers: whether two gathers of one array become one (openxla/xla
+            `all_gather_cse.cc`, which only the TPU pipeline runs).
+        casts_stacks: whether casts of layers of a stack become one cast of the stack before the
+            loop, as XLA does on TPU (`benchmarks/memory_savers.py`, zero 0).
+        score_bytes: bytes of a score of the block that attention in blocks works on, forward and
+            backward: on GPUs forward the score in float32 and its exponential in 16 bits, backward
+            the gradient of the score too, and more where kernels follow each other (XLA has 11 to
+            14 bytes at the peak, on TPUs 4; `benchmarks/memory_savers.py`).
+        adds_first: whether sums that are only added are reduced once (openxla/xla
+            `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
+    """
+
+    fuses_operands: bool = False
+    softmax_row: int = 0
+    peels: bool = False
+    shares_gathers: bool = False
+    casts_stacks: bool = False
+    score_bytes: tuple[float, float] = (6.0, 11.0)
+    adds_first: bool = False
+    reduces_after_loops: bool = False
+
+
+def traits(vendor: str) -> Traits:
+    """The traits of the compiler for a vendor's chips ("nvidia", "google" or "cpu")."""
+    return Traits(
+        fuses_operands=vendor == "google",
+        softmax_row=16384 if vendor == "nvidia" else 0,
+        peels=vendor == "nvidia",
+        shares_gathers=vendor == "google",
+        casts_stacks=vendor == "google",
+        score_bytes=(4.0, 4.0) if vendor == "google" else (6.0, 11.0),
+        adds_first=vendor == "nvidia",
+        reduces_after_loops=vendor != "cpu",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One pass over memory.
+
+    Attributes:
+        op: index of the op that ends the kernel.
+        reads: materialised values it reads, without repeats.
+        writes: materialised values it writes.
+        fused: indices of the element-wise ops and reductions that it computes on the way.
+    """
+
+    op: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    fused: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """The kernels of a graph.
+
+    Attributes:
+        kernels: in execution order; loop boundaries move no memory and are left out.
+        materialised: value indices that exist in memory.
+        apart: values that a kernel on whole rows makes, which are not written over an operand.
+        roots: for every value, the materialised values it is made of (itself, if materialised).
+    """
+
+    kernels: tuple[Kernel, ...]
+    materialised: frozenset[int]
+    apart: frozenset[int]
+    roots: tuple[tuple[int, ...], ...]
+
+
+def _is_materialised(graph: Graph, traits: Traits) -> frozenset[int]:
+    materialised: set[int] = set(graph.inputs) | set(graph.outputs)
+    materialised |= {i for i, value in enumerate(graph.values) if value.role in _SOURCES}
+    for op in graph.ops:
+        if op.category in _WRITES:
+            materialised |= set(op.results)
+        if op.category in _READS_WHOLE and not (
+            traits.fuses_operands
+            and op.category in ("matmul", "convolution")
+            and op.kind not in GROUPED
+        ):
+            materialised |= set(op.operands)
+    return frozenset(materialised | exponentials(graph, traits))
+
+
+def _by_rows(graph: Graph, traits: Traits) -> frozenset[int]:
+    return frozenset(
+        i
+        for i, value in enumerate(graph.values)
+        if value.shape and value.shape[-1] <= traits.softmax_row
+    )
+
+
+def exponentials(graph: Graph, traits: Traits) -> frozenset[int]:
+    """Results of exponentials that are summed along their rows and read again: the middle of a
+    softmax.
+    """
+    summed: set[int] = set()
+    readers: Counter[int] = Counter()
+    for op in graph.ops:
+        readers.update(set(op.operands))
+        if op.kind == "reduce_sum":
+            summed.update(op.operands)
+    return frozenset(
+        value
+        for op in graph.ops
+        if op.kind == "exp"
+        for value in op.results
+        if value in summed
+        and readers[value] > 1
+        and graph.values[value].shape
+        and graph.values[value].shape[-1] <= traits.softmax_row
+    )
+
+
+def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
+    """Finds the kernels of a graph, as a compiler with the given traits makes them.
+
+    Args:
+        traits: what the compiler fuses; by default that of `Traits()`.
+    """
+    materialised = _is_materialised(graph, traits or Traits())
+    roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
+    kernels: list[Kernel] = []
+    inside: dict[int, frozenset[int]] = {}
+    for index, op in enumerate(graph.ops):
+        fused = frozenset[int]().union(
+            *(inside.get(operand, frozenset()) for operand in op.operands)
+        )
+        if op.category in ("elementwise", "reduction"):
+            fused |= {index}
+        reads = tuple(dict.fromkeys(root for operand in op.operands for root in roots[operand]))
+        writes = tuple(value for value in op.results if value in materialised)
+        for value in op.results:
+            if value not in materialised:
+                roots[value], inside[value] = reads, fused
+        if writes and op.category != "boundary":
+            kernels.append(Kernel(op=index, reads=reads, writes=writes, fused=tuple(sorted(fused))))
+    return Fusion(
+        kernels=tuple(kernels),
+        materialised=materialised,
+        apart=_by_rows(graph, traits or Traits()),
+        roots=tuple(roots),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Results of a layer, by the names of checkpoint lists.
+#
+# Frameworks say what the forward pass keeps of a layer by names: MaxText's remat policies
+# ("query_proj", "context", "mlpwi", ...; AI-Hypercomputer/maxtext MaxText/layers/decoders.py),
+# torchtitan's list of ops (every second matmul and attention; pytorch/torchtitan
+# torchtitan/models/llama/parallelize_llama.py). Here a name stands for results that are found by
+# the structure of a layer whose attention is one kernel:
+#
+#     layer_input             what the loop over layers carries
+#     query, key, value       matmuls of weights that the kernel of attention starts from
+#     context                 what that kernel makes
+#     out                     matmuls of weights that read nothing but the context
+#     gate                    of several other matmuls of weights, those that a non-linear function
+#                             reads: the gate of a feed-forward layer
+#     wide                    the others: into the feed-forward layer
+#     narrow                  matmuls that read nothing but results of wide ones: out of it
+
+#: Kinds of ops that non-linear functions begin with.
+_NONLINEAR: frozenset[str] = frozenset(
+    {"logistic", "tanh", "erf", "erfc", "max", "exp", "integer_pow"}
+)
+
+
+def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, frozenset[int]]:
+    """The results of one loop over layers, by name."""
+    search = _Search(graph, region, frozenset(weights))
+    results: dict[str, set[int]] = {name: set() for name in RESULTS}
+    results["layer_input"] = {
+        value
+        for op in graph.ops
+        if op.kind == "carry" and op.region == region
+        for value in op.results
+        if "float" in graph.values[value].dtype
+    }
+    kernels = [op for op in graph.ops if op.kind == FORWARD and op.region == region]
+    results["context"] = search.views({value for op in kernels for value in op.results})
+    for op in kernels:
+        for name, operand in zip(("query", "key", "value"), op.operands, strict=False):
+            results[name] |= {
+                value for value in search.sources(operand) if value in search.products
+            }
+    attended = results["query"] | results["key"] | results["value"]
+    sources = {
+        result: search.sources(operand)
+        for result, operand in search.products.items()
+        if result not in attended
+    }
+    results["out"] = {
+        result for result, read in sources.items() if read and read <= results["context"]
+    }
+    results["narrow"] = {
+        result for result, read in sources.items() if read and read <= set(sources) - results["out"]
+    }
+    into = set(sources) - results["out"] - results["narrow"]
+    results["gate"] = {
+        result for result in into if len(into) > 1 and search.read_by(result) & _NONLINEAR
+    }
+    results["wide"] = into - results["gate"]
+    return {name: frozenset(values) for name, values in results.items()}
+
+
+def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
+    """Results of the matmuls of weights of one loop, with the operand that is no weight."""
+    return _Search(graph, region, frozenset(weights)).products
+
+
+class _Search:
+    """Where values of one loop come from.
+
+    Attributes:
+        products: results of matmuls of weights, with the operand that is no weight.
+    """
+
+    def __init__(self, graph: Graph, region: int, weights: frozenset[int]) -> None:
+        self._makers: dict[int, Op] = {
+            value: op
+            for op in graph.ops
+            if op.region == region and op.kind != "enter"
+            for value in op.results
+        }
+        self._readers: dict[int, list[Op]] = defaultdict(list)
+        self.products: dict[int, int] = {}
+        for op in dict.fromkeys(self._makers.values()):
+            for value in op.operands:
+                self._readers[value].append(op)
+            if op.category == "matmul" or op.kind in GROUPED:
+                others = [value for value in op.operands[:2] if value not in weights]
+                if len(others) == 1:
+                    self.products[op.results[0]] = others[0]
+
+    def read_by(self, value: int) -> set[str]:
+        """Kinds of the ops that read a value or a cast of it."""
+        readers = [(op.kind, op.results[0]) for op in self._readers.get(value, ())]
+        return {kind for kind, _ in readers}.union(
+            *(self.read_by(result) for kind, result in readers if kind == "convert_element_type")
+        )
+
+    def views(self, values: set[int]) -> set[int]:
+        """Some values and what is nothing but a view of one of them."""
+        views = set(values)
+        for value, op in self._makers.items():
+            if op.category == "movement" and views.issuperset(op.operands):
+                views.add(value)
+        return views
+
+    def sources(self, value: int) -> frozenset[int]:
+        """Results of matmuls of weights, contexts and layer inputs that a value is made of through
+        other ops.
+        """
+        pending, seen, sources = [value], set[int](), set[int]()
+        while pending:
+            current = pending.pop()
+            maker = self._makers.get(current)
+            if current in seen or maker is None:
+                continue
+            seen.add(current)
+            if current in self.products or maker.kind in (FORWARD, "carry"):
+                sources.add(current)
+            else:
+                pending.extend(maker.operands)
+        return frozenset(sources)
+
+
+# --------------------------------------------------------------------------------------------------
+# Live ranges: which arrays are in memory at the same time.
+#
+# A value lives from the op that makes it to the last op that reads it, directly or through fused
+# ops. What a loop reads from outside, and the stacks that it fills (XLA allocates a scan's stacked
+# results before the first iteration), live for the whole loop; what the body makes lives within
+# one iteration. The peak is the largest sum over all points of the program. Which point that is
+# depends on the layout, so `points` returns a handful of candidates: the peak under several
+# hypothetical weightings; pricing takes the largest of them.
+
+_LOOPS: frozenset[str] = frozenset({"scan", "while"})
+
+
+def _chains(graph: Graph) -> list[tuple[int, ...]]:
+    """For every region, itself and the regions around it, innermost first."""
+    chains: list[tuple[int, ...]] = []
+    for region in range(len(graph.regions)):
+        chain: list[int] = []
+        current = region
+        while current >= 0:
+            chain.append(current)
+            current = graph.regions[current].parent
+        chains.append(tuple(chain))
+    return chains
+
+
+def _extents(graph: Graph, chains: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """First and last op index of every region, with the regions inside it."""
+    extents = [(len(graph.ops), -1)] * len(graph.regions)
+    for index, op in enumerate(graph.ops):
+        for region in chains[op.region]:
+            extents[region] = (min(extents[region][0], index), max(extents[region][1], index))
+    return extents
+
+
+def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int | None:
+    """The outermost loop of `chain` that does not contain the value's home region."""
+    outermost = None
+    for region in chain:
+        if region in home:
+            break
+        if graph.regions[region].kind in _LOOPS:
+            outermost = region
+    return outermost
+
+
+def leaves_loop(op: Op) -> bool:
+    """Whether a boundary op carries a value out of a loop: a stack, or the final carry, which also
+    reads the first one.
+    """
+    return op.kind == "exit" or (op.kind == "carry" and len(op.operands) > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulator:
+    """A carry of a loop that every iteration only adds to: the cotangent of what all layers read,
+    such as a bias of positions.
+
+    Attributes:
+        carry: value of the sum so far, in the body.
+        added: value that an iteration adds.
+        first, last: ops from which to which the sum is in memory: all of the loop.
+    """
+
+    carry: int
+    added: int
+    first: int
+    last: int
+
+
+def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
+    """The sums that loops of a program carry."""
+    producers, readers = graph.producers(), Counter[int]()
+    for op in graph.ops:
+        readers.update(set(op.operands))
+    extents = _extents(graph, _chains(graph))
+    sums: list[Accumulator] = []
+    for op in graph.ops:
+        if op.kind != "carry" or len(op.operands) != 2:
+            continue
+        carry, total = op.operands
+        maker = graph.ops[producers[total]] if total in producers else None
+        if (
+            maker is not None
+            and maker.kind == "add_any"
+            and carry in maker.operands
+            and readers[carry] == 2  # the addition, and the op that takes it out of the loop
+        ):
+            added = maker.operands[maker.operands[0] == carry]
+            first, last = extents[op.region]
+            sums.append(Accumulator(carry=carry, added=added, first=first, last=last))
+    return tuple(sums)
+
+
+def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
+    """First and last op index at which each materialised value is in memory."""
+    chains = _chains(graph)
+    extents = _extents(graph, chains)
+    producers = graph.producers()
+    home: dict[int, frozenset[int]] = {}
+    births: dict[int, int] = {}
+    for value in fusion.materialised:
+        maker = producers.get(value)
+        region = graph.ops[maker].region if maker is not None else 0
+        births[value] = maker if maker is not None else 0
+        if (
+            maker is not None
+            and leaves_loop(graph.ops[maker])
+            and graph.regions[region].kind in _LOOPS
+        ):
+            births[value] = extents[region][0] if graph.ops[maker].kind == "exit" else maker
+            region = graph.regions[region].parent
+        home[value] = frozenset(chains[max(region, 0)])
+    deaths = dict(births)
+    for index, op in enumerate(graph.ops):
+        for value in {root for operand in op.operands for root in fusion.roots[operand]}:
+            if value not in deaths:
+                continue
+            loop = _outermost(graph, chains[op.region], home[value])
+            deaths[value] = max(deaths[value], extents[loop][1] if loop is not None else index)
+    for value in graph.outputs:
+        if value in deaths:
+            deaths[value] = len(graph.ops) - 1
+    _in_place(graph, fusion, births, deaths)
+    return {
+        value: (births[value], deaths[value])
+        for value in fusion.materialised
+        if value not in ignore and graph.values[value].role == "internal"
+    }
+
+
+def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]) -> None:
+    """An element-wise kernel writes over an operand of the same size that nothing reads later: that
+    operand ends one op earlier.
+    """
+    for index, op in enumerate(graph.ops):
+        if op.category != "elementwise":
+            continue
+        for value in op.results:
+            if value not in births or value in fusion.apart:
+                continue
+            dying = [
+                root
+                for operand in op.operands
+                for root in fusion.roots[operand]
+                if deaths.get(root) == index
+                and births[root] < index
+                and graph.values[root].bytes == graph.values[value].bytes
+                and graph.values[root].role == "internal"
+            ]
+            if dying:
+                deaths[dying[0]] = index - 1
+
+
+def levels(
+    graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]
+) -> list[np.ndarray]:
+    """Bytes that are alive at every op, one array per hypothesis about the layout.
+
+    Args:
+        spans: key -> first and last op index.
+        weightings: arrays of bytes per key, one per hypothesis.
+    """
+    profiles: list[np.ndarray] = []
+    for weights in weightings:
+        change = np.zeros(len(graph.ops) + 1)
+        for key, (birth, death) in spans.items():
+            change[birth] += weights[key]
+            change[death + 1] -= weights[key]
+        profiles.append(np.cumsum(change))
+    return profiles
+
+
+def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:
+    """Sets of values that are alive together where memory may peak.
+
+    Args:
+        spans: key -> first and last op index.
+        alive: bytes at every op by hypothesis, see `levels`.
+    """
+    return [
+        alive_at(spans, peak, peak)
+        for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)
+    ]
+
+
+def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
+    """Values that are alive from one op to another."""
+    return frozenset(
+        key for key, (birth, death) in spans.items() if birth <= first and last <= death
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Moments of a step that are the same in programs of different remat policies.
+#
+# Programs of one model under different remat policies run the same loops over layers in the same
+# order. So the step falls into *moments*, a loop or a gap between two, that all of them have. What
+# other layer groups have saved at a moment does not depend on the policy of the class whose loop
+# runs, and that is how the memory of a step whose classes follow different policies is put
+# together (`shardlib.cost.variants`).
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Memory of one program at one moment.
+
+    Attributes:
+        segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
+        points: items of memory at each op of the moment where memory may peak.
+        stacks: items of what loops over layers have saved, and of their gradients, that is there
+            for the whole moment.
+    """
+
+    segment: int
+    points: tuple[list[Item], ...]
+    stacks: list[Item]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Where a moment lies.
+
+    Attributes:
+        segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
+        first, last: ops of the moment; a gap may have none.
+        before, after: a value that is there from `before` or earlier to `after` or later is there
+            for the whole moment.
+    """
+
+    segment: int
+    first: int
+    last: int
+    before: int
+    after: int
+
+
+def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
+    """The moments of a step from the end of the forward loops on, in order: a gap, a loop, a gap
+    and so on; before, there is less of everything.
+    """
+    loops: list[tuple[int, int, int, int]] = []
+    for index, op in enumerate(graph.ops):
+        segment = layers.segment(op.region)
+        if segment == OUTSIDE_LAYERS:
+            continue
+        top = _top(graph, op.region)
+        if loops and loops[-1][1] == top:
+            loops[-1] = (*loops[-1][:3], index)
+        else:
+            loops.append((segment, top, index, index))
+    seen = [segment for segment, *_ in loops]
+    start = next((i for i, segment in enumerate(seen) if segment in seen[:i]), 0)
+    listed: list[Span] = []
+    for i in range(start, len(loops) + 1):
+        before, after = (
+            loops[i - 1][3] if i else 0,
+            (loops[i][2] if i < len(loops) else len(graph.ops) - 1),
+        )
+        listed.append(
+            Span(
+                segment=OUTSIDE_LAYERS,
+                first=before + bool(i),
+                last=after - (i < len(loops)),
+                before=before,
+                after=after,
+            )
+        )
+        if i < len(loops):
+            segment, _, first, last = loops[i]
+            listed.append(Span(segment=segment, first=first, last=last, before=first, after=last))
+    return tuple(listed)
+
+
+def _top(graph: Graph, region: int) -> int:
+    """The region below the root that a region lies in."""
+    while graph.regions[region].parent > 0:
+        region = graph.regions[region].parent
+    return region
+
+
+# --------------------------------------------------------------------------------------------------
+# What all items of one step graph ask about: colours, kernels, weights and gradients.
+
+
+class Facts:
+    """What the items of one step graph share: colours of values and factors, fusion, weights,
+    gradients.
+
+    Attributes:
+        graph: the step graph.
+        names: colour per dim of every value.
+        factors: colour per factor of every op.
+        fusion: kernels and materialised values.
+        layers: layer groups.
+        batch, sequence: colours of the batch and of the sequence.
+        routes: whether tokens are routed between devices (`shardlib.cost.experts`).
+        exchange: how tokens travel to their experts.
+        capped: layers of experts with a capacity, by region; only where tokens are routed.
+        heads: heads of the kernels of attention, by index of the op.
+        widths: colours of the width of these heads.
+    """
+
+    def __init__(
+        self,
+        step: StepGraph,
+        names: tuple[LogicalAxes, ...],
+        frozen: frozenset[tuple[str, int]],
+        traits: Traits,
+        *,
+        batch: tuple[str | None, int] = (None, 1),
+        sequence: tuple[str | None, int] = (None, 1),
+        routes: bool = False,
+        exchange: Exchange = EVEN,
+    ) -> None:
+        self.graph = step.graph
+        self._sizes = batch, sequence
+        self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
+        self.exchange = exchange
+        self.capped = layers(step.graph) if routes else {}
+        self.names = names = merged_names(step.graph, names, batch, sequence)
+        self.weights, self.gradients = weights_of(step), gradient_like(step)
+        self.factors = all_factor_colours(step.graph, names, {*self.weights, *self.gradients})
+        self.rows = tuple(
+            _query_factor(step.graph, op, names, colours, sequence[0])
+            for op, colours in zip(step.graph.ops, self.factors, strict=True)
+        )
+        self.traits = traits
+        self.fusion: Fusion = fuse(step.graph, traits)
+        self.layers: Layers = find_layers(step.graph, self.weights)
+        self.heads = {
+            index: heads
+            for index, op in enumerate(step.graph.ops)
+            if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
+        }
+        self.widths = frozenset[str]().union(*(kernel.width for kernel in self.heads.values()))
+        self._between = between(step.graph, self.heads, names)
+        self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
+        self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
+        self.frozen = frozen
+        self._cuts: dict[Choice, dict[LogicalAxes, Cut]] = {}
+        self._of_last: tuple[Choice | None, dict[LogicalAxes, Cut]] = None, {}
+        self._shared: dict[tuple[int, Choice], bool] = {}
+        self.producers = step.graph.producers()
+        self.consumers: dict[int, list[int]] = defaultdict(list)
+        for index, op in enumerate(step.graph.ops):
+            for value in dict.fromkeys(op.operands):
+                self.consumers[value].append(index)
+
+    def of(self, graph: Graph) -> Facts:
+        """The facts of a part of the program that makes no gradients and whose values have the same
+        indices.
+        """
+        batch, sequence = self._sizes
+        step = StepGraph(
+            graph=graph, inputs=tuple(self.sources[value] for value in graph.inputs), gradients=()
+        )
+        return Facts(
+            step,
+            self.names,
+            self.frozen,
+            self.traits,
+            batch=batch,
+            sequence=sequence,
+            routes=self.routes,
+            exchange=self.exchange,
+        )
+
+    def op_cut(self, index: int, choice: Choice) -> Cut:
+        """Cut of the factors of an op."""
+        cut = choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
+        return over_heads(cut, self.heads[index]) if self.shares_heads(index, choice) else cut
+
+    def value_cut(self, value: int, choice: Choice) -> Cut:
+        """Cut of the dims of a value."""
+        cut = self._plain_cut(value, choice)
+        if value not in self._between.heads or not self.turned(value, choice):
+            return cut
+        position = self.names[value].index(self._between.heads[value].colour)
+        return tuple(
+            "tensor" if dim == position else without_tensor(part) for dim, part in enumerate(cut)
+        )
+
+    def _plain_cut(self, value: int, choice: Choice) -> Cut:
+        last, cuts = self._of_last
+        if choice is not last:  # one choice is asked about many values, and hashing it takes time
+            cuts = self._cuts.setdefault(choice, {})
+            self._of_last = choice, cuts
+        axes = self.names[value]
+        if axes not in cuts:
+            cuts[axes] = choice.cut(axes)
+        return cuts[axes]
+
+    def shares_heads(self, index: int, choice: Choice) -> bool:
+        """Whether an op is a kernel of attention whose heads the tensor axis shards inside of it
+        alone, while it shards the sequence or the width of heads of what goes in and comes out.
+        """
+        if index not in self.heads:
+            return False
+        key = index, choice
+        if key not in self._shared:
+            self._shared[key] = self._shares_heads(index, choice)
+        return self._shared[key]
+
+    def _shares_heads(self, index: int, choice: Choice) -> bool:
+        heads, op = self.heads[index], self.graph.ops[index]
+        cut = choice.cut(self.factors[index], op.rule.whole, self.rows[index])
+        return not any("tensor" in kinds(cut[factor]) for factor in heads.factors) and any(
+            has(self._plain_cut(value, choice), "tensor") for value in (*op.operands, *op.results)
+        )
+
+    def plain(self, ops: Iterable[int], values: Iterable[int]) -> bool:
+        """Whether ops and values are sharded as their colours say, and heads of attention change
+        nothing about it.
+        """
+        return not (
+            any(index in self.heads for index in ops)
+            or any(value in self._between.heads for value in values)
+        )
+
+    def pairs(self, value: int, choice: Choice) -> bool:
+        """Whether a gradient that a kernel of attention makes is such a value, and dims of a head
+        are paired before the gradient of the projection is made of it.
+        """
+        return value in self._between.paired and self.turned(value, choice)
+
+    def turned(self, value: int, choice: Choice) -> bool:
+        """Whether a value lies between a projection whose heads the tensor axis shards along their
+        width and a kernel of attention, so that it has whole heads already.
+        """
+        heads = self._between.heads.get(value)
+        return heads is not None and any(
+            name in heads.width and "tensor" in kinds(part)
+            for name, part in zip(self.names[value], self._plain_cut(value, choice), strict=True)
+        )
+
+    def widths_of(self, region: int) -> frozenset[str]:
+        """The colours of all indices of the grouped matmuls of a region."""
+        return frozenset(
+            colour
+            for number, op in enumerate(self.graph.ops)
+            if op.region == region and op.kind in GROUPED
+            for colour in self.factors[number]
+            if colour is not None
+        )
+
+    def shares_width(self, region: int, choice: Choice) -> bool:
+        """Whether tensor shards an index of the grouped matmuls of a region."""
+        return any(
+            has(self.op_cut(number, choice), "tensor")
+            for number, op in enumerate(self.graph.ops)
+            if op.region == region and op.kind in GROUPED
+        )
+
+    def visits(self, value: int) -> float:
+        """Rows of an array over the tokens of the batch: how many experts a token visits."""
+        rows = math.prod(self.graph.values[value].shape[:-1])
+        return max(1.0, rows / (self._sizes[0][1] * self._sizes[1][1]))
+
+    def frozen_dims(self, value: int) -> frozenset[int]:
+        """Dims of an input that count layers."""
+        source = self.sources.get(value)
+        if source is None:
+            return frozenset()
+        return (
+            frozenset({0})
+            if source.stacked
+            else frozenset(dim for path, dim in self.frozen if path in source.paths)
+        )
+
+
+def merged_names(
+    graph: Graph,
+    names: tuple[LogicalAxes, ...],
+    batch: tuple[str | None, int],
+    sequence: tuple[str | None, int],
+) -> tuple[LogicalAxes, ...]:
+    """The colours of every value, with `TOKENS` for dims that merge batch and sequence."""
+    (name, examples), (along, length) = batch, sequence
+    if name is None or along is None or length == 1:
+        return names
+
+    def merges(colour: str | None, size: int, axes: LogicalAxes) -> bool:
+        return colour == name and along not in axes and size % (examples * length) == 0
+
+    return tuple(
+        tuple(
+            TOKENS if merges(colour, size, axes) else colour
+            for colour, size in zip(axes, value.shape, strict=True)
+        )
+        for axes, value in zip(names, graph.values, strict=True)
+    )
+
+
+def _query_factor(
+    graph: Graph, op: Op, names: tuple[LogicalAxes, ...], colours: LogicalAxes, sequence: str | None
+) -> int | None:
+    """Of several factors along the sequence (queries and keys of attention), the one that the
+    largest value has first; None where there is one.
+    """
+    along = [i for i, colour in enumerate(colours) if colour == sequence and i not in op.rule.whole]
+    if sequence is None or len(along) < 2:
+        return None
+    sides = [
+        (value, dims)
+        for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
+        for value, dims in zip(values, all_dims, strict=True)
+    ]
+    value, dims = max(
+        sides, key=lambda side: (names[side[0]].count(sequence), graph.values[side[0]].bytes)
+    )
+    return next(
+        (
+            major
+            for dim, factors in enumerate(dims)
+            if names[value][dim] == sequence and (major := op.rule.major(factors)) in along
+        ),
+        None,
+    )

@@ -1,0 +1,1124 @@
+"""A step as separable items, each with the terms of its cost: kernels, collectives, gathers of
+parameters, and live buffers.
+
+Ops whose results are only added to each other, so that their partial sums are reduced together.
+
+>>> Summands(ops=(3, 7), looped=False).ops
+(3, 7)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardlib.cost.attention import (
+    BACKWARD,
+    KERNELS,
+    KernelHeads,
+    head_size,
+    head_widths,
+    scores_per_flop,
+)
+from shardlib.cost.experts import GROUPED, routed_values, slots_of
+from shardlib.cost.facts import Facts, Kernel, accumulators
+from shardlib.cost.memory import gather_item, gathered
+from shardlib.cost.terms import (
+    OUTSIDE_LAYERS,
+    Amount,
+    AttentionCore,
+    Compute,
+    Elements,
+    Item,
+    Matmul,
+    Needed,
+    Routed,
+    Term,
+    Transfer,
+    amount,
+    named,
+)
+from shardlib.graph import ITEMSIZE, Op, Problem
+from shardlib.propagation.colours import Choice, Cut, divisors, has, kinds
+from shardlib.propagation.contractions import Shared
+
+# --------------------------------------------------------------------------------------------------
+# Items of exchanges: tokens to experts and back (dispatch and combine), heads around a kernel of
+# attention, and activations from one pipeline stage to the next.
+
+
+def exchange_item(facts: Facts, index: int) -> Item:
+    """What devices exchange for heads around a kernel of attention (arXiv:2309.14509): forward
+    queries, keys, values and results, and before the gradients that of the results; backward the
+    other gradients.
+    """
+    op, moved = facts.graph.ops[index], moved_values(facts, index)
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        return tuple(
+            Transfer(
+                kind="all-to-all",
+                group="exchange",
+                bytes=amount(facts.graph.values[value].bytes, cut),
+                trips=times * facts.trips[op.region],
+                cause=op.scope or op.kind,
+            )
+            for value, times in moved
+            if has(cut := facts.value_cut(value, choice), "context") and len(cut) > 2
+        )
+
+    return Item(
+        colours=frozenset[str]().union(*(named(facts.names[value]) for value, _ in moved)),
+        terms=terms,
+        segment=facts.layers.segment(op.region),
+    )
+
+
+def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
+    """What goes into a kernel of attention and comes out of it, with how often in all: the results
+    of a forward pass and, unless it is rematerialised, their gradient, which comes in backward.
+    """
+    op = facts.graph.ops[index]
+    if op.kind == BACKWARD:
+        return [(value, 1) for value in op.results]
+    once = (
+        1
+        if "rematted_computation" in op.scope
+        or not any(later.kind == BACKWARD for later in facts.graph.ops)
+        else 2
+    )
+    return [*((value, 1) for value in op.operands), (op.results[0], once)]
+
+
+def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
+    """The rows of an array of tokens and the experts of its region, that of the largest stack of
+    matrices in a grouped matmul.
+    """
+    capped = facts.capped.get(op.region)
+    shapes = [
+        facts.graph.values[v].shape
+        for matmul in facts.graph.ops
+        if matmul.kind in GROUPED and matmul.region == op.region
+        for v in (*matmul.operands[:2], *matmul.results)
+    ]
+    experts = max(shape[0] for shape in shapes if len(shape) == 3)
+    shape, cut = facts.graph.values[value].shape, facts.value_cut(value, choice)
+    rows = amount(
+        float(capped.assignments if capped is not None and len(shape) == 3 else shape[0]),
+        cut[: max(1, len(shape) - 1)],
+    )
+    return Routed(
+        rows=rows,
+        experts=Amount(
+            total=float(experts), batch=False, tensor=False, expert=choice.expert is not None
+        ),
+        most=capped.factor if capped is not None else None,
+    )
+
+
+def route_items(facts: Facts) -> list[Item]:
+    """All-to-alls that send tokens to their experts and bring them home."""
+
+    def item(index: int, value: int) -> Item:
+        op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
+        size = facts.graph.values[value].bytes * facts.exchange.room
+        if capped is not None:  # of the rows of slots, as many as there are assignments are sent
+            size *= capped.assignments / slots_of(facts.graph, value)
+
+        def terms(choice: Choice) -> tuple[Term, ...]:
+            if choice.expert is None:
+                return _gathered_tokens(facts, index, value, choice)
+            gathered = (
+                _gathered_tokens(facts, index, value, choice)
+                if facts.exchange.sent == "whole"
+                else ()
+            )
+            tokens = amount(float(size), facts.value_cut(value, choice))
+            split_ranks = facts.exchange.sent != "whole" and choice.sequence is not None
+            sent = Transfer(
+                kind="all-to-all",
+                group="expert",
+                bytes=replace(tokens, tensor=tokens.tensor or split_ranks),
+                trips=facts.trips[op.region],
+                cause=op.scope or op.kind,
+                routed=routed_load(facts, op, value, choice),
+            )
+            if not split_ranks or tokens.tensor or facts.exchange.sent == "ranks":
+                return (sent, *gathered)
+            # Of rows that go out and come home, forward and backward, half are gathered; the other
+            # half are partial sums, which `reductions` scatters.
+            arrived = replace(
+                sent,
+                kind="all-gather",
+                group="tensor",
+                bytes=replace(tokens, total=tokens.total / 2),
+                routed=None,
+            )
+            return (sent, arrived)
+
+        colours = named(facts.names[value])
+        if facts.sequence is not None:
+            colours |= {facts.sequence, *facts.widths_of(op.region)}  # what is sent depends on them
+        return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
+
+    return (
+        [
+            item(index, value)
+            for index, value in routed_values(facts.graph, facts.names, facts.batch)
+        ]
+        if facts.routes
+        else []
+    )
+
+
+def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tuple[Term, ...]:
+    """What is gathered where every device along tensor has a part of the width of its experts, and
+    a part of the sequence: of rows that go out and come home, tokens are gathered before they go
+    out; sums are scattered when they are home (`reductions`).
+    """
+    op = facts.graph.ops[index]
+    if choice.sequence is None or not facts.shares_width(op.region, choice):
+        return ()
+    tokens = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
+    return (
+        Transfer(
+            kind="all-gather",
+            group="tensor",
+            bytes=replace(tokens, total=tokens.total / 2 / facts.visits(value), tensor=False),
+            trips=facts.trips[op.region],
+            cause=op.scope or op.kind,
+        ),
+    )
+
+
+def boundary_items(facts: Facts) -> list[Item]:
+    """What a pipeline stage hands to the next, and its cotangent on the way back: the residual
+    stream, once for each microbatch. Where all stages compute embedding and head, a device has a
+    part of it there: what enters the first stage, or goes back to the last, is gathered over the
+    stages, and what leaves is scattered.
+    """
+    carried = [value for value in facts.layers.carried if value >= 0][:1]
+
+    def item(value: int) -> Item:
+        def terms(choice: Choice) -> tuple[Term, ...]:
+            size = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
+            return tuple(
+                Transfer(kind=kind, group=group, bytes=size, trips=2, cause=cause)
+                for kind, group, cause in (
+                    ("collective-permute", "stage", "between stages"),
+                    ("all-gather", "ends", "into the stages"),
+                    ("reduce-scatter", "ends", "out of the stages"),
+                )
+            )
+
+        return Item(colours=named(facts.names[value]), terms=terms, segment=OUTSIDE_LAYERS)
+
+    return [item(value) for value in carried]
+
+
+# --------------------------------------------------------------------------------------------------
+# The cost of taking a fused weight with its parts side by side.
+#
+# A weight is stored in the model's order. Where the tensor axis shards a fused dim of it, the
+# program takes it in another order (`shardlib.lowering.contractions`): devices deal out their
+# columns by rows, change the order, and deal them back, two all-to-alls of a device's part of the
+# weight, and as many for its gradient. A vector is gathered instead. Weights of a loop over layers
+# are taken in every iteration, and again where the layer is rematerialised; others, and those of
+# layers that are written out one by one, once in a microbatch.
+
+#: Fused dims of parameters, by path.
+Fused = Mapping[str, frozenset[int]]
+
+
+def fused_parameters(problem: Problem) -> Fused:
+    """The fused dims of every parameter that has some."""
+    fused: dict[str, frozenset[int]] = {}
+    for index in problem.forward.inputs_of("parameter"):
+        value = problem.forward.values[index]
+        dims = frozenset(dim for dim in range(len(value.shape)) if (index, dim) in problem.pieces)
+        fused.update({value.path: dims} if dims else {})
+    return fused
+
+
+def order_items(facts: Facts, fused: Fused) -> list[Item]:
+    """Items of changes of the order of weights and of their gradients."""
+    return [
+        item
+        for value, source in facts.sources.items()
+        if (dims := fused.get(source.paths[0]))
+        for item in _items(facts, value, frozenset(dim + source.stacked for dim in dims))
+    ]
+
+
+def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
+    """One item for each place where a weight is taken, and one for its gradient."""
+    graph, stack = facts.graph, facts.frozen_dims(value)
+    uses = [use for use in gathered(facts) if use.source == value]
+    inside = [use.region for use in uses if stack]
+    written_out = value in facts.sources and facts.sources[value].stacked
+    again = [] if written_out else sorted(inside)[1:]
+    places = (
+        [min(inside), *(region for region in again if _again(facts, region))] if inside else [0]
+    )
+    back = [max(inside)] if inside else [0]
+    size = float(
+        min(
+            [
+                graph.values[use.value].bytes
+                * (facts.trips[use.region] if use.value != value and stack else 1)
+                for use in uses
+            ],
+            default=graph.values[value].bytes,
+        )
+    )
+    vector = len(graph.values[value].shape) - len(stack) < 2
+
+    def item(region: int) -> Item:
+        trips = facts.trips[region] if stack else 1
+
+        def terms(choice: Choice) -> tuple[Term, ...]:
+            cut = facts.value_cut(value, choice)
+            if facts.widths.intersection(facts.names[value][dim] for dim in dims):
+                return ()  # a kernel of attention reads it, so that it stays in order
+            if not any(cut[dim] and has((cut[dim],), "tensor") for dim in dims):
+                return ()
+            gradient_bytes = amount(size / trips, cut)
+            moved = Transfer(
+                kind="all-gather" if vector else "all-to-all",
+                group="tensor",
+                bytes=gradient_bytes if not vector else amount(size / trips, (None,) * len(cut)),
+                trips=trips,
+                cause=graph.values[value].path,
+            )
+            return (moved,) if vector else (moved, moved)
+
+        return Item(
+            colours=named(facts.names[value]),
+            terms=terms,
+            segment=facts.layers.segment(region) if stack else OUTSIDE_LAYERS,
+        )
+
+    return [item(region) for region in (*places, *back)]
+
+
+def _again(facts: Facts, region: int) -> bool:
+    """Whether a region rematerialises layers."""
+    return any(op.region == region and "rematted_computation" in op.scope for op in facts.graph.ops)
+
+
+# --------------------------------------------------------------------------------------------------
+# Items of gathers: collectives by which an op gets an operand that is sharded otherwise.
+#
+# A value that is sharded over tensor along the sequence, and of which a matmul needs all rows, is
+# all-gathered; where the matmul takes another dim sharded, an all-to-all.
+
+
+def value_gather_item(facts: Facts, value: int) -> Item | None:
+    """A value sharded over tensor (along the sequence) that some readers need whole or sharded
+    otherwise: gathered once.
+
+    Returns:
+        None where nothing reads it, nothing could shard it, or it is a weight.
+    """
+    readers = _readers(facts, value)
+    if not readers or not any(facts.names[value]) or value in facts.weights:
+        return None
+    colours = named(facts.names[value]).union(*(named(facts.factors[i]) for i in readers))
+    return Item(
+        colours=colours,
+        terms=lambda choice: tuple(
+            transfer for transfer, _ in _gathers(facts, value, readers, choice)
+        ),
+        segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers),
+        made_of=_gathers_made_of(facts, value, readers),
+    )
+
+
+def _gathers_made_of(facts: Facts, value: int, readers: list[int]) -> Hashable:
+    """What the gathers of a value follow from; None where kernels of attention read it."""
+    ops = [facts.graph.ops[i] for i in readers]
+    if not facts.plain(readers, (value,)) or any(op.kind in KERNELS for op in ops):
+        return None
+    regions = list(dict.fromkeys(op.region for op in ops))
+    rematerialised = _rematerialised(facts, readers)
+    return (
+        "gathers",
+        facts.names[value],
+        facts.graph.values[value].bytes,
+        *(
+            (
+                op.rule,
+                op.operands.index(value),
+                facts.factors[index],
+                facts.rows[index],
+                facts.trips[op.region],
+                regions.index(op.region),
+                _gathers_apart(facts, index, rematerialised),
+                _before_casts(facts, index, value),
+            )
+            for index, op in zip(readers, ops, strict=True)
+        ),
+    )
+
+
+def _rematerialised(facts: Facts, readers: list[int]) -> set[int]:
+    """Regions in which the backward pass rematerialises a value for some of its readers."""
+    return {
+        facts.graph.ops[i].region
+        for i in readers
+        if "rematted_computation" in facts.graph.ops[i].scope
+    }
+
+
+def _gathers_apart(facts: Facts, index: int, rematerialised: set[int]) -> bool:
+    """Whether a reader gets a gather of its own: what the backward pass rematerialises is gathered
+    for that by the compiler, and for the gradient of a weight by the manual region.
+    """
+    op = facts.graph.ops[index]
+    return (
+        op.results[0] in facts.gradients
+        and not facts.traits.shares_gathers
+        and op.region in rematerialised
+    )
+
+
+def _readers(facts: Facts, value: int) -> list[int]:
+    """The ops that may need a value otherwise than it is sharded."""
+    return [
+        i
+        for i in facts.consumers.get(value, ())
+        if facts.graph.ops[i].category not in ("elementwise", "boundary")
+    ]
+
+
+def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[Needed]:
+    cut = facts.value_cut(value, choice)
+    if value in facts.weights:
+        return []
+    size = facts.graph.values[value].bytes
+    rematerialised = _rematerialised(facts, readers)
+    transfers: dict[tuple[str, str, int, bool], Transfer] = {}
+    needing: dict[tuple[str, str, int, bool], list[int]] = defaultdict(list)
+
+    def need(key: tuple[str, str, int, bool], transfer: Transfer, index: int) -> None:
+        transfers.setdefault(key, transfer)
+        needing[key].append(index)
+
+    for axis in ("tensor", "context"):
+        if not has(cut, axis):
+            continue
+        for index in readers:
+            if axis == "tensor" and _exchanged(facts, index, value, choice):
+                continue
+            kind = _needs(facts, index, value, axis, choice)
+            op = facts.graph.ops[index]
+            if (
+                kind and axis == "context" and op.kind in KERNELS
+            ):  # around a ring for every kernel, in whole
+                need(
+                    (op.kind, "ring", op.region, False),
+                    Transfer(
+                        kind="collective-permute",
+                        group="ring",
+                        bytes=replace(amount(size, cut), context=False),
+                        trips=facts.trips[op.region],
+                        cause=op.scope or op.kind,
+                    ),
+                    index,
+                )
+            if kind:
+                phase = _gathers_apart(facts, index, rematerialised)
+                moved = (
+                    amount(size, cut)
+                    if kind == "all-to-all"
+                    else replace(amount(_before_casts(facts, index, value), cut), **{axis: False})
+                )
+                group = "keys" if axis == "context" and op.kind in KERNELS else axis
+                need(
+                    (group, kind, op.region, phase),
+                    Transfer(
+                        kind=kind,
+                        group=group,
+                        bytes=moved,
+                        trips=facts.trips[op.region],
+                        cause=op.scope or op.kind,
+                    ),
+                    index,
+                )
+    return [(transfer, tuple(needing[key])) for key, transfer in transfers.items()]
+
+
+def _before_casts(facts: Facts, index: int, value: int) -> int:
+    """Bytes of a value as it is gathered: for the gradient of a weight in the narrowest dtype that
+    it was cast from. Casts that take a scale, into 8 bits, are none of these.
+    """
+    graph, size = facts.graph, facts.graph.values[value].bytes
+    producers = facts.producers
+    while (
+        graph.ops[index].results[0] in facts.gradients
+        and value in producers
+        and graph.ops[producers[value]].kind == "convert_element_type"
+        and len(graph.ops[producers[value]].operands) == 1
+    ):
+        (value,) = graph.ops[producers[value]].operands
+        size = min(size, graph.values[value].bytes)
+    return size
+
+
+def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
+    """Whether a kernel of attention, or what lies between it and a projection, gets a value by the
+    exchange of parts of the sequence, or of the width of heads, for heads (`exchanges.py`).
+    """
+    return facts.shares_heads(index, choice) or facts.turned(value, choice)
+
+
+def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
+    """The collective by which an op gets an operand that an axis shards; None where it takes it as
+    it is.
+    """
+    op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
+    dims = op.rule.operands[op.operands.index(value)]
+    needed = tuple(
+        kinds(cut[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims
+    )
+    position = next(
+        dim for dim, part in enumerate(facts.value_cut(value, choice)) if axis in kinds(part)
+    )
+    if axis in needed[position]:
+        return None
+    return "all-to-all" if any(axis in parts for parts in needed) else "all-gather"
+
+
+def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
+    """The gathers of values under a choice, with the ops that need each."""
+    return [
+        gather
+        for value in facts.consumers
+        if any(facts.names[value])
+        for gather in _gathers(facts, value, _readers(facts, value), choice)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Items of exchanges along tensor for the heads of a kernel of attention.
+#
+# Where tensor shards the sequence of queries, keys and values, or the width of their heads, it
+# shards the heads inside of a kernel (`shardlib.lowering.context.dispatch`):
+#
+#     heads that are shared out     one all-to-all in, one all-to-all out; gradients the other way
+#     too few heads of keys         keys and values are gathered, their gradients reduce-scattered,
+#                                   or all-reduced where they are whole for a rotation by positions
+#     too few heads of queries      all is gathered, and every device computes the same
+
+
+def head_exchange_item(facts: Facts, index: int) -> Item:
+    """What devices along tensor exchange for the heads of a kernel of attention."""
+    op, moved = facts.graph.ops[index], moved_values(facts, index)
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        if not facts.shares_heads(index, choice):
+            return ()
+        return tuple(
+            term for value, times in moved for term in _moved(facts, index, value, times, choice)
+        )
+
+    return Item(
+        colours=named(facts.factors[index]).union(
+            *(named(facts.names[value]) for value in (*op.operands, *op.results))
+        ),
+        terms=terms,
+        segment=facts.layers.segment(op.region),
+    )
+
+
+def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> Iterator[Transfer]:
+    """The collectives of one value that goes into a kernel or comes out of it."""
+    op, heads, cut = facts.graph.ops[index], facts.heads[index], facts.value_cut(value, choice)
+    if not has(cut, "tensor"):
+        return
+    sharded = amount(_bytes(facts, index, value), cut)
+    gradient, result = op.kind == BACKWARD, value in op.results
+
+    def transfer(kind: str, count: int, *shared: Shared) -> Transfer:
+        return Transfer(
+            kind=kind,
+            group="tensor",
+            bytes=sharded if kind == "all-to-all" else replace(sharded, tensor=False),
+            trips=count * facts.trips[op.region],
+            cause=op.scope or op.kind,
+            heads=heads.where(*shared),
+        )
+
+    separate = _head_exchanges_apart(facts, index, value, heads)
+    if separate:
+        yield transfer("all-to-all", times, *separate)
+    together: tuple[Shared, ...] = tuple(shared for shared in _SHARING if shared not in separate)
+    if together:
+        scattered = "all-reduce" if facts.pairs(value, choice) else "reduce-scatter"
+        yield transfer(scattered if gradient else "all-gather", times, *together)
+    # Where every device computes the same, it has all results; what comes in is gathered.
+    coming = 0 if gradient else times - 1 if result else times
+    if coming:
+        yield transfer("all-gather", coming, "none")
+
+
+#: The cases in which devices share out heads of queries at least.
+_SHARING: tuple[Shared, ...] = ("all", "queries")
+
+
+def _head_exchanges_apart(
+    facts: Facts, index: int, value: int, heads: KernelHeads
+) -> tuple[Shared, ...]:
+    """The cases in which each device has heads of a value of its own."""
+    rule = facts.graph.ops[index].rule
+    values = (*facts.graph.ops[index].operands, *facts.graph.ops[index].results)
+    dims = (*rule.operands, *rule.results)[values.index(value)]
+    factors = {factor for dim in dims for factor in dim}
+    if heads.group not in factors:
+        return ()
+    return _SHARING if heads.each == 1 or factors & heads.within else ("all",)
+
+
+def _bytes(facts: Facts, index: int, value: int) -> float:
+    """Bytes of a value as it is exchanged: gradients in the dtype of queries."""
+    op, values = facts.graph.ops[index], facts.graph.values
+    itemsize = values[value].itemsize
+    if op.kind == BACKWARD:
+        itemsize = min(itemsize, values[op.operands[0]].itemsize)
+    return float(values[value].bytes / values[value].itemsize * itemsize)
+
+
+# --------------------------------------------------------------------------------------------------
+# Items of computation: one for each kernel of a step graph.
+#
+# A kernel's item yields a `Compute`: FLOPs, bytes that it moves, and the dims of its matmul, each
+# with a note of the axes that divide it.
+
+#: Ops that take many steps on a TPU's vector units, and a unit of their own on a GPU; a TPU has
+#: units for tanh, exp2 and square roots.
+TRANSCENDENTAL: frozenset[str] = frozenset(
+    {
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "logistic",
+        "erf",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "pow",
+        "cbrt",
+    }
+)
+
+
+def _compute_item(facts: Facts, kernel: Kernel) -> Item:
+    op = facts.graph.ops[kernel.op]
+    values = (*kernel.reads, *kernel.writes)
+    touched = {
+        value
+        for i in kernel.fused
+        for value in (*facts.graph.ops[i].operands, *facts.graph.ops[i].results)
+    }
+    colours = named(facts.factors[kernel.op]).union(
+        *(named(facts.names[value]) for value in {*values, *touched})
+    )
+    weight = op.category == "matmul" and bool(facts.gradients & set(op.results))
+    dtype = max(
+        (facts.graph.values[v].dtype for v in op.operands[:2]),
+        key=lambda d: ITEMSIZE.get(d, 4),
+        default="float32",
+    )
+
+    bytes_moved = [(value, _traffic_bytes(facts, op, value)) for value in values]
+    simple_work, transcendental_work = (
+        [
+            _largest(facts, i)
+            for i in kernel.fused
+            if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard
+        ]
+        for hard in (False, True)
+    )
+
+    def shares(choice: Choice) -> bool:
+        return facts.shares_heads(kernel.op, choice)
+
+    def local(sizes: list[tuple[int, float]], choice: Choice) -> tuple[Amount, ...]:
+        totals: dict[_Divisors, float] = defaultdict(float)
+        for value, size in sizes:
+            totals[divisors(facts.value_cut(value, choice))] += size
+        return _amounts(totals)
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        cut = facts.op_cut(kernel.op, choice)
+        compute = Compute(
+            flops=amount(op.flops, cut),
+            dtype=dtype,
+            traffic=local(bytes_moved, choice),
+            trips=facts.trips[op.region],
+            elements=Elements(
+                simple=local(simple_work, choice), transcendental=local(transcendental_work, choice)
+            ),
+            matmul=_matmul(op, cut),
+            kind=op.kind,
+            category=op.category,
+            weight=weight,
+            routed=routed_load(facts, op, op.operands[0], choice) if op.kind in GROUPED else None,
+            core=_core(op),
+        )
+        return _by_heads(facts, kernel.op, compute) if shares(choice) else (compute,)
+
+    segment = facts.layers.segment(op.region)
+    alike = op.kind not in GROUPED and facts.plain((kernel.op,), (*values, *touched))
+    made_of = (
+        (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.rows[kernel.op]),
+        (facts.trips[op.region], segment, weight, dtype, len(op.operands)),
+        *(
+            tuple((facts.names[value], size) for value, size in work)
+            for work in (bytes_moved, simple_work, transcendental_work)
+        ),
+    )
+    return Item(colours=colours, terms=terms, segment=segment, made_of=made_of if alike else None)
+
+
+def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
+    """A kernel of attention whose heads the tensor axis shards inside of it alone: as it is where
+    the devices can share heads out, and whole on each of them where they cannot.
+    """
+    heads = facts.heads[index]
+
+    def whole(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
+        return tuple(replace(amount, tensor=False) for amount in amounts)
+
+    return (
+        replace(compute, heads=heads.where("all", "queries")),
+        replace(
+            compute,
+            flops=replace(compute.flops, tensor=False),
+            traffic=whole(compute.traffic),
+            elements=Elements(
+                simple=whole(compute.elements.simple),
+                transcendental=whole(compute.elements.transcendental),
+            ),
+            heads=heads.where("none"),
+        ),
+    )
+
+
+#: Whether batch, tensor, context and expert axes divide an array.
+_Divisors = tuple[bool, bool, bool, bool]
+
+
+def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
+    return tuple(
+        Amount(total=total, batch=b, tensor=t, context=c, expert=e)
+        for (b, t, c, e), total in totals.items()
+    )
+
+
+def _largest(facts: Facts, index: int) -> tuple[int, float]:
+    """The largest operand or result of an op, and its elements, on which the op works."""
+    op = facts.graph.ops[index]
+    sizes = {
+        value: float(math.prod(facts.graph.values[value].shape))
+        for value in (*op.operands, *op.results)
+    }
+    value = max(sizes, key=lambda value: sizes[value])
+    return value, sizes[value]
+
+
+def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:
+    """Bytes that a kernel moves of a value: gathers, scatters and slices touch only what they
+    select.
+    """
+    size = facts.graph.values[value].bytes
+    if op.category in ("gather", "scatter") and value in op.operands:
+        return min(
+            size,
+            (
+                max(
+                    (facts.graph.values[v].bytes for v in (*op.results, *op.operands[1:])),
+                    default=size,
+                )
+                if op.category == "gather"
+                else size
+            ),
+        )
+    return size
+
+
+def _core(op: Op) -> AttentionCore | None:
+    head, scores = head_size(op), scores_per_flop(op)
+    if not head and not scores:
+        return None
+    widths = head_widths(op) or (head, None)
+    return AttentionCore(head=widths[0], value=widths[1], scores=scores)
+
+
+def _matmul(op: Op, cut: Cut) -> Matmul | None:
+    """The dims of a matmul; of so many as the factors have elements that both operands and the
+    result have.
+    """
+    if op.category != "matmul" or len(op.operands) != 2:
+        return None
+    left, right, out = (
+        {f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0])
+    )
+    return Matmul(
+        rows=_extent(op, (left & out) - right, cut),
+        columns=_extent(op, (right & out) - left, cut),
+        depth=_extent(op, (left & right) - out, cut),
+        batches=_extent(op, left & right & out, cut),
+    )
+
+
+def _extent(op: Op, group: set[int], cut: Cut) -> Amount:
+    return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(cut[f] for f in group))
+
+
+def kernel_items(facts: Facts) -> list[Item]:
+    """Items of the kernels of a step graph, in the order of `Facts.fusion`."""
+    return [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
+_LINEAR_VIEWS: frozenset[str] = frozenset(
+    {"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summands:
+    """Ops whose results are only added to each other, so that the compiler reduces them once.
+
+    Attributes:
+        ops: their numbers.
+        looped: whether a loop adds them to a sum that it carries, of which partial sums over the
+            batch are all-reduced once, after the loop (`Traits.reduces_after_loops`).
+    """
+
+    ops: tuple[int, ...]
+    looped: bool
+
+
+def sum_groups(facts: Facts) -> list[Summands]:
+    """Ops with summed factors, grouped where their results are only added to each other (`add_any`
+    of cotangents).
+
+    Partial sums can be added before they are reduced, which XLA's all-reduce reassociation does
+    (openxla/xla `xla/service/all_reduce_reassociate.cc`).
+    """
+    graph, producers = facts.graph, facts.graph.producers()
+    leader: dict[int, int] = {}
+
+    def origin(value: int) -> int | None:
+        maker = producers.get(value)
+        while maker is not None and _is_view(graph.ops[maker]):
+            maker = producers.get(graph.ops[maker].operands[0])
+        return maker
+
+    for op in graph.ops:
+        if op.kind != "add_any":
+            continue
+        if op.results[0] in facts.gradients and not facts.traits.adds_first:
+            continue  # every use of a parameter reduces its part of the gradient where it is made
+        makers = [origin(value) for value in op.operands]
+        summing = [m for m in makers if m is not None and (graph.ops[m].rule.summed or m in leader)]
+        if len(summing) == len(op.operands):
+            first = leader.get(summing[0], summing[0])
+            for maker in summing:
+                leader[maker] = first
+            leader[producers[op.results[0]]] = first
+    looped = {
+        leader.get(maker, maker)
+        for accumulator in (accumulators(graph) if facts.traits.reduces_after_loops else ())
+        if (maker := origin(accumulator.added)) is not None
+    }
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, op in enumerate(graph.ops):
+        if op.rule.summed:
+            groups[leader.get(index, index)].append(index)
+    return [Summands(ops=tuple(ops), looped=first in looped) for first, ops in groups.items()]
+
+
+def _is_view(op: Op) -> bool:
+    """Whether an op only rearranges or casts its operand; so does a sum over dims of size 1."""
+    return op.kind in _LINEAR_VIEWS or (op.kind == "reduce_sum" and not op.rule.summed)
+
+
+# --------------------------------------------------------------------------------------------------
+# Items of reductions: collectives of partial sums, of values and of gradients.
+#
+# Results of a matmul whose contraction is sharded are partial sums. They are all-reduced, or
+# reduce-scattered where the result is sharded over the same axis; those that are only added to
+# each other are reduced once.
+
+
+def reduce_item(facts: Facts, summands: Summands) -> Item:
+    """Reductions of partial results."""
+    group = summands.ops
+    colours = frozenset[str]().union(
+        *(
+            named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]])
+            for i in group
+        )
+    )
+    if (
+        facts.routes
+        and facts.sequence is not None
+        and any(facts.graph.ops[i].kind in GROUPED for i in group)
+    ):
+        colours |= {facts.sequence}  # how results come home depends on it
+    return Item(
+        colours=colours,
+        terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, summands, choice)),
+        segment=facts.layers.segment(facts.graph.ops[group[0]].region),
+        made_of=_reductions_made_of(facts, summands),
+    )
+
+
+def _reductions_made_of(facts: Facts, summands: Summands) -> Hashable:
+    """What the reductions of some ops follow from; None where these are kernels of attention or
+    products of experts.
+    """
+    group, ops = summands.ops, [facts.graph.ops[index] for index in summands.ops]
+    if not facts.plain(group, [value for op in ops for value in op.results]) or any(
+        op.kind in KERNELS or op.kind in GROUPED for op in ops
+    ):
+        return None
+    values = facts.graph.values
+    return (
+        "reductions",
+        summands.looped,
+        *(
+            (
+                (op.rule, op.category == "gather", facts.trips[op.region]),
+                (facts.factors[index], facts.rows[index]),
+                *(
+                    (
+                        (facts.names[value], value in facts.gradients),
+                        (values[value].shape, values[value].bytes, _reduced_bytes(facts, value)),
+                    )
+                    for value in op.results
+                ),
+            )
+            for index, op in zip(group, ops, strict=True)
+        ),
+    )
+
+
+def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
+    transfers: dict[tuple[str, int, int], Transfer] = {}
+    makers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for index in summands.ops:
+        seen = Counter[str]()  # an op may have several results
+        for transfer in _reductions(facts, index, choice, looped=summands.looped):
+            seen[transfer.group] += 1
+            key = transfer.group, seen[transfer.group], 0
+            small, large = sorted(
+                (transfers.get(key, transfer), transfer), key=lambda pair: pair.bytes.total
+            )
+            if transfer.group == "gradient" and transfer.only != "whole" and key in transfers:
+                again = (*key[:2], index)  # each use scatters its own
+                transfers[again], makers[again] = replace(small, only="again"), [index]
+            transfers[key] = large
+            makers[key].append(index)
+    return [(transfer, tuple(makers[key])) for key, transfer in transfers.items()]
+
+
+def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tuple[Transfer, ...]:
+    op = facts.graph.ops[index]
+    cut = facts.op_cut(index, choice)
+    partial = {kind for f in op.rule.summed for kind in kinds(cut[f])}
+    transfers: list[Transfer] = []
+    for value in op.results:
+        value_cut = facts.value_cut(value, choice)
+        if value in facts.gradients and partial & {"batch", "context"}:
+            transfers += _gradient(facts, op, value, value_cut, "tensor" in partial, looped)
+            continue
+        size = _summed_bytes(facts, op, value)
+        if size is None:
+            continue
+        unreduced = amount(size, value_cut)
+        for axis in ("tensor", "context"):
+            if axis not in partial or _whole_experts(facts, index, axis, choice):
+                continue
+            if axis == "context" and op.kind in KERNELS:
+                transfers += _around_ring(facts, op, value, value_cut, unreduced)
+            elif axis == "tensor" or "batch" not in partial:
+                transfers.append(_over_axis(facts, op, axis, unreduced, value_cut, choice))
+        if "batch" in partial:
+            transfers.append(
+                Transfer(
+                    kind="reduce",
+                    group="sum",
+                    bytes=replace(unreduced, batch=False, context=False),
+                    trips=_around(facts, op) if looped else facts.trips[op.region],
+                    shape=facts.graph.values[value].shape,
+                    cut=value_cut,
+                    cause=_cause(op),
+                )
+            )
+    return tuple(transfers)
+
+
+def _gradient(
+    facts: Facts, op: Op, value: int, cut: Cut, over_tensor: bool, looped: bool
+) -> list[Transfer]:
+    """The reduction of a parameter's gradient over the devices that share the batch: of one that a
+    loop accumulates, whole ones are reduced after it.
+    """
+    reduced = Transfer(
+        kind="reduce",
+        group="gradient",
+        bytes=replace(amount(_reduced_bytes(facts, value), cut), batch=False, context=False),
+        trips=facts.trips[op.region],
+        shape=facts.graph.values[value].shape,
+        cut=cut,
+        over_tensor=over_tensor,
+        cause=_cause(op),
+    )
+    if not looped:
+        return [reduced]
+    return [
+        replace(reduced, only="shards"),
+        replace(reduced, only="whole", trips=_around(facts, op)),
+    ]
+
+
+def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
+    """Bytes of an activation's partial sums; None where nobody needs the sums."""
+    if op.category == "gather":  # a lookup is one in the dtype in which its results are used
+        return _reduced_bytes(facts, value)
+    size = facts.graph.values[value].bytes
+    if facts.routes and op.kind in GROUPED and facts.exchange.sent == "whole":
+        if "rematted_computation" in op.scope:
+            return None  # the backward pass needs no sums
+        return size / facts.visits(value)  # a token's results are added up before
+    return size
+
+
+def _around_ring(
+    facts: Facts, op: Op, value: int, cut: Cut, unreduced: Amount
+) -> tuple[Transfer, Transfer]:
+    """Gradients of keys and values: around the ring in float32, with the keys and values that they
+    are of, or reduced, where keys are gathered.
+    """
+    size = 4 * math.prod(facts.graph.values[value].shape)
+    ring = Transfer(
+        kind="collective-permute",
+        group="ring",
+        bytes=replace(amount(size, cut), context=False),
+        trips=facts.trips[op.region],
+        cause=_cause(op),
+    )
+    reduced = Transfer(
+        kind="reduce-scatter" if has(cut, "context") else "all-reduce",
+        group="keys",
+        bytes=replace(unreduced, context=False),
+        trips=facts.trips[op.region],
+        cause=_cause(op),
+    )
+    return ring, reduced
+
+
+def _over_axis(
+    facts: Facts, op: Op, axis: str, unreduced: Amount, cut: Cut, choice: Choice
+) -> Transfer:
+    """The reduction over tensor or context of what is not a gradient. Results of experts come home
+    before they are added up, and there they are sharded along the sequence.
+    """
+    at_home = (
+        axis == "tensor" and facts.routes and op.kind in GROUPED and choice.sequence is not None
+    )
+    return Transfer(
+        kind="reduce-scatter" if has(cut, axis) or at_home else "all-reduce",
+        group=axis,
+        bytes=replace(unreduced, **{axis: False}),
+        trips=facts.trips[op.region],
+        cause=_cause(op),
+    )
+
+
+def _cause(op: Op) -> str:
+    return op.scope or op.kind
+
+
+def _around(facts: Facts, op: Op) -> int:
+    """How often the loop runs that an op is in."""
+    return facts.trips[facts.graph.regions[op.region].parent]
+
+
+def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
+    """Whether what looks like partial sums over an axis are sums of whole experts, of which ranks
+    of tensor have different ones.
+    """
+    return (
+        axis == "tensor"
+        and facts.exchange.sent == "ranks"
+        and facts.routes
+        and choice.sequence is not None
+        and facts.graph.ops[index].kind in GROUPED
+    )
+
+
+def _reduced_bytes(facts: Facts, value: int) -> int:
+    """Bytes of partial sums as they are reduced: in the dtype of the weight in use, to which a
+    contraction's gradient, or a row of a table, is cast at once.
+    """
+    value_, current = facts.graph.values[value], value
+    smallest = value_.bytes
+    while len(readers := facts.consumers.get(current, ())) == 1 and facts.graph.ops[
+        readers[0]
+    ].kind in (
+        "transpose",
+        "convert_element_type",
+    ):
+        current = facts.graph.ops[readers[0]].results[0]
+        smallest = min(smallest, facts.graph.values[current].bytes)
+    return smallest
+
+
+def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
+    """The reductions of partial results under a choice, with the ops that make each."""
+    return [
+        reduction
+        for summands in sum_groups(facts)
+        for reduction in _reduced(facts, summands, choice)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Items: the separable parts of a step's cost.
+#
+# The cost of a step is a sum over *items*: a kernel computes, a value is gathered, a partial
+# result is reduced, a value occupies memory at a certain point, a parameter is stored. Each item
+# depends only on the few colours that it touches, so the cost of a choice over all colours is a
+# sum of small table entries; that is what makes an exact search cheap.
+#
+# An item, under a `Choice`, yields *terms*: quantities of the whole program with a note of what
+# divides them. A term is free of mesh sizes; `shardlib.cost.pricing` turns terms into seconds and
+# bytes for many meshes at once.
+
+
+def work_items(facts: Facts) -> list[Item]:
+    """Items of computation and communication of a step graph."""
+    items = kernel_items(facts)
+    items += [reduce_item(facts, group) for group in sum_groups(facts)]
+    items += [
+        item for value in facts.consumers if (item := value_gather_item(facts, value)) is not None
+    ]
+    items += [gather_item(facts, item) for item in gathered(facts)]
+    items += [
+        exchange_item(facts, index)
+        for index, op in enumerate(facts.graph.ops)
+        if op.kind in KERNELS
+    ]
+    items += [head_exchange_item(facts, index) for index in facts.heads]
+    return [*items, *route_items(facts), *boundary_items(facts)]

@@ -1,0 +1,646 @@
+"""Gathers of parameters that are stored sharded: where, and in which dtype."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.cost.activations import Keeping, Life
+from shardlib.cost.attention import BACKWARD, FORWARD, block_scores
+from shardlib.cost.experts import GROUPED
+from shardlib.cost.facts import (
+    Facts,
+    Moment,
+    Span,
+    accumulators,
+    alive_at,
+    intervals,
+    leaves_loop,
+    levels,
+    points,
+    spans,
+)
+from shardlib.cost.framework import XLA, FrameworkProfile
+from shardlib.cost.terms import (
+    INSIDE,
+    OUTSIDE_LAYERS,
+    Item,
+    Resident,
+    Stored,
+    Term,
+    Transfer,
+    amount,
+    named,
+)
+from shardlib.graph import BLOCK, ITEMSIZE, Op, Parameter, StepGraph
+from shardlib.layout import LogicalAxes
+from shardlib.propagation.colours import Choice
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """A parameter in use in one region of the program.
+
+    Attributes:
+        source: value of the parameter.
+        value: what is gathered: the parameter, or the narrowest cast of it.
+        region: where.
+        uses: indices of the ops that use it.
+    """
+
+    source: int
+    value: int
+    region: int
+    uses: tuple[int, ...]
+
+
+def gathered(facts: Facts) -> list[Gathered]:
+    """Parameters and the ops that use them with activations: stored sharded over fsdp, each is
+    gathered once per region, in its narrowest dtype.
+    """
+    uses: dict[tuple[int, int], list[int]] = defaultdict(list)
+    values: dict[tuple[int, int], int] = {}
+    for index, op in enumerate(facts.graph.ops):
+        if (
+            all(value in facts.weights for value in op.results)
+            or op.category == "boundary"
+            or _of_pieces(facts, op)
+        ):
+            continue
+        for value in dict.fromkeys(op.operands):
+            source = facts.weights.get(value)
+            if source is None or len(facts.graph.values[value].shape) < 2:
+                continue
+            key = source, op.region
+            uses[key].append(index)
+            narrow = _cast_rows(facts, op) if op.category == "gather" else 1.0
+            size = facts.graph.values[value].bytes * narrow
+            if key not in values or size < facts.graph.values[values[key]].bytes:
+                values[key] = value
+    return [
+        Gathered(source=source, value=values[source, region], region=region, uses=tuple(ops))
+        for (source, region), ops in uses.items()
+    ]
+
+
+def _of_pieces(facts: Facts, op: Op) -> bool:
+    """Whether an op makes something of parameters alone, element by element, and so of their
+    pieces: the moving average of one.
+    """
+    return op.category == "elementwise" and all(
+        value in facts.weights for value in op.operands if facts.graph.values[value].shape
+    )
+
+
+def _cast_rows(facts: Facts, op: Op) -> float:
+    """How much smaller rows become by the cast that follows their lookup: XLA casts the table
+    instead, before it gathers it.
+    """
+    readers = facts.consumers.get(op.results[0], ())
+    if len(readers) != 1 or facts.graph.ops[readers[0]].kind != "convert_element_type":
+        return 1.0
+    return min(
+        1.0,
+        facts.graph.values[facts.graph.ops[readers[0]].results[0]].bytes
+        / facts.graph.values[op.results[0]].bytes,
+    )
+
+
+def gathered_bytes(facts: Facts, item: Gathered) -> float:
+    """Bytes of a gathered parameter on a device that nothing shards further; fewer where tables are
+    looked up in a narrower dtype.
+    """
+    lookups = [
+        facts.graph.ops[use] for use in item.uses if facts.graph.ops[use].category == "gather"
+    ]
+    narrow = min(
+        (_cast_rows(facts, op) for op in lookups if item.value in op.operands), default=1.0
+    )
+    return facts.graph.values[item.value].bytes * narrow
+
+
+def _times(facts: Facts, item: Gathered) -> int:
+    """How often a parameter is gathered in a region: in every iteration, but for what those of a
+    forward loop have in common (the matrix of a recurrence), which JAX computes before the loop
+    (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
+    """
+    values, trips = facts.graph.values, facts.trips[item.region]
+    if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):
+        return trips
+    parts = math.prod(values[item.source].shape) // max(1, math.prod(values[item.value].shape))
+    return min(trips, max(1, parts))
+
+
+def gather_item(facts: Facts, item: Gathered) -> Item:
+    """The all-gathers of a parameter that is stored sharded, before its uses, and what they
+    hold.
+    """
+    parameter = facts.graph.values[item.source]
+    trips = _times(facts, item)
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        cut = facts.value_cut(item.source, choice)
+        return (
+            Transfer(
+                kind="all-gather",
+                group="gather",
+                bytes=amount(gathered_bytes(facts, item), cut),
+                trips=trips,
+                shape=parameter.shape,
+                cut=cut,
+                frozen=facts.frozen_dims(item.source),
+                cause=parameter.path,
+            ),
+        )
+
+    return Item(
+        colours=named(facts.names[item.source]),
+        terms=terms,
+        segment=facts.layers.segment(item.region),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Live buffers: which values occupy memory, from when to when.
+#
+# Beside the arguments of a step, which stay for all of it, there are: what the forward pass saves;
+# gradients, from where they are made to the end; parameters that are gathered for use; partial
+# sums until they are reduced; and whatever else kernels write. A value that a loop slices off a
+# stack is read in place, and so is not counted twice.
+
+#: Ops whose result is a partial sum of a gradient, whole until it is reduced.
+_CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
+
+
+def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[Life]:
+    """Every value that takes memory beside the arguments of a step, under a framework profile."""
+    graph = facts.graph
+    producers = graph.producers()
+    when = intervals(graph, facts.fusion, frozenset())
+    turn = max((producers.get(value, 0) for value in graph.outputs[:1]), default=0)
+    carried = {
+        value
+        for op in graph.ops
+        if op.kind == "carry" and not leaves_loop(op)
+        for value in op.results
+    }
+    lives: list[Life] = []
+    for value, (birth, death) in when.items():
+        op = graph.ops[producers[value]] if value in producers else None
+        if op is None or value in carried or op.kind == "enter":
+            continue
+        if value in facts.weights:
+            if op.kind == "exit":
+                lives.append(Life(value=value, part="copy", birth=birth, death=death))
+        elif value in facts.gradients:
+            partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
+            lives.append(
+                Life(
+                    value=value,
+                    part="temporary" if partial else "gradient",
+                    birth=birth,
+                    death=min(death, birth + 1) if partial else death,
+                )
+            )
+        else:
+            lives.append(
+                Life(
+                    value=value,
+                    part="saved" if birth <= turn < death else "temporary",
+                    birth=birth,
+                    death=death,
+                )
+            )
+    lives = _together(facts, lives)
+    return (
+        (_overlapped(facts, lives, turn) if profile.early_remat else lives)
+        + _accumulated(facts)
+        + _in_use(facts, profile)
+        + (_blocks(facts) if profile.attention == "blocks" else [])
+        + _with_all_heads(facts)
+        + _casts(facts, lives)
+    )
+
+
+def _accumulated(facts: Facts) -> list[Life]:
+    """Sums that a loop adds to, for as long as it runs; gradients are counted elsewhere."""
+    return [
+        Life(
+            value=accumulator.carry,
+            part="temporary",
+            birth=accumulator.first,
+            death=accumulator.last,
+        )
+        for accumulator in accumulators(facts.graph)
+        if accumulator.carry not in facts.gradients
+    ]
+
+
+def _together(facts: Facts, all_lives: list[Life]) -> list[Life]:
+    """Of a layer of routed experts backwards, one kernel makes all that its grouped matmuls read:
+    the activations again, and the gradients of what they were made of. All of it is there for as
+    long as one of it.
+    """
+    if not facts.routes:
+        return all_lives
+    ops, producers = facts.graph.ops, facts.graph.producers()
+    grouped = [op for op in ops if op.kind in GROUPED]
+    backward = {op.region for op in grouped if facts.gradients.intersection(op.results)}
+    read: dict[int, set[int]] = defaultdict(set)
+    for op in grouped:
+        if op.region in backward:
+            read[op.region].update(
+                root for value in op.operands for root in facts.fusion.roots[value]
+            )
+    lives = {life.value: life for life in all_lives}
+    for region, values in read.items():
+        results = [
+            lives[value]
+            for value in values
+            if value in lives
+            and value in producers
+            and ops[producers[value]].category == "elementwise"
+            and ops[producers[value]].region == region
+        ]
+        if results:
+            birth, death = min(life.birth for life in results), max(life.death for life in results)
+            lives.update({life.value: replace(life, birth=birth, death=death) for life in results})
+    return [lives[life.value] for life in all_lives]
+
+
+def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
+    """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
+    iteration out of the loop.
+
+    What rematerialises a layer waits for no cotangent, so they start on it while the head's
+    backward pass still holds the logits: the largest value between the forward pass and the loop
+    backwards is there until the layer has been rematerialised. On GPUs it is there for the whole
+    iteration, at the end of which the gradients of weights are computed: what they read lives as
+    long.
+    """
+    ops = facts.graph.ops
+    again = [
+        i
+        for i, op in enumerate(ops)
+        if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn
+    ]
+    if not again:
+        return all_lives
+    region = ops[again[0]].region
+    inside = [i for i, op in enumerate(ops) if op.region == region]
+    head = [
+        life
+        for life in all_lives
+        if life.part in ("temporary", "saved") and turn < life.death < inside[0]
+    ]
+    if not head:
+        return all_lives
+    last = inside[-1] if facts.traits.peels else max(i for i in again if ops[i].region == region)
+    extended = [max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))]
+    if facts.traits.peels:
+        read = {
+            root
+            for i in inside
+            if ops[i].category == "matmul" and set(ops[i].results) & facts.gradients
+            for operand in ops[i].operands
+            for root in facts.fusion.roots[operand]
+        }
+        extended += [
+            life
+            for life in all_lives
+            if life.value in read
+            and life.part == "temporary"
+            and inside[0] <= life.birth
+            and life.death < last
+        ]
+    return [
+        *all_lives,
+        *(
+            Life(value=life.value, part="gathered", birth=life.death + 1, death=last)
+            for life in extended
+        ),
+    ]
+
+
+def _blocks(facts: Facts) -> list[Life]:
+    """The scores of one block of queries and one of keys, while attention in blocks works on them;
+    of a sequence along a context axis, the part that falls to a device's share of a block.
+    """
+    blocks: list[Life] = []
+    for index, op in enumerate(facts.graph.ops):
+        if op.kind in (FORWARD, BACKWARD):
+            value = max(
+                (*op.operands, *op.results),
+                key=lambda value: math.prod(facts.graph.values[value].shape),
+            )
+            size = (
+                facts.traits.score_bytes[op.kind == BACKWARD] / facts.graph.values[value].itemsize
+            )
+            blocks.append(
+                Life(
+                    value=value,
+                    part="temporary",
+                    birth=index,
+                    death=index,
+                    share=block_scores(op, BLOCK) * size,
+                    kernel=index if index in facts.heads else None,
+                )
+            )
+    return blocks
+
+
+def _with_all_heads(facts: Facts) -> list[Life]:
+    """What goes into a kernel of attention and comes out of it, as devices have it that compute all
+    heads of what is sharded outside, because they cannot share them out.
+    """
+    return [
+        Life(value=value, part="temporary", birth=kernel, death=kernel, kernel=kernel, whole=True)
+        for kernel in facts.heads
+        for value in (*facts.graph.ops[kernel].operands, *facts.graph.ops[kernel].results)
+    ]
+
+
+def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
+    """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole
+    step, but for those whose casts are saved.
+    """
+    if not facts.traits.casts_stacks:
+        return []
+    ops, values = facts.graph.ops, facts.graph.values
+    copied = {facts.weights[life.value] for life in all_lives if life.part == "copy"}
+    casts: dict[int, Life] = {}
+    for op in ops:
+        if (
+            op.kind != "convert_element_type"
+            or op.results[0] not in facts.weights
+            or facts.trips[op.region] <= 1
+            or len(op.operands) != 1  # a scale of the layer's own, so that the loop casts it
+        ):
+            continue
+        (source,), (result,) = op.operands, op.results
+        if (
+            values[result].itemsize < values[source].itemsize
+            and facts.weights[result] not in copied
+        ):
+            casts.setdefault(
+                facts.weights[result],
+                Life(
+                    value=result,
+                    part="cast",
+                    birth=0,
+                    death=len(ops) - 1,
+                    share=float(facts.trips[op.region]),
+                ),
+            )
+    return list(casts.values())
+
+
+def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
+    """Parameters while they are used: in a loop the next one arrives while the one before is worked
+    with; outside, a framework may keep them for all of the step.
+    """
+    lives: list[Life] = []
+    last: dict[int, int] = {}
+    for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
+        if profile.embedding_and_head_gathered and facts.trips[item.region] == 1:
+            lives.append(
+                Life(
+                    value=item.value,
+                    part="gathered",
+                    birth=0,
+                    death=len(facts.graph.ops) - 1,
+                    share=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes,
+                )
+            )
+            continue
+        for use in item.uses if facts.trips[item.region] > 1 else (item.uses[0],):
+            cast = item.value != item.source and not facts.traits.fuses_operands
+            end = use if facts.trips[item.region] > 1 else item.uses[-1]
+            lives.append(
+                Life(
+                    value=item.value,
+                    part="temporary" if cast else "gathered",
+                    birth=last.get(item.region, use) if facts.trips[item.region] > 1 else use,
+                    death=end,
+                )
+            )
+            last[item.region] = use
+    return lives
+
+
+# --------------------------------------------------------------------------------------------------
+# Items of memory: what is alive at the points of a step where memory may peak.
+
+#: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points
+#: where memory may peak.
+_WEIGHTS: tuple[dict[str, float], ...] = (
+    {"gathered": 0.0},
+    {"gathered": 0.0, "gradient": 1 / 64},
+    {"gradient": 1 / 64, "copy": 1 / 64},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Memory of a program.
+
+    Attributes:
+        points: items of memory for each point where memory may peak.
+        moments: the same for each moment from the end of the forward pass on, where they are asked
+            for.
+    """
+
+    points: tuple[list[Item], ...]
+    moments: tuple[Moment, ...]
+
+
+def peaks(
+    facts: Facts,
+    step: StepGraph,
+    choices: Iterable[Choice],
+    profile: FrameworkProfile = XLA,
+    *,
+    moments: bool = False,
+) -> Peaks:
+    """Items of memory for each point of the program where memory may peak, found under several
+    hypothetical choices.
+    """
+    keeping = Keeping(facts, profile)
+    all_lives = keeping.lives(lives(facts, step, profile))
+    producers = facts.graph.producers()
+    when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
+    alive = levels(
+        facts.graph,
+        when,
+        [
+            sizes * np.array([parts.get(life.part, 1.0) for life in all_lives])
+            for choice in choices
+            for sizes in [_sizes(facts, all_lives, choice)]
+            for parts in _WEIGHTS
+        ],
+    )
+    cache: dict[int, Item] = {}
+
+    def item(number: int) -> Item:
+        if number not in cache:
+            cache[number] = _item(facts, producers, all_lives[number], keeping)
+        return cache[number]
+
+    def items(numbers: Iterable[int]) -> list[Item]:
+        return [item(number) for number in sorted(numbers)]
+
+    def moment(span: Span) -> Moment:
+        peak_points = (
+            dict.fromkeys(
+                span.first + int(np.argmax(level[span.first : span.last + 1])) for level in alive
+            )
+            if span.first <= span.last
+            else {}
+        )
+        return Moment(
+            segment=span.segment,
+            points=tuple(items(alive_at(when, peak, peak)) for peak in peak_points),
+            stacks=[
+                stacked
+                for stacked in items(alive_at(when, span.before, span.after))
+                if stacked.segment >= 0
+            ],
+        )
+
+    return Peaks(
+        points=tuple(map(items, points(when, alive))),
+        moments=tuple(map(moment, spans(facts.graph, facts.layers))) if moments else (),
+    )
+
+
+def _sizes(facts: Facts, all_lives: list[Life], choice: Choice) -> np.ndarray:
+    """Bytes of every life if each kind of cut divides by 64."""
+    return np.array(
+        [
+            facts.graph.values[life.value].bytes
+            * life.share
+            / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice))
+            for life in all_lives
+        ]
+    )
+
+
+def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping) -> Item:
+    value = facts.graph.values[life.value]
+    op = facts.graph.ops[producers[life.value]] if life.value in producers else None
+    segment = facts.layers.segment(op.region) if op else OUTSIDE_LAYERS
+    stacked = op is not None and (op.kind == "exit" or life.part == "cast") and segment >= 0
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        cut = keeping.cut(life.value, choice)
+        resident = Resident(
+            bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
+            part=life.part,
+            stacked=stacked,
+            shape=value.shape,
+            cut=cut,
+        )
+        return (resident,) if life.kernel is None else _by_heads(facts, life, resident, choice)
+
+    counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE
+    names, size = facts.names[life.value], value.bytes * life.share
+    kernels = () if life.kernel is None else (life.kernel,)
+    alike = facts.plain(kernels, (life.value,)) and keeping.plain(life.value)
+    return Item(
+        colours=named(names),
+        terms=terms,
+        segment=counted_in,
+        made_of=(life.part, stacked, names, value.shape, size, counted_in) if alike else None,
+    )
+
+
+def _by_heads(facts: Facts, life: Life, resident: Resident, choice: Choice) -> tuple[Term, ...]:
+    """What a device has inside of a kernel of attention: of its own heads where the tensor axis
+    shards them inside of it alone, and of all heads where the devices cannot share them out.
+    """
+    assert life.kernel is not None
+    if not facts.shares_heads(life.kernel, choice):
+        return () if life.whole else (resident,)
+    heads = facts.heads[life.kernel]
+    replicated = replace(
+        resident, bytes=replace(resident.bytes, tensor=False), heads=heads.where("none")
+    )
+    return (
+        (replicated,)
+        if life.whole
+        else (replace(resident, heads=heads.where("all", "queries")), replicated)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Items of parameters as they are stored between steps.
+
+
+def stored_items(
+    parameters: tuple[Parameter, ...],
+    names: Mapping[str, LogicalAxes],
+    frozen: frozenset[tuple[str, int]],
+    segments: Mapping[str, int],
+) -> list[Item]:
+    """Items of stored parameters; parameters that are alike share one."""
+    alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = (
+        Counter(
+            (
+                names[p.path],
+                p.shape,
+                p.dtype,
+                p.state_bytes_per_element,
+                frozenset(dim for path, dim in frozen if path == p.path),
+                segments.get(p.path, OUTSIDE_LAYERS),
+                p.trained,
+            )
+            for p in parameters
+        )
+    )
+
+    def item(
+        axes: LogicalAxes,
+        shape: tuple[int, ...],
+        dtype: str,
+        state: float,
+        stack: frozenset[int],
+        segment: int,
+        trained: bool,
+        count: int,
+    ) -> Item:
+        return Item(
+            colours=named(axes),
+            segment=segment,
+            terms=lambda choice: (
+                Stored(
+                    count=count,
+                    elements=math.prod(shape),
+                    itemsize=ITEMSIZE.get(dtype, 4),
+                    state=state,
+                    shape=shape,
+                    cut=choice.cut(axes),
+                    frozen=stack,
+                    trained=trained,
+                ),
+            ),
+        )
+
+    return [item(*key, count) for key, count in alike.items()]
+
+
+def parameter_segments(facts: Facts) -> dict[str, int]:
+    """Layer group of every parameter that a loop over layers reads."""
+    segments: dict[str, int] = {}
+    for op in facts.graph.ops:
+        source = facts.weights.get(op.results[0]) if op.kind == "enter" else None
+        if source is not None and facts.layers.segment(op.region) >= 0:
+            segments.update(
+                dict.fromkeys(facts.sources[source].paths, facts.layers.segment(op.region))
+            )
+    return segments

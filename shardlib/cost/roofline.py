@@ -1,0 +1,926 @@
+"""What a machine reaches: rooflines and their efficiency, collectives on links, the load of
+experts, and learned corrections.
+
+Learned factors: by how much the cost model is wrong for a chip and its compiler.
+
+A correction is one factor on one quantity of a prediction, learned from programs that the real
+compiler made, and kept with the evidence behind it (`learned/*.json`, made by
+`benchmarks/learn_corrections.py`). A topology file can bring factors of its own:
+
+    [corrections]
+    temporaries = 1.15
+    compute = 1.0          # as the model says, whatever was learned
+
+A factor of the topology takes the place of the learned one. Which XLA is installed on the machine
+that plans does not matter: of several versions the newest learned one counts, and a verification
+says where the compiler is another.
+
+One factor is no correction: the *margin*, by which a program may need more memory than predicted. A
+plan fits where its predicted peak times the margin does. It is the largest that was learned for the
+chip with any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`. Simulated devices have
+none: how much memory they share is not known so exactly.
+
+>>> from shardlib.machines.topology import topology
+>>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), known=())]
+[('margin', 1.1)]
+>>> applied(topology("cpu:8"), known=())
+()
+>>> entry = Correction(
+...     chip="h100", versions=(("jaxlib", "0.10.2"),), quantity="temporaries", factor=1.2, n=24,
+...     median_error_before=0.2, median_error_after=0.05, held_out_error=0.07,
+... )
+>>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), known=(entry,))]
+[('margin', 1.1, 0), ('temporaries', 1.2, 24)]
+
+Efficiencies: how much of the data sheet a chip reaches.
+
+`Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default,
+and nearly all that the framework profile "xla" uses. Beside them there are *curves*: for a chip,
+and for a chip under a framework profile, files `framework_profiles/curves/CHIP.json` and
+`CHIP.FRAMEWORK.json` say what differs, with sources or with the measurements that they were fitted
+to. A user's own measurements come last.
+
+>>> from shardlib.cost.roofline import efficiency_of
+>>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
+(0.8, True)
+>>> efficiency_of("h100", "nvidia", "megatron-core", {"matmul": 0.7}).matmul
+0.7
+
+The load of the busiest device of an expert-parallel group, over the mean.
+
+Without a capacity, every expert takes all tokens that are routed to it, and everybody waits for the
+device whose experts got the most. Its load over the mean load is
+
+    1 + v z(n),   v^2 = (1 - 1/n) / m + s^2 / e
+
+with n devices, m assignments (tokens x experts per token) for each of them on average, e experts on
+each. The first part of v^2 is chance: m of n m throws hit a device (multinomial). The second is
+skew: in a batch some experts are more popular than others, with a coefficient of variation s, and e
+of them share a device. z(n) is the expected largest of n standard normal variables, Blom's
+approximation (Statistical Estimates and Transformed Beta-Variables, 1958): the normal quantile of
+(n - 3/8) / (n + 1/4). The normal law holds where m is not small; a device never does more than
+everything.
+
+>>> many = load_factor(np.array([1e5]), np.array([8]), 1, skew=0.0)
+>>> round(float(many[0]), 4), float(load_factor(np.array([100.0]), np.array([1]), 8)[0])
+(1.0042, 1.0)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib import resources
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib.cost.attention import BACKWARD, FORWARD
+from shardlib.cost.experts import GROUPED
+from shardlib.cost.terms import Amount, AttentionCore, Compute, Routed
+from shardlib.errors import PinError, raise_all
+from shardlib.graph import ITEMSIZE
+from shardlib.machines.catalog import CATALOG
+from shardlib.machines.chips import Chip
+from shardlib.machines.topology import CORRECTABLE, Topology
+from shardlib.untrusted.data import JsonMapping, JsonObject, bounded, construct, shown
+
+# --------------------------------------------------------------------------------------------------
+
+#: The margin of a compiler that nothing was learned of.
+UNKNOWN_MARGIN = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One compiled program.
+
+    Attributes:
+        case: model, topology and pins in a few words.
+        family: the model; what a correction learns from one family must help the others.
+        predicted: peak bytes of a device, or seconds of kernels, without any correction.
+        compiled: the same by the compiler.
+    """
+
+    case: str
+    family: str
+    predicted: float
+    compiled: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """A factor on one quantity, and why.
+
+    Attributes:
+        chip: name in the catalogue.
+        versions: (package, version) of the compiler that it was learned from.
+        quantity: one of `shardlib.machines.topology.CORRECTABLE`.
+        factor: what the model's figure is multiplied by.
+        n: compiled programs behind it.
+        median_error_before: median of |predicted - compiled| / compiled without the factor.
+        median_error_after: the same with it.
+        held_out_error: the same for each family of models with the factor that the other families
+            give.
+        evidence: the programs.
+    """
+
+    chip: str
+    versions: tuple[tuple[str, str], ...]
+    quantity: str
+    factor: float
+    n: int
+    median_error_before: float
+    median_error_after: float
+    held_out_error: float
+    evidence: tuple[Evidence, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.quantity in CORRECTABLE, self.quantity
+        assert 0 < self.factor < math.inf, self.factor
+
+    def to_json(self) -> JsonObject:
+        """The correction as plain data."""
+        return {
+            **self.__dict__,
+            "versions": dict(self.versions),
+            "evidence": [item.__dict__ for item in self.evidence],
+        }
+
+    @classmethod
+    def from_json(cls, data: JsonMapping) -> Correction:
+        """Reads what `to_json` wrote."""
+        return construct(cls, data, "the correction", PinError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """A factor that is in an estimate.
+
+    Attributes:
+        quantity: one of `CORRECTABLE`.
+        factor: what it was multiplied by.
+        n: compiled programs behind it; 0 for a factor of the topology's own.
+        versions: (package, version) of their compiler.
+        unknown: whether nothing is known of the compiler (`UNKNOWN_MARGIN`).
+    """
+
+    quantity: str
+    factor: float
+    n: int = 0
+    versions: tuple[tuple[str, str], ...] = ()
+    unknown: bool = False
+
+    def to_json(self) -> JsonObject:
+        """The factor as plain data."""
+        return {**self.__dict__, "versions": dict(self.versions)}
+
+    @classmethod
+    def from_json(cls, data: JsonMapping) -> Applied:
+        """Reads what `to_json` wrote."""
+        return construct(cls, data, "the correction", PinError)
+
+    def __str__(self) -> str:
+        compiler = " ".join(f"{name} {version}" for name, version in self.versions)
+        return f"{self.quantity} x {self.factor:.3g}, " + (
+            f"learned from {self.n} programs compiled with {compiler}"
+            if self.n
+            else "nothing was learned of this compiler"
+            if self.unknown
+            else "from the topology file"
+        )
+
+
+@lru_cache(maxsize=1)
+def learned() -> tuple[Correction, ...]:
+    """The corrections that come with shardlib."""
+    folder = resources.files("shardlib.cost") / "learned"
+    files = (
+        sorted(
+            (file for file in folder.iterdir() if file.name.endswith(".json")),
+            key=lambda file: file.name,
+        )
+        if folder.is_dir()
+        else []
+    )
+    return tuple(
+        Correction.from_json(entry)
+        for file in files
+        for entry in json.loads(file.read_text(encoding="utf-8"))
+    )
+
+
+def applied(
+    topology: Topology, corrections: Iterable[Correction] | None = None
+) -> tuple[Applied, ...]:
+    """The factors that predictions for a topology are multiplied by, sorted by quantity; none that
+    is 1.
+    """
+    corrections = tuple(learned() if corrections is None else corrections)
+    of_chip = (
+        entry
+        for entry in corrections
+        if entry.chip == topology.chip.name and entry.quantity != "margin"
+    )
+    newest = {entry.quantity: entry for entry in sorted(of_chip, key=_age)}
+    factors = {
+        quantity: Applied(
+            quantity=quantity, factor=entry.factor, n=entry.n, versions=entry.versions
+        )
+        for quantity, entry in newest.items()
+    }
+    if topology.chip.vendor != "cpu":
+        factors["margin"] = _held_back(corrections, topology.chip)
+    factors |= {
+        quantity: Applied(quantity=quantity, factor=factor)
+        for quantity, factor in topology.corrections
+    }
+    return tuple(factors[quantity] for quantity in sorted(factors) if factors[quantity].factor != 1)
+
+
+def margin(topology: Topology) -> float:
+    """By how much a program may need more memory than predicted: at least 1."""
+    return next(
+        (correction.factor for correction in applied(topology) if correction.quantity == "margin"),
+        1.0,
+    )
+
+
+def fitting_bytes(topology: Topology) -> float:
+    """The largest predicted peak with which a plan fits on a device, bytes."""
+    return topology.chip.usable_bytes / margin(topology)
+
+
+def without_margin(topology: Topology) -> Topology:
+    """The topology with nothing held back: plans that fit by their prediction fit."""
+    others = (correction for correction in topology.corrections if correction[0] != "margin")
+    return replace(topology, corrections=(*others, ("margin", 1.0)))
+
+
+def _held_back(corrections: Iterable[Correction], chip: Chip) -> Applied:
+    """The margin of a chip that is not the topology's own: the largest of all compilers that made
+    programs for it, else for chips of its vendor.
+    """
+    margins = [entry for entry in corrections if entry.quantity == "margin"]
+    of_chip = [entry for entry in margins if entry.chip == chip.name]
+    related = [
+        entry
+        for entry in margins
+        if entry.chip in CATALOG and CATALOG[entry.chip].chip.vendor == chip.vendor
+    ]
+    if not (of_chip or related):
+        return Applied(quantity="margin", factor=UNKNOWN_MARGIN, unknown=True)
+    largest = max(of_chip or related, key=lambda entry: (entry.factor, _age(entry)))
+    return Applied(quantity="margin", factor=largest.factor, n=largest.n, versions=largest.versions)
+
+
+def _age(entry: Correction) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Sorts versions by their numbers, packages by name."""
+    return tuple(
+        (name, tuple(map(int, re.findall(r"\d+", version))))
+        for name, version in sorted(entry.versions)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: A block of the result that one unit computes at a time: rows, columns, and the share of
+#: `Efficiency.matmul` that such blocks reach.
+Tile = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """A table of figures that separate a kernel's time from the roofline. Shares are from 0 to 1.
+
+    Attributes:
+        matmul: share of peak FLOP/s that a large, well-shaped matmul sustains.
+        vector: share of peak FLOP/s of ops that do not run on the matrix unit.
+        transcendental: additions or multiplications that take as long as an exponential.
+        memory: share of HBM bandwidth that streaming kernels sustain.
+        tile: matmul dims are padded to multiples of this, elements; used where there are no
+            `tiles`.
+        overlap: share of compute time under which gathers and reductions of parameters can hide.
+        step_s: fixed seconds per step for dispatch.
+        units: multiprocessors or matrix units that compute blocks of a matmul side by side.
+        tiles: blocks that a matmul may be made of; it takes the fastest. None: dims are padded to
+            `tile`.
+        depth: depth of a matmul, elements, that takes as long as filling and draining the pipeline
+            of a block.
+        eight_bit: the same as `matmul` for 8-bit formats; None: as `matmul`.
+        grouped: share of `matmul` that the grouped matmuls of experts reach.
+        convolution: share of `matmul` that convolutions reach.
+        attention: share of peak FLOP/s of fused attention forward.
+        attention_backward: the same backward.
+        scores, scores_backward: bytes that attention moves for every score that it computes,
+            forward and backward; 0 for kernels that write none.
+        width: columns and depth of the matrix unit to which fused attention pads the elements of a
+            head, so that half of a wide unit idles with heads of half its width (scaling-book,
+            tpus.md); 1 where the shares of attention are those of the heads that were measured.
+        equal_widths: whether fused attention has one width for heads of queries and of values, to
+            which the narrower are padded.
+        gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
+        sort: times that a sort reads and writes its operands.
+        optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
+        misaligned: share of its speed that a matmul keeps whose columns or depth are no multiple of
+            16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section 3.1).
+        skew: coefficient of variation of the popularity of experts, for which all wait for the
+            busiest device (`shardlib.cost.roofline`, which has typical values); None:
+            every expert gets as many tokens as any other.
+        unfused: bytes that element-wise ops, views and reductions move over those of perfectly
+            fused chains; 1 where a compiler fuses them, more where every op is a kernel of its own.
+        fast, slow: share of `Tier.efficiency` that collectives of this stack reach on the links
+            inside and between fast domains.
+        microbatch_s: fixed seconds of every microbatch on a stage: launches that the device waits
+            for.
+        dispatch_s: seconds that the host takes for every kernel that it launches; the device waits
+            where they add up to more than the kernels take. 0 where one launch starts a whole
+            program (XLA, CUDA graphs).
+        gap_s: seconds between two kernels that are launched one by one; `Chip.launch_s` at least.
+        at_once: whether the matmul, the vector work and the memory traffic of a kernel run at the
+            same time; a core of a CPU does one after another.
+        transposed: bytes that are moved beside the operands and the result of a matmul that makes
+            the gradient of a weight, for every byte of it: copies of what lies in another order.
+        cores: times as fast as one core a device computes a kernel that is large enough for all of
+            its cores; 1 where a device has no more than one core of its own.
+        batched_cores: the same of a kernel of many matmuls (`dot_general` with batch dims).
+        fresh: time of a byte of memory that the system maps and clears when a step touches it, over
+            that of a byte that moves; 0 where programs keep their memory from step to step.
+    """
+
+    matmul: float
+    vector: float
+    transcendental: float
+    memory: float
+    tile: int
+    overlap: float
+    step_s: float
+    units: int = 1
+    tiles: tuple[Tile, ...] = ()
+    depth: float = 0.0
+    eight_bit: float | None = None
+    grouped: float = 1.0
+    convolution: float = 1.0
+    attention: float = 0.5
+    attention_backward: float = 0.4
+    scores: float = 0.0
+    scores_backward: float = 0.0
+    width: int = 1
+    equal_widths: bool = False
+    gather: float | None = None
+    sort: float = 1.0
+    optimizer: float | None = None
+    misaligned: float = 1.0
+    skew: float | None = None
+    unfused: float = 1.0
+    fast: float = 1.0
+    slow: float = 1.0
+    microbatch_s: float = 0.0
+    dispatch_s: float = 0.0
+    gap_s: float = 0.0
+    at_once: bool = True
+    transposed: float = 0.0
+    cores: float = 1.0
+    batched_cores: float = 1.0
+    fresh: float = 0.0
+
+    def __post_init__(self) -> None:
+        tiles: list[Tile] = [
+            (float(rows), float(columns), float(share)) for rows, columns, share in self.tiles
+        ]
+        object.__setattr__(self, "tiles", tuple(tiles))
+        shares = (
+            "matmul",
+            "vector",
+            "memory",
+            "eight_bit",
+            "grouped",
+            "convolution",
+            "attention",
+            "attention_backward",
+            "gather",
+            "optimizer",
+            "misaligned",
+        )
+        failures = [
+            f"{name} is {value}; it is above 0 and at most 1"
+            for name in shares
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1
+        ]
+        failures += [
+            f"tile {tile} has no positive size or no share from 0 to 1"
+            for tile in tiles
+            if min(tile) <= 0 or tile[2] > 1
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it must not be negative"
+            for name in (
+                "depth",
+                "step_s",
+                "microbatch_s",
+                "dispatch_s",
+                "gap_s",
+                "transposed",
+                "fresh",
+                "overlap",
+                "transcendental",
+            )
+            if getattr(self, name) < 0
+        ]
+        failures += (
+            [f"skew is {self.skew}; it must not be negative"] if (self.skew or 0) < 0 else []
+        )
+        failures += [
+            f"{name} is {getattr(self, name)}; it must be positive"
+            for name in ("fast", "slow")
+            if getattr(self, name) <= 0
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it is at least 1"
+            for name in ("units", "tile", "width", "sort", "unfused", "cores", "batched_cores")
+            if getattr(self, name) < 1
+        ]
+        if failures:
+            raise_all(PinError, "efficiency is not usable", failures)
+
+    def peak_share(self, dtype: str) -> float:
+        """Share of peak FLOP/s of a large matmul in a dtype."""
+        return (
+            self.eight_bit
+            if self.eight_bit is not None and dtype.startswith(("float8", "int8", "uint8"))
+            else self.matmul
+        )
+
+    def bandwidth_share(self, category: str) -> float:
+        """Share of HBM bandwidth of kernels of a category."""
+        return (
+            self.gather
+            if self.gather is not None and category in ("gather", "scatter")
+            else self.memory
+        )
+
+    @property
+    def update_share(self) -> float:
+        """Share of HBM bandwidth of the optimizer's update."""
+        return self.memory if self.optimizer is None else self.optimizer
+
+    def with_values(self, values: JsonMapping) -> Efficiency:
+        """These figures with some of them replaced, by name."""
+        names = {field.name for field in fields(self)}
+        unknown = [f"{shown(name)} is no figure" for name in values if name not in names]
+        if unknown:
+            raise_all(
+                PinError,
+                "efficiency is not usable",
+                bounded(unknown),
+                hint=f"figures are {', '.join(sorted(names))}",
+            )
+        return (
+            construct(type(self), {**self.__dict__, **values}, "efficiency", PinError)
+            if values
+            else self
+        )
+
+    def to_json(self) -> JsonObject:
+        """The figures as plain data."""
+        return {**self.__dict__, "tiles": [list(tile) for tile in self.tiles]}
+
+    @classmethod
+    def from_json(cls, data: JsonMapping) -> Efficiency:
+        """Reads what `to_json` wrote."""
+        return construct(cls, data, "efficiency", PinError)
+
+
+#: matmul: sustained share of cuBLAS on H100 SXM and A100 as in "How to Scale Your Model" (GPU
+#: chapter: 80-85% of peak) and of the MXU at large sizes (same source, TPU chapter: about 95% with
+#: 128-aligned shapes, less inside real layers). memory: STREAM-like kernels reach 85-92% of the
+#: data-sheet bandwidth on HBM2e/HBM3 (same chapters). vector: FLOP/s of the vector units over those
+#: of the matrix unit, from the data sheets (H100: 67 of 989 TFLOP/s; v5p: about 2-3%).
+#: transcendental: a GPU has 16 units for special functions beside 128 for multiplications in every
+#: multiprocessor (CUDA C++ programming guide, throughput of arithmetic instructions, compute
+#: capability 9.0). A TPU: the compiler's estimated cycles of a softmax's kernels over
+#: f32[4,32,2048,2048] on v5e, 6.75 ms, less the other operations in them. A CPU: XLA's polynomial
+#: of about that many terms. overlap: XLA's latency-hiding scheduler runs collectives of parameters
+#: beside the matmuls of the layer; the last tenth is start-up. The CPU backend of XLA executes
+#: collectives one after another with compute, so nothing is hidden there.
+_TABLE: dict[str, Efficiency] = {
+    "nvidia": Efficiency(
+        matmul=0.80, vector=0.06, transcendental=8, memory=0.88, tile=64, overlap=0.9, step_s=1e-3
+    ),
+    "google": Efficiency(
+        matmul=0.90, vector=0.03, transcendental=64, memory=0.90, tile=128, overlap=0.9, step_s=5e-4
+    ),
+    "cpu": Efficiency(
+        matmul=0.9, vector=0.25, transcendental=16, memory=0.9, tile=1, overlap=0.0, step_s=2e-3
+    ),
+}
+
+
+def efficiency(vendor: str) -> Efficiency:
+    """The constants of a vendor's chips ("nvidia", "google" or "cpu")."""
+    return _TABLE[vendor]
+
+
+# --------------------------------------------------------------------------------------------------
+# Curves of chips under framework profiles, and links as fast as collectives reach.
+
+
+def linked(topology: Topology, constants: Efficiency) -> Topology:
+    """The topology with the links as fast as a stack's collectives reach; the same object where the
+    figures are 1.
+    """
+    if constants.fast == constants.slow == 1:
+        return topology
+    tiers = (
+        replace(
+            tier,
+            efficiency=min(
+                1.0,
+                tier.efficiency * (constants.slow if tier.kind == "network" else constants.fast),
+            ),
+        )
+        for tier in topology.tiers
+    )
+    return replace(topology, tiers=tuple(tiers))
+
+
+#: Published runs that a fitted figure takes, for its value to say something of other runs.
+ROWS_A_FIGURE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What is known of a chip, or of a chip under a stack, beyond its vendor's constants.
+
+    Attributes:
+        chip: name of the chip.
+        stack: name of the stack; "" for all but "xla".
+        values: (figure, value) pairs that replace those of `Efficiency`.
+        sources: a source, or a physical meaning with the word "assumed", for each of them.
+        evidence: measurements that values were fitted to, as plain data.
+    """
+
+    chip: str
+    stack: str = ""
+    values: tuple[tuple[str, Any], ...]
+    sources: tuple[str, ...]
+    evidence: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Published runs that figures were fitted to; 0 where all are sourced."""
+        return len(json.loads(self.evidence or "{}").get("rows", ()))
+
+    @property
+    def fitted(self) -> tuple[str, ...]:
+        """Names of the figures that were fitted to published runs."""
+        return tuple(
+            name
+            for name, _ in self.values
+            if any(source.startswith(f"{name}: fitted") for source in self.sources)
+        )
+
+    @property
+    def pooled(self) -> tuple[str, ...]:
+        """Names of the figures that were fitted to runs of other chips or frameworks, too."""
+        return tuple(
+            name
+            for name, _ in self.values
+            if any(source.startswith(f"{name}: pooled") for source in self.sources)
+        )
+
+    @property
+    def well_founded(self) -> bool:
+        """Whether the curve rests on at least `ROWS_A_FIGURE` runs for every fitted figure."""
+        return self.rows >= ROWS_A_FIGURE * len(self.fitted)
+
+    @classmethod
+    def from_json(cls, data: JsonMapping) -> Curve:
+        """Reads a file of `framework_profiles/curves`."""
+        return construct(
+            cls,
+            {**data, "evidence": json.dumps(data.get("evidence", {}), sort_keys=True)},
+            "the curve",
+            PinError,
+        )
+
+
+@lru_cache(maxsize=1)
+def curves() -> Mapping[tuple[str, str], Curve]:
+    """The curves that come with shardlib, by chip and stack."""
+    folder = resources.files("shardlib.cost") / "framework_profiles" / "curves"
+    loaded = [
+        Curve.from_json(json.loads(file.read_text(encoding="utf-8")))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
+    ]
+    return {
+        (curve.chip, curve.stack): curve
+        for curve in sorted(loaded, key=lambda curve: (curve.chip, curve.stack))
+    }
+
+
+def evidence_of(stack: str) -> tuple[Curve, ...]:
+    """The curves of a framework profile that were fitted to published runs, by chip.
+
+    >>> [(one.chip, one.rows, len(one.fitted)) for one in evidence_of("nanotron")]
+    [('h100', 12, 1)]
+    """
+    return tuple(curve for curve in curves().values() if curve.stack == stack and curve.rows)
+
+
+def efficiency_of(
+    chip: str, vendor: str, stack: str, measured: JsonMapping | None = None
+) -> Efficiency:
+    """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then
+    the user's own.
+    """
+    figures = efficiency(vendor)
+    for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
+        if key in curves():
+            figures = figures.with_values(dict(curves()[key].values))
+    return figures.with_values(measured or {})
+
+
+# --------------------------------------------------------------------------------------------------
+
+Array = NDArray[np.float64]
+
+#: Coefficient of variation of the load of experts in training with a balancing loss: assumed, after
+#: arXiv:2408.15664 (Wang et al., 2024), where the busiest of 64 experts takes 0.5 to 0.7 more than
+#: the mean with an auxiliary loss, which is 2.4 standard deviations, and 0.04 with their biases.
+BALANCED = 0.25
+#: The same where routing is forced to be uniform, as benchmarks do.
+FORCED = 0.0
+
+
+def load_factor(
+    assignments: Array, devices: NDArray[np.int64], experts: float, skew: float = BALANCED
+) -> Array:
+    """Load of the busiest device over the mean, by candidate."""
+    n = np.asarray(devices, dtype=np.float64)
+    chance = (1 - 1 / n) / np.maximum(assignments, 1.0)
+    popularity = np.where(n > 1, skew**2 * n / experts * (1 - 1 / n), 0.0)
+    largest = np.array([_largest(int(count)) for count in np.ravel(devices)]).reshape(
+        np.shape(devices)
+    )
+    return np.minimum(1 + np.sqrt(chance + popularity) * largest, n)
+
+
+def dropped_share(assignments: float, experts: int, factor: float, skew: float = BALANCED) -> float:
+    """Part of the assignments that experts with a capacity are expected to drop.
+
+    The load of an expert over the mean is taken as normal around 1, with v^2 = (1 - 1/e) (1/m +
+    s^2) for m assignments to each of e experts on average: the formula of `load_factor` with an
+    expert on every device. What is beyond the factor c is dropped: v phi(z) - (c - 1) (1 - Phi(z))
+    with z = (c - 1) / v, the loss function of the normal law (Zipkin, Foundations of Inventory
+    Management, 2000).
+
+    Args:
+        assignments: tokens that are routed together times experts per token.
+        experts: number of experts.
+        factor: load that an expert takes at most, over the mean.
+        skew: coefficient of variation of the popularity of experts.
+
+    >>> round(dropped_share(1e6, 64, 1.25), 4), round(dropped_share(1e6, 64, 1.25, skew=0.0), 4)
+    (0.0204, 0.0)
+    """
+    spread = math.sqrt((1 - 1 / experts) * (experts / max(assignments, 1.0) + skew**2))
+    if spread == 0:
+        return max(0.0, 1 - factor)
+    z, law = (factor - 1) / spread, NormalDist()
+    return max(0.0, spread * law.pdf(z) - (factor - 1) * (1 - law.cdf(z)))
+
+
+@lru_cache(maxsize=1024)
+def _largest(count: int) -> float:
+    """Expected largest of so many standard normal variables."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+# --------------------------------------------------------------------------------------------------
+# Seconds of one kernel.
+#
+# The roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel is as slow as the
+# slowest of its matmul, its vector work and its memory traffic, which run at the same time, and a
+# launch comes on top.
+#
+# seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share)) + launch
+#
+# On a CPU core, which does one after another, the sum takes the place of the maximum; a device
+# with several cores puts no more of them to work than a kernel is worth (`busy_cores`).
+#
+# A matmul is made of blocks of its result, which the units of a chip compute side by side, a
+# *wave* of them at a time; the last wave may leave units idle (NVIDIA, "Matrix Multiplication
+# Background User's Guide", sections 3.2 to 3.4). Of several kinds of blocks it takes the fastest:
+#
+#     matmul = min over tiles: waves x units x 2 rows columns (depth + start) / (peak x share)
+#              waves = ceil(blocks / units)
+#
+# or, where nothing is known of blocks, FLOPs x padding / (peak x share). More rows, columns, depth
+# or matmuls are never faster, whichever tile is the fastest, since every term is monotone and so
+# is the least of them (but where a curve says that misaligned dims cost time: only among aligned
+# ones); and no matmul is faster than FLOPs / (peak x share).
+#
+# Every amount is what one device does in one execution. This file knows no mesh: the caller says
+# what an `Amount` is on one device.
+
+#: Gives what one device has of an amount, by candidate.
+Local = Callable[[Amount], Array]
+
+#: Categories of ops that compilers fuse with each other, and `Efficiency.unfused` is of.
+CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
+#: FLOPs of a matmul, and bytes that another kernel reads and writes, for which a CPU takes another
+#: core. Measured on two cores, JAX 0.10.2 and 0.12: products of up to 2^23 FLOPs and chains of
+#: results of up to 2^17 bytes keep one busy, those of twice as much keep two (XLA counts 2^18 bytes
+#: of a result for a core: openxla/xla `xla/service/cpu/parallel_task_assignment.cc`).
+CORE_FLOPS, CORE_BYTES = float(1 << 23), float(3 << 17)
+
+
+def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
+    """Seconds of one execution of a kernel on one device, array [candidates]; arguments as those of
+    `kernel_parts`.
+    """
+    vector, matrix, traffic = kernel_parts(term, local, chip, constants)
+    if constants.cores > 1:
+        vector, matrix, traffic = (
+            part * constants.cores / busy_cores(term, local, constants)
+            for part in (vector, matrix, traffic)
+        )
+    busy = (
+        np.maximum(np.maximum(vector, matrix), traffic)
+        if constants.at_once
+        else vector + matrix + traffic
+    )
+    return busy + max(chip.launch_s, constants.gap_s)
+
+
+def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
+    """Of a device's cores those that a kernel keeps busy, by candidate: from 1 to
+    `Efficiency.cores`, many matmuls in one kernel to `Efficiency.batched_cores`, and never so many
+    that one has less than `CORE_FLOPS` or `CORE_BYTES`.
+
+    Args:
+        term: FLOPs and bytes of the kernel.
+    """
+    flops = local(term.flops)
+    if term.category not in ("matmul", "convolution"):
+        moved = sum((local(amount) for amount in term.traffic), np.zeros_like(flops))
+        return np.clip(moved / CORE_BYTES, 1.0, constants.cores)
+    limit = np.full_like(flops, constants.cores)
+    if term.matmul is not None and term.matmul.batches is not None:
+        many = np.rint(local(term.matmul.batches)) > 1
+        limit = np.where(many, min(constants.batched_cores, constants.cores), limit)
+    return np.clip(flops / CORE_FLOPS, 1.0, limit)
+
+
+def kernel_parts(
+    term: Compute, local: Local, chip: Chip, constants: Efficiency
+) -> tuple[Array, Array, Array]:
+    """Seconds of a kernel's vector work, of the work that decides its class, and of its memory
+    traffic, each as if it ran alone, by candidate.
+
+    Args:
+        term: FLOPs and bytes of the kernel.
+    """
+    flops = local(term.flops)
+    zeros = np.zeros_like(flops)
+    vector = sum((local(amount) for amount in term.elements.simple), zeros)
+    vector = vector + constants.transcendental * sum(
+        (local(amount) for amount in term.elements.transcendental), zeros
+    )
+    passes = (
+        constants.sort
+        if term.category == "sort"
+        else constants.unfused
+        if term.category in CHAINS
+        else 1.0
+    )
+    traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
+    if term.weight and term.matmul is not None and constants.transposed:
+        elements = local(term.matmul.rows) * local(term.matmul.columns)
+        if term.matmul.batches is not None:
+            elements = elements * local(term.matmul.batches)
+        traffic = traffic + constants.transposed * elements * ITEMSIZE.get(term.dtype, 4)
+    return (
+        vector / (chip.peak("bfloat16") * constants.vector),
+        _compute_seconds(term, flops, local, chip, constants),
+        traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category)),
+    )
+
+
+def _compute_seconds(
+    term: Compute, flops: Array, local: Local, chip: Chip, constants: Efficiency
+) -> Array:
+    """Seconds of the work that decides a kernel's class: of the matrix unit, if it has any of
+    it.
+    """
+    peak = chip.peak(term.dtype)
+    share = constants.peak_share(term.dtype)
+    if term.kind in (FORWARD, BACKWARD):
+        padded = _padding(term.core, term.kind, constants)
+        matrix = (
+            flops
+            * padded
+            / (
+                peak
+                * (constants.attention if term.kind == FORWARD else constants.attention_backward)
+            )
+        )
+        moved = constants.scores if term.kind == FORWARD else constants.scores_backward
+        scores = term.core.scores if term.core is not None else 0.0
+        return np.maximum(matrix, moved * scores * flops / chip.hbm_bytes_per_s)
+    if term.kind in GROUPED:
+        return flops * busiest(term.routed, local, constants) / (peak * share * constants.grouped)
+    if term.category == "convolution":
+        return flops / (peak * share * constants.convolution)
+    if term.matmul is None:
+        return flops / (peak * constants.vector)
+    rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul.dims)
+    if constants.misaligned < 1:
+        lanes = 16 / ITEMSIZE.get(term.dtype, 2)
+        share = share * np.where(
+            (np.rint(columns) % lanes == 0) & (np.rint(depth) % lanes == 0),
+            1.0,
+            constants.misaligned,
+        )
+    if constants.tiles:
+        batches = (
+            np.maximum(local(term.matmul.batches), 1.0)
+            if term.matmul.batches is not None
+            else np.ones_like(flops)
+        )
+        return matmul_seconds(rows, columns, depth, batches, peak * share, constants)
+    padding = np.ones_like(flops)
+    for size, amount in zip((rows, columns, depth), term.matmul.dims, strict=True):
+        padding *= (
+            np.ceil(size / constants.tile) * constants.tile / size
+            if amount.total >= constants.tile
+            else 1.0
+        )
+    return flops * padding / (peak * share)
+
+
+def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> float:
+    """How many times its FLOPs a kernel of attention computes, because of heads that it pads.
+
+    Forward one matmul contracts heads of queries and one makes heads of values; backward there are
+    3 and 2 (arXiv:2307.08691, section 3.1).
+    """
+    if core is None or not core.head:
+        return 1.0
+    widths = core.head, core.value or core.head
+    padded = [math.ceil(width / constants.width) * constants.width for width in widths]
+    if constants.equal_widths:
+        padded = [max(padded)] * 2
+    matmuls = (1, 1) if kind == FORWARD else (3, 2)
+    done, needed = (
+        sum(n * width for n, width in zip(matmuls, each, strict=True)) for each in (padded, widths)
+    )
+    return done / needed
+
+
+def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:
+    """Load of the busiest device over the mean, of a kernel or an all-to-all of routed rows; 1
+    where the figures of a chip leave loads even.
+
+    Args:
+        routed: the rows and their experts; None for kernels of other things.
+    """
+    if routed is None or constants.skew is None:
+        return 1.0
+    devices = np.rint(routed.experts.total / local(routed.experts)).astype(np.int64)
+    load = load_factor(local(routed.rows), devices, routed.experts.total, constants.skew)
+    return load if routed.most is None else np.minimum(load, max(1.0, routed.most))
+
+
+def matmul_seconds(
+    rows: Array,
+    columns: Array,
+    depth: Array,
+    batches: Array,
+    flops_per_s: float | Array,
+    constants: Efficiency,
+) -> Array:
+    """Seconds of `batches` matmuls [rows, depth] x [depth, columns] by the fastest of the tiles."""
+
+    def by(tile: Tile) -> Array:
+        high, wide, share = tile
+        waves = np.ceil(np.ceil(rows / high) * np.ceil(columns / wide) * batches / constants.units)
+        return (
+            waves
+            * constants.units
+            * 2
+            * high
+            * wide
+            * (depth + constants.depth)
+            / (flops_per_s * share)
+        )
+
+    return np.min(np.stack([by(tile) for tile in constants.tiles]), axis=0)

@@ -1,0 +1,600 @@
+"""Meshes with their places on the links and numbers of microbatches, as arrays: what pricing does
+for many candidates at once.
+
+The slowest stage of a pipeline, and how often stages gather and reduce their weights.
+
+How long stages wait and how many microbatches are in flight is said by each schedule
+(`shardlib.schedules`). Here is what all schedules share: a chain of layers is cut into S stages of
+v chunks as evenly as whole layers can be.
+
+>>> layer, ends = np.array([1.0]), np.array([0.0])
+>>> slowest([layer], [10], ends, np.array([4]), np.array([1])).item()
+3.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardlib.cost.collectives import SLOTS, Links, links, role_slots
+from shardlib.cost.framework import XLA, FrameworkProfile, Knobs, ends_on_all_stages
+from shardlib.cost.tables import BYTES, COUNTS, Collectives, Kernels, Point, Pricer, Q, StoredBytes
+from shardlib.cost.terms import OUTSIDE_LAYERS, Shapes, distinct_rows
+from shardlib.layout import BATCH_AXES, MESH_AXES, MeshShape
+from shardlib.machines.topology import Placement, Topology
+from shardlib.schedules import Pipelines, Timetable, named
+
+# --------------------------------------------------------------------------------------------------
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Meshes with microbatch counts, as arrays of equal length.
+
+    Attributes:
+        sizes: size of every mesh axis per candidate.
+        micro: microbatches per candidate.
+        links: costs of collectives per candidate.
+        shapes: the distinct shapes among them.
+        shape: number of the shape of each candidate.
+    """
+
+    sizes: Mapping[str, Array]
+    micro: Array
+    links: Links
+    shapes: Shapes
+    shape: Array
+
+    def __len__(self) -> int:
+        return len(self.micro)
+
+    @property
+    def stage(self) -> Array:
+        """Stages per candidate."""
+        return self.sizes["stage"]
+
+    @property
+    def fsdp(self) -> Array:
+        """Size of the fsdp axis per candidate."""
+        return self.sizes["fsdp"]
+
+    @property
+    def context(self) -> Array:
+        """Size of the context axis per candidate."""
+        return self.sizes["context"]
+
+    def ways(self, axes: Iterable[str]) -> Array:
+        """Number of shards of a dim that is sharded over some axes, per candidate."""
+        return math.prod((self.sizes[axis] for axis in axes), start=np.ones_like(self.micro))
+
+    def take(self, which: Array) -> Candidates:
+        """Some of the candidates; the shapes are those of all."""
+        return Candidates(
+            sizes={axis: size[which] for axis, size in self.sizes.items()},
+            micro=self.micro[which],
+            links=self.links.take(which),
+            shapes=self.shapes,
+            shape=self.shape[which],
+        )
+
+
+def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
+    """The distinct shapes among candidates, and the number of the shape of each."""
+    degree = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
+    first, which = distinct_rows(
+        [degree, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
+    )
+    return (
+        Shapes(
+            batch=degree,
+            context=sizes["context"],
+            tensor=sizes["tensor"],
+            expert=sizes["expert"],
+            fsdp=sizes["fsdp"],
+        ).take(first),
+        which,
+    )
+
+
+def candidates(
+    places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
+) -> Candidates:
+    """Builds the arrays for placed meshes with microbatches on a topology."""
+    distinct_places: dict[int, int] = {}
+    order = [
+        distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places
+    ]
+    unique = list({id(placement): placement for _, placement in places}.values())
+    sizes = {
+        axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in MESH_AXES
+    }
+    numbers = np.array(micro, dtype=np.int64)
+    shapes, shape = distinct({**sizes, "micro": numbers})
+    return Candidates(
+        sizes=sizes,
+        micro=numbers,
+        links=links(unique, topology).take(np.array(order, dtype=np.int64)),
+        shapes=shapes,
+        shape=shape,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The quantities of a step by segment and candidate, with collectives as seconds: what all ZeRO
+# stages and schedules share.
+#
+# `sums` turns tallies by shape into one `Sums` for each remat policy and choice; `Model` is what
+# pricing knows of a model beside its items.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What pricing knows of a model beside its items.
+
+    Attributes:
+        counts: layers of each class.
+        batch_bytes: bytes of the global batch, and of results with a value for each of its rows.
+        state_bytes: bytes of model state that is replicated.
+        largest_end: the largest share that one array has of the parameters outside of all layers.
+        reduction: bytes of gradients in their communication dtype over those as traced.
+        working: bytes of an element in the dtype of the matmuls, over those of a parameter.
+        head_layers: work of the matmuls outside of all layers, over that of a layer.
+    """
+
+    counts: tuple[int, ...]
+    batch_bytes: float
+    state_bytes: float
+    largest_end: float = 1.0
+    reduction: float = 1.0
+    working: float = 1.0
+    head_layers: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The quantities of one remat policy under one choice, by segment and candidate, with
+    collectives as seconds: what all ZeRO stages and schedules share.
+
+    Attributes:
+        kernels: what kernels take.
+        collectives: seconds of collectives.
+        stored: bytes between steps.
+        points: memory.
+        buffer: bytes of keys and values gathered along the context, array [candidates].
+        stacks: bytes that loops over layers have saved when the last one ends, array [segments,
+            candidates]; [0, candidates] where nobody asks.
+        ticks: seconds of one microbatch on the slowest stage by (how keys and values meet queries,
+            chunks a stage), filled as they are asked for.
+    """
+
+    kernels: Kernels
+    collectives: Collectives
+    stored: StoredBytes
+    points: tuple[Point, ...]
+    buffer: Array
+    stacks: Array
+    ticks: dict[tuple[str, int], Array] = field(
+        default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False
+    )
+
+    def along(self, knobs: Knobs) -> Array:
+        """Seconds of collectives along the sequence that compute waits for."""
+        roles = self.collectives
+        return roles.context + (
+            roles.keys
+            if knobs.context == "all-gather"
+            else roles.exchange
+            if knobs.context == "ulysses"
+            else 0.0
+        )
+
+    def take(self, which: Array) -> Sums:
+        """Some of the candidates."""
+        selected = Sums(
+            kernels=self.kernels.take(which),
+            collectives=self.collectives.take(which),
+            stored=self.stored.take(which),
+            points=tuple(point.take(which) for point in self.points),
+            buffer=self.buffer[which],
+            stacks=self.stacks[:, which],
+        )
+        selected.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
+        return selected
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """The candidates of several, one after the other; where one has fewer points of memory than
+    others, its first stands for the others.
+    """
+    count = max(len(part.points) for part in parts)
+    points = [(*part.points, *part.points[:1] * (count - len(part.points))) for part in parts]
+    return Sums(
+        kernels=Kernels.joined([part.kernels for part in parts]),
+        collectives=Collectives.joined([part.collectives for part in parts]),
+        stored=StoredBytes.joined([part.stored for part in parts]),
+        points=tuple(map(Point.joined, zip(*points, strict=True))),
+        buffer=np.concatenate([part.buffer for part in parts]),
+        stacks=np.concatenate([part.stacks for part in parts], axis=1),
+    )
+
+
+def sums(
+    work: Array,
+    resting: Array,
+    points: Sequence[Array],
+    model: Model,
+    pricer: Pricer,
+    c: Candidates,
+    *,
+    stacks: Array | None = None,
+) -> Sums:
+    """Turns tallies by shape into quantities by candidate.
+
+    Args:
+        work: tally of `work_items`, array [segments, rows, shapes].
+    """
+    shape = c.shape
+    work = pricer.corrected(work)
+
+    def role(name: str, *, experts: bool = False) -> Array:
+        slots = [s for s in role_slots(name) if SLOTS[s].group.of_experts or not experts]
+        counts, sizes = (
+            work[:, [COUNTS + slot for slot in slots]],
+            work[:, [BYTES + slot for slot in slots]],
+        )
+        used = [i for i in range(len(slots)) if counts[:, i].any()]
+        factors = pricer.waits(slots)[:, 0] * (
+            model.reduction if name in ("reduce", "scatter") else 1.0
+        )
+        seconds = np.zeros((work.shape[0], len(c)))
+        for i in used:
+            seconds += factors[i] * (
+                counts[:, i][:, shape] * c.links.latency[slots[i]]
+                + sizes[:, i][:, shape] * c.links.per_byte[slots[i]]
+            )
+        return seconds
+
+    def point(tally: Array) -> Point:
+        tally = pricer.corrected(tally)
+        return Point(
+            saved=tally[:, Q.SAVED][:, shape],
+            temporary=tally[:, Q.TEMPORARY][:, shape],
+            gradient=tally[:, Q.GRADIENT][:, shape],
+            gradient_cut=tally[:, Q.GRADIENT_CUT][:, shape],
+            copy=tally[:, Q.COPY][:, shape],
+            copy_cut=tally[:, Q.COPY_CUT][:, shape],
+            cast=tally[:, Q.CAST][:, shape],
+            gathered=tally[:, Q.GATHERED][:, shape],
+        )
+
+    return Sums(
+        kernels=Kernels(
+            compute=work[:, Q.COMPUTE][:, shape],
+            weights=work[:, Q.WEIGHTS].sum(0)[shape],
+            host=work[:, Q.HOST][:, shape],
+            flops=work[:, Q.FLOPS].sum(0)[shape],
+        ),
+        collectives=Collectives(
+            block=role("block"),
+            context=role("context"),
+            keys=role("keys"),
+            ring=role("ring"),
+            exchange=role("exchange"),
+            reduce=role("reduce"),
+            scatter=role("scatter"),
+            gather=role("gather"),
+            routed=role("reduce", experts=True),
+            passes=role("stage")[OUTSIDE_LAYERS],
+            ends=role("ends")[OUTSIDE_LAYERS],
+        ),
+        stored=StoredBytes(
+            parameters=resting[:, Q.PARAMETERS][:, shape],
+            parameters_cut=resting[:, Q.PARAMETERS_CUT][:, shape],
+            frozen=resting[:, Q.FROZEN][:, shape],
+            frozen_cut=resting[:, Q.FROZEN_CUT][:, shape],
+            state=resting[:, Q.STATE][:, shape],
+            state_cut=resting[:, Q.STATE_CUT][:, shape],
+            experts=resting[:, Q.EXPERTS][:, shape],
+            kept=resting[:, Q.KEPT][:, shape],
+            kept_cut=resting[:, Q.KEPT_CUT][:, shape],
+        ),
+        points=tuple(map(point, points)),
+        buffer=np.where(c.context > 1, _context_buffer(work, model)[shape], 0.0),
+        stacks=(
+            np.zeros((0, len(shape)))
+            if stacks is None
+            else pricer.corrected(stacks)[:, Q.SAVED][:, shape]
+        ),
+    )
+
+
+def _context_buffer(work: Array, model: Model) -> Array:
+    """Bytes of the keys and values of one layer, gathered along the context: half of what forward
+    and backward gather.
+    """
+    rows = [
+        BYTES + number
+        for number, slot in enumerate(SLOTS)
+        if slot.role in ("context", "keys") and slot.kind == "all-gather"
+    ]
+    largest = np.zeros(work.shape[-1])
+    for k, count in enumerate(model.counts):
+        largest = np.maximum(largest, work[k, rows].sum(0) / (2 * count))
+    return largest
+
+
+# --------------------------------------------------------------------------------------------------
+# What the fullest stage of a pipeline has of a model: whole layers, and a part of embedding and
+# head.
+
+
+def chunks_of(knobs: Knobs, c: Candidates) -> Array:
+    """Chunks of layers on a stage; 1 where there are no stages."""
+    return np.where(c.stage > 1, knobs.virtual, 1)
+
+
+def pipelines_of(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipelines:
+    """The pipelines of candidates, each with the microbatches of one group."""
+    return Pipelines(
+        stages=c.stage,
+        chunks=chunks_of(knobs, c),
+        microbatches=c.micro // knobs.accumulation,
+        lockstep=profile.pipeline == "lockstep",
+    )
+
+
+def shares_of(knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
+    """Part of each segment that the fullest stage has: whole layers of every group, and of
+    embedding and head an equal part or an array; array [segments, candidates].
+    """
+    virtual = chunks_of(knobs, c)
+    layers = [_most(count, c, virtual, model, profile) / count for count in model.counts]
+    ends = (
+        np.where(c.stage > 1, model.largest_end, 1.0)
+        if profile.embedding_and_head == "owners"
+        else 1 / c.stage
+    )
+    return np.stack([*layers, np.ones(len(c)), ends])
+
+
+def shares_at_rest(
+    knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
+) -> Array:
+    """Part of each segment's parameters, gradients and optimizer state that the fullest stage has:
+    as `shares_of`, but every stage has all of embedding and head where their work is spread over
+    the sequence.
+    """
+    shares = shares_of(knobs, model, c, profile)
+    if profile.embedding_and_head == "spread":
+        shares[OUTSIDE_LAYERS] = 1.0
+    return shares
+
+
+def shares_moved(
+    knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
+) -> Array:
+    """Part of each segment's parameters that the fullest stage gathers, and whose gradients it
+    reduces: as `shares_of`, but every stage does so with all of embedding and head where it
+    computes them for a part of the sequence.
+    """
+    shares = shares_of(knobs, model, c, profile)
+    if ends_on_all_stages(profile):
+        shares[OUTSIDE_LAYERS] = 1.0
+    return shares
+
+
+def dealt(
+    stored: Array, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+) -> Array:
+    """Bytes that a device has when layers were dealt out to stages of several chunks, as pipelines
+    in one program do with parameters in every step, and with gradients back: stored are the layers
+    in order, and stage s of S has chunks s, S + s, and so on. Where S does not divide the chunks of
+    a stage, the partitioner gathers all of them. Layers that do not divide are not counted.
+
+    Args:
+        stored: bytes by segment, of all stages, [segments, candidates].
+    """
+    if knobs.virtual == 1 or not ends_on_all_stages(profile):
+        return np.zeros(len(c))
+    moved = stored * shares_of(knobs, model, c, profile)
+    layers = np.zeros(len(c))
+    for k, count in enumerate(model.counts):
+        layers = layers + np.where(count % (c.stage * knobs.virtual), 0.0, moved[k])
+    return np.where(c.stage > 1, layers * np.where(knobs.virtual % c.stage, c.stage, 1), 0.0)
+
+
+def _most(
+    count: int, c: Candidates, virtual: Array, model: Model, profile: FrameworkProfile
+) -> Array:
+    """Layers of a class that the fullest stage has: equally many, or, where stages are cut by work,
+    those that begin before its part of the work is done.
+    """
+    equal = virtual * np.ceil(count / (c.stage * virtual))
+    if profile.balance == "layers":
+        return equal
+    return np.where(
+        (c.stage > 1) & (virtual == 1),
+        np.minimum(count, np.floor((count + model.head_layers) / c.stage) + 1),
+        equal,
+    )
+
+
+def on_stage(quantity: Array, scale: Array) -> Array:
+    """What the fullest stage has of a quantity by segment.
+
+    Args:
+        quantity: of one microbatch or step, [segments, candidates].
+        scale: part of each segment that the stage has, [segments, candidates].
+    """
+    return (quantity * scale).sum(0)
+
+
+# --------------------------------------------------------------------------------------------------
+# When gradients are reduced, and to which sharding.
+
+
+def once_a_step(profile: FrameworkProfile, knobs: Knobs) -> bool:
+    """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with
+    parameters stored sharded (ZeRO 3) they never are.
+    """
+    return profile.reduction == "step" and knobs.zero < 3
+
+
+def in_the_last(profile: FrameworkProfile, knobs: Knobs) -> bool:
+    """Whether gradients are stored replicated and reduced in the last microbatch of a step."""
+    return profile.reduction == "last" and knobs.zero < 2
+
+
+def scatters(profile: FrameworkProfile, knobs: Knobs) -> bool:
+    """Whether gradients are reduced to the shards of the optimizer: where they are stored sharded,
+    and where they are reduced once for a distributed optimizer.
+    """
+    return knobs.zero >= 2 or (knobs.zero == 1 and profile.reduction == "step")
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Halvings of the interval that the longest chunk lies in, when layers differ, which is as wide as
+#: the slowest layer: it is found to 1e-6 of that layer.
+_HALVINGS = 20
+#: Relative rounding of a sum of layers.
+_SLACK = 1 + 1e-12
+
+
+def passes_over_weights(
+    schedule: str, gather: str, virtual: int, microbatches: Array, groups: int = 1
+) -> tuple[Array, Array, float]:
+    """How often a stage gathers its weights and reduces their gradients in a step, and the share of
+    them that is whole at a time.
+
+    Gathered at every "use", that is twice (forward, backward) and once in every microbatch.
+    Gathered "once" that is once each, or twice and once where all microbatches go through one chunk
+    of layers before the next (breadth first, arXiv:2211.05953): then two chunks are whole at a
+    time, while stages go over from one to the next, so that one chunk's sums are reduced before
+    there are any, and groups of microbatches that go through the pipeline one after the other do
+    that once each.
+    """
+    per_microbatch = np.asarray(microbatches, dtype=float)
+    if gather == "use":
+        return per_microbatch, per_microbatch, 0.0
+    if named(schedule).forward_first and virtual > 1:
+        reduced = groups * (virtual + 1) / virtual
+        return (
+            np.full_like(per_microbatch, groups),
+            np.full_like(per_microbatch, reduced),
+            min(1.0, 2 / virtual),
+        )
+    return np.full_like(per_microbatch, 0.5), np.ones_like(per_microbatch), 1.0
+
+
+def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
+    """How often the parameters of embedding and head are gathered, and their gradients reduced, in
+    a step of a pipeline whose stages all compute both: once, where those of layers are, but for
+    rounds of chunks, and in every microbatch otherwise.
+    """
+    assert ends_on_all_stages(profile)
+    rounds = named(knobs.schedule).forward_first and knobs.virtual > 1
+    late = once_a_step(profile, knobs) or (knobs.gather == "once" and not rounds)
+    return np.where(knobs.zero < 2 or late, 1.0, c.micro)
+
+
+def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
+    """How often a stage does its part for a microbatch in a step: in a pipeline in one program it
+    does so while it waits, too, with what nobody asks for.
+    """
+    if profile.pipeline != "lockstep":
+        return np.asarray(c.micro, dtype=float)
+    return np.array(
+        [
+            (
+                knobs.accumulation
+                * Timetable(
+                    schedule=knobs.schedule,
+                    stages=int(stages),
+                    microbatches=int(micro) // knobs.accumulation,
+                    virtual=knobs.virtual,
+                ).forward_ticks
+                / knobs.virtual
+                if stages > 1
+                else float(micro)
+            )
+            for stages, micro in zip(c.stage, c.micro, strict=True)
+        ]
+    )
+
+
+def slowest(
+    layers: Sequence[Array], counts: Sequence[int], ends: Array, stages: Array, virtual: Array
+) -> Array:
+    """Seconds of the slowest stage when the last one has the head: a layer less than the others
+    where the layers are not divisible.
+
+    Args:
+        layers: seconds of one layer of each class.
+        ends: seconds of embedding and head, almost all of which are the head's.
+    """
+    chunks = stages * virtual
+    plain = virtual * bottleneck(layers, counts, chunks)
+    total = sum(counts)
+    spare = (
+        (np.ceil(total / chunks) * chunks > total) & (stages > 1)
+        if counts
+        else np.zeros(len(stages), dtype=bool)
+    )
+    return np.maximum(plain, plain + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0))
+
+
+def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:
+    """Seconds of the slowest chunk when a chain of layers is cut into chunks as evenly as can be.
+
+    The chain is some classes of equal layers, one class after the other, and chunks are runs of
+    whole layers. The best cut is found by bisection on the longest chunk that is allowed, each
+    tried by filling chunks from the front, which is exact for chains.
+
+    Args:
+        seconds: of one layer of each class, arrays of equal length.
+    """
+    if not counts:
+        return np.zeros_like(chunks, dtype=float)
+    if len(counts) == 1:
+        return np.ceil(counts[0] / chunks) * seconds[0]
+    total = np.asarray(sum(n * t for n, t in zip(counts, seconds, strict=True)), dtype=float)
+    split = np.flatnonzero(chunks > 1)
+    if len(split) < len(chunks):
+        cut = bottleneck([t[split] for t in seconds], counts, chunks[split]) if len(split) else ()
+        slowest = total.copy()
+        slowest[split] = cut
+        return slowest
+    layers = [np.maximum(np.asarray(t, dtype=float), 1e-30) for t in seconds]
+    longest = np.maximum.reduce(layers)
+    # chunks that no layer fits into any more have more than an equal part of the time
+    low, high = (
+        np.maximum(total / chunks, longest),
+        np.minimum(total, total / chunks + longest),
+    )
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        fits = _chunks_needed(layers, counts, middle) <= chunks
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return high
+
+
+def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], limit: Array) -> Array:
+    """Chunks that filling from the front takes when none may be longer than `limit` seconds."""
+    used: Array | float = 0.0
+    space: Array | None = None
+    for count, t in zip(counts, seconds, strict=True):
+        here = 0.0 if space is None else np.minimum(np.floor(space * _SLACK / t), count)
+        left = count - here
+        each = np.maximum(np.floor(limit * _SLACK / t), 1)
+        more = np.ceil(left / each)
+        used = used + more
+        full = limit - (left - (more - 1) * each) * t
+        space = full if space is None else np.where(more > 0, full, space - here * t)
+    return np.asarray(used)

@@ -1,0 +1,973 @@
+"""The terms of many items added up for every shape of a space: basis functions, and the
+coefficients in front of them.
+
+Measures: functions of the shape alone, of which tallies are made.
+
+The seconds of one kernel are a measure, and "one over the ways that the batch is sharded": a `Part`
+is a product of such factors.
+
+>>> Part(batch=True).by(Ways("tensor")).factors
+(Ways(axis='tensor'),)
+
+Tallies: coefficients of measures, by quantity, for any shapes.
+
+Tallies of different items add up, so tables of partial sums can be combined; only
+`shardlib.cost.pricing` does anything that is no sum.
+
+>>> tally = tallied([(0, 5, 2.0), (0, 5, 1.0), (3, 7, 4.0)])
+>>> tally.rows.tolist(), tally.measures, tally.matrix.tolist()
+([0, 3], (5, 7), [[3.0, 0.0], [0.0, 4.0]])
+
+The quantities of a step that add up over its items, as rows of a tally.
+
+A tally of a program is an array [segments, `ROWS`, shapes], per microbatch and device: first the
+quantities `Q`, then the count and then the bytes of the collectives of every slot.
+
+>>> Q.COMPUTE, ROWS == BYTES + len(SLOTS)
+(<Q.COMPUTE: 0>, True)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+
+from shardlib.cost.collectives import (
+    INDEX,
+    SLOTS,
+    Slot,
+    along,
+    on_all_stages,
+    replicas,
+    stored,
+    tokens,
+)
+from shardlib.cost.framework import XLA, FrameworkProfile, ends_on_all_stages
+from shardlib.cost.roofline import (
+    Efficiency,
+    applied,
+    busiest,
+    efficiency_of,
+    kernel_seconds,
+    linked,
+)
+from shardlib.cost.terms import (
+    OUTSIDE_LAYERS,
+    Amount,
+    Compute,
+    Heads,
+    Item,
+    Resident,
+    Routed,
+    Shapes,
+    Stored,
+    Term,
+    Transfer,
+    distinct_rows,
+    divides_stored,
+    local,
+)
+from shardlib.layout import CONTEXT, EXPERT, STAGE, STORED_AXES, TENSOR, Axis
+from shardlib.machines.chips import Chip
+from shardlib.machines.topology import Topology
+from shardlib.propagation.colours import Choice, Cut, has
+
+# --------------------------------------------------------------------------------------------------
+# What `shardlib.cost.stages.Sums` is made of: arrays whose last dim is candidates.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ByCandidate:
+    """Arrays whose last dim is candidates."""
+
+    def take(self, which: Array) -> Self:
+        """Some of the candidates."""
+        return type(self)(
+            **{field.name: getattr(self, field.name)[..., which] for field in fields(self)}
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The candidates of several, one after the other."""
+        return cls(
+            **{
+                field.name: np.concatenate([getattr(part, field.name) for part in parts], axis=-1)
+                for field in fields(cls)
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(_ByCandidate):
+    """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in
+    `shardlib.cost.tables.Q`.
+    """
+
+    saved: Array
+    temporary: Array
+    gradient: Array
+    gradient_cut: Array
+    copy: Array
+    copy_cut: Array
+    cast: Array
+    gathered: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(_ByCandidate):
+    """What the kernels of a microbatch take.
+
+    Attributes:
+        compute: seconds, array [segments, candidates].
+        weights: seconds of those of `compute` that make gradients of weights, all segments, array
+            [candidates].
+        host: seconds that the host takes to launch them, array [segments, candidates].
+        flops: all segments, array [candidates].
+    """
+
+    compute: Array
+    weights: Array
+    host: Array
+    flops: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives(_ByCandidate):
+    """Seconds of the collectives of a microbatch by role (`shardlib.cost`), arrays
+    [segments, candidates].
+
+    Attributes:
+        block, context, keys, ring, exchange, reduce, scatter, gather: of each role.
+        routed: those of `reduce` that are gradients of experts on their devices.
+        passes: handing activations to the next stage and cotangents back, a chunk; array
+            [candidates].
+        ends: what all stages do together before and after the layers, array [candidates].
+    """
+
+    block: Array
+    context: Array
+    keys: Array
+    ring: Array
+    exchange: Array
+    reduce: Array
+    scatter: Array
+    gather: Array
+    routed: Array
+    passes: Array
+    ends: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBytes(_ByCandidate):
+    """Bytes as they are stored, arrays [segments, candidates]; those that end in `_cut` are sharded
+    by ZeRO. Names as in `shardlib.cost.tables.Q`.
+    """
+
+    parameters: Array
+    parameters_cut: Array
+    frozen: Array
+    frozen_cut: Array
+    state: Array
+    state_cut: Array
+    experts: Array
+    kept: Array
+    kept_cut: Array
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A factor: one over the size of a mesh axis, "tensor" or "context"."""
+
+    axis: str
+
+
+@dataclass(frozen=True)
+class StoredWays:
+    """A factor: one over the ways that a parameter is stored sharded beside its sharding in
+    compute; with `experts` the expert axis shards it in compute already.
+    """
+
+    experts: bool
+
+
+@dataclass(frozen=True)
+class DividesStored:
+    """A factor: 1 where an array divides as it is stored (`divides_stored`) and 0 elsewhere, or the
+    other way around.
+    """
+
+    shape: tuple[int, ...]
+    cut: Cut
+    frozen: frozenset[int]
+    flat: bool = False
+    divides: bool = True
+
+
+@dataclass(frozen=True)
+class Load:
+    """A factor: load of the busiest device over the mean (`shardlib.cost.roofline`)."""
+
+    routed: Routed
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A factor: seconds that the host takes to launch a kernel."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A factor: 1 where a term of attention counts (`Heads.counts`), and 0 elsewhere."""
+
+    heads: Heads
+
+
+Factor = Ways | StoredWays | DividesStored | Load | Launch | Counts
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device has of an amount of 1, as the fields of `Amount` say, times some factors."""
+
+    batch: bool = False
+    tensor: bool = False
+    context: bool = False
+    expert: bool = False
+    factors: tuple[Factor, ...] = ()
+
+    def by(self, *factors: Factor) -> Part:
+        """The part times more factors."""
+        if not factors:
+            return self
+        return Part(self.batch, self.tensor, self.context, self.expert, (*self.factors, *factors))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Seconds of one execution of a kernel, whose `trips` are 1; `outside` of all layers or in
+    one.
+    """
+
+    term: Compute
+    outside: bool
+
+
+Measure = Part | Kernel
+
+
+@lru_cache(maxsize=64)
+def _part(batch: bool, tensor: bool, context: bool, expert: bool) -> Part:
+    return Part(batch, tensor, context, expert)
+
+
+def part(amount: Amount) -> Part:
+    """The measure of an amount; its total is the coefficient."""
+    return _part(amount.batch, amount.tensor, amount.context, amount.expert)
+
+
+#: Sizes that a measure may depend on, the fields of `Shapes`.
+SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
+
+
+def depends(measure: Measure) -> frozenset[str]:
+    """The sizes that a measure depends on."""
+    if isinstance(measure, Kernel):
+        term, matmul = measure.term, measure.term.matmul
+        routed = (term.routed.rows, term.routed.experts) if term.routed else ()
+        amounts = (
+            term.flops,
+            *term.traffic,
+            *term.elements.simple,
+            *term.elements.transcendental,
+            *(matmul.dims if matmul else ()),
+            *((matmul.batches,) if matmul and matmul.batches else ()),
+            *routed,
+        )
+        counting = frozenset({"tensor"} if term.heads else ())
+        return counting.union(*map(_cutting, amounts))
+    return frozenset[str]().union(_cutting(measure), *map(_in_factor, measure.factors))
+
+
+def _cutting(amount: Amount | Part) -> frozenset[str]:
+    """The sizes that cut an amount."""
+    return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
+
+
+def _in_factor(factor: Factor) -> frozenset[str]:
+    match factor:
+        case Ways("tensor" | "context" as axis):
+            return frozenset({axis})
+        case Counts():
+            return frozenset({"tensor"})
+        case Ways() | StoredWays():
+            return frozenset(STORED_AXES)
+        case DividesStored():
+            return frozenset(SIZES[1:])
+        case Load(routed):
+            return _cutting(routed.rows) | _cutting(routed.experts)
+        case Launch():
+            return frozenset()
+
+
+# --------------------------------------------------------------------------------------------------
+# Measures evaluated once for all shapes, of which tallies are products.
+#
+# Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
+# alone, such as the seconds of one kernel, or "one over the ways that the batch is sharded". A
+# program has hundreds of items under hundreds of choices, but few distinct measures, because
+# programs repeat themselves: the layers of a stack, a forward pass that is rematerialised, an op
+# that a choice does not touch. So each measure is evaluated once for all shapes, and a tally is a
+# product of a small matrix with them.
+
+Array = np.ndarray
+
+
+def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
+    """A measure that is no kernel, by shape."""
+    values = local(
+        Amount(
+            total=1.0,
+            batch=measure.batch,
+            tensor=measure.tensor,
+            context=measure.context,
+            expert=measure.expert,
+        ),
+        shapes,
+    )
+    for factor in measure.factors:
+        values = values * _factor(factor, shapes, constants)
+    return values
+
+
+def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | float:
+    match factor:
+        case Ways("tensor"):
+            return 1.0 / shapes.tensor
+        case Ways("context"):
+            return 1.0 / shapes.context
+        case Ways(axis):
+            raise AssertionError(f"no measure is by the ways of {axis}")
+        case StoredWays(experts):
+            return 1.0 / shapes.stored_ways((EXPERT.name,) if experts else ())
+        case DividesStored(shape, cut, frozen, flat, divides):
+            return divides_stored(shape, cut, frozen, shapes, flat=flat) == divides
+        case Launch():
+            return constants.dispatch_s
+        case Load(routed):
+            return busiest(routed, lambda amount: local(amount, shapes), constants)
+        case Counts(heads):
+            return _counting(heads, shapes)
+
+
+def _counting(heads: Heads, shapes: Shapes) -> Array:
+    """1.0 for each shape where terms of attention count (`Heads.counts`), and 0.0 elsewhere."""
+    degrees, which = np.unique(shapes.tensor, return_inverse=True)
+    return np.array([float(heads.counts(int(n))) for n in degrees])[which.reshape(-1)]
+
+
+#: Sets of shapes whose measures a book keeps.
+MOST_KEPT = 8
+
+
+class Book:
+    """Numbers measures; equal ones have one number.
+
+    Attributes:
+        measures: by number.
+        sizes: that each depends on, by number.
+    """
+
+    def __init__(self) -> None:
+        self.measures: list[Measure] = []
+        self.sizes: list[frozenset[str]] = []
+        self._numbers: dict[Measure, int] = {}
+        self._kept: OrderedDict[Hashable, Values] = OrderedDict()
+
+    def on(self, chip: Chip, constants: Efficiency, outside: Efficiency, shapes: Shapes) -> Values:
+        """The measures on some shapes, which are kept for the next search that asks for them: a
+        topology with other links or more memory has the same kernels.
+        """
+        key = (
+            replace(chip, hbm_bytes=1, reserved_bytes=0),
+            constants,
+            outside,
+            tuple(getattr(shapes, name).tobytes() for name in SIZES),
+        )
+        values = self._kept.pop(key, None)
+        if values is None:
+            values = Values(
+                book=self, chip=chip, constants=constants, outside=outside, shapes=shapes
+            )
+        self._kept[key] = values
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return values
+
+    def number(self, measure: Measure) -> int:
+        """The number of a measure."""
+        number = self._numbers.setdefault(measure, len(self.measures))
+        if number == len(self.measures):
+            self.measures.append(measure)
+            self.sizes.append(depends(measure))
+        return number
+
+
+class Table:
+    """Rows of numbers, made as they are asked for.
+
+    Args:
+        make: makes the row of a number.
+        width: of a row.
+
+    Attributes:
+        values: the rows, and room for more.
+    """
+
+    def __init__(self, make: Callable[[int], Array], width: int) -> None:
+        self._make, self._row = make, dict[int, int]()
+        self.values = np.empty((16, width))
+
+    def rows(self, numbers: Sequence[int]) -> Array:
+        """The rows of some numbers."""
+        for number in numbers:
+            if number not in self._row:
+                row = self._row[number] = len(self._row)
+                if row == len(self.values):
+                    self.values = np.concatenate([self.values, np.empty_like(self.values)])
+                self.values[row] = self._make(number)
+        return np.array([self._row[number] for number in numbers], dtype=np.int64)
+
+
+@dataclass(kw_only=True)
+class Values:
+    """Measures evaluated on shapes, as they are asked for.
+
+    Few measures depend on all sizes, so each is evaluated on the fewer shapes that differ in those
+    that it does depend on.
+
+    Attributes:
+        book: the measures.
+        chip, constants, outside: what kernels run on, in layers and outside of them.
+        shapes: the shapes.
+        work: distinct shapes but for fsdp, on which kernels do not depend, and `which` of them each
+            shape is.
+    """
+
+    book: Book
+    chip: Chip
+    constants: Efficiency
+    outside: Efficiency
+    shapes: Shapes
+    work: Shapes = field(init=False)
+    which: Array = field(init=False)
+    _tables: dict[frozenset[str], tuple[Table, Array]] = field(
+        default_factory=dict[frozenset[str], tuple[Table, Array]], init=False, repr=False
+    )
+    _rows: dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]] = field(
+        default_factory=dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]],
+        init=False,
+        repr=False,
+    )
+
+    def __post_init__(self) -> None:
+        self.work, self.which = _projected(self.shapes, frozenset(SIZES[:-1]))
+
+    def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
+        """Some measures on some shapes, array [measures, shapes]."""
+        if numbers not in self._rows:
+            self._rows[numbers] = self._found(numbers)
+        values = np.empty((len(numbers), len(at)))
+        for sizes, positions, rows in self._rows[numbers]:
+            table, which = self._tables[sizes]
+            values[positions] = table.values[rows[:, None], which[at]]
+        return values
+
+    def _found(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
+        """(sizes, positions, rows of their table) of some measures, by the sizes that they depend
+        on.
+        """
+        groups: dict[frozenset[str], list[int]] = {}
+        for position, number in enumerate(numbers):
+            groups.setdefault(self.book.sizes[number], []).append(position)
+        for sizes in groups.keys() - self._tables.keys():
+            self._tables[sizes] = self._table(sizes)
+        return [
+            (
+                sizes,
+                np.array(positions),
+                self._tables[sizes][0].rows([numbers[i] for i in positions]),
+            )
+            for sizes, positions in groups.items()
+        ]
+
+    def _table(self, sizes: frozenset[str]) -> tuple[Table, Array]:
+        shapes, which = _projected(self.shapes, sizes)
+        return Table(lambda number: self._made(number, shapes), len(shapes)), which
+
+    def _made(self, number: int, shapes: Shapes) -> Array:
+        measure = self.book.measures[number]
+        if isinstance(measure, Part):
+            return evaluate(measure, shapes, self.constants)
+        seconds = kernel_seconds(
+            measure.term,
+            lambda amount: local(amount, shapes),
+            self.chip,
+            self.outside if measure.outside else self.constants,
+        )
+        heads = measure.term.heads
+        return seconds if heads is None else seconds * _counting(heads, shapes)
+
+
+def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:
+    """The distinct shapes when all but some sizes are 1, and which of them each shape is."""
+    first, which = distinct_rows(
+        [np.ones_like(shapes.batch), *(getattr(shapes, name) for name in SIZES if name in sizes)]
+    )
+    batch, context, tensor, expert, fsdp = (
+        getattr(shapes, name)[first] if name in sizes else np.ones(len(first), dtype=np.int64)
+        for name in SIZES
+    )
+    return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """A tally for any shapes: a matrix of coefficients times measures.
+
+    Attributes:
+        rows: numbers of the rows that are not empty, ascending.
+        measures: numbers of the measures, in a `Book`.
+        matrix: array [rows, measures].
+    """
+
+    rows: Array
+    measures: tuple[int, ...]
+    matrix: Array
+    _folded: dict[tuple[int, int, tuple[int, ...]], Tally] = field(
+        default_factory=dict[tuple[int, int, tuple[int, ...]], "Tally"], init=False, repr=False
+    )
+
+    def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
+        """Segments of `width` rows added up, as many as there are in `length`, and of the result
+        only some rows, as far as they are not empty.
+        """
+        key = length, width, tuple(rows)
+        if key not in self._folded:
+            self._folded[key] = self._fold(length, width, rows)
+        return self._folded[key]
+
+    def _fold(self, length: int, width: int, rows: Sequence[int]) -> Tally:
+        """See `folded`."""
+        kept_rows, which = np.unique(self.rows % width, return_inverse=True)
+        matrix = np.zeros((len(kept_rows), len(self.measures)))
+        np.add.at(matrix, which, np.where((self.rows < length)[:, None], self.matrix, 0.0))
+        selected = np.isin(kept_rows, rows) & matrix.any(1)
+        used = np.flatnonzero(matrix[selected].any(0))
+        return Tally(
+            rows=kept_rows[selected],
+            measures=tuple(self.measures[i] for i in used),
+            matrix=matrix[np.ix_(selected, used)],
+        )
+
+    def weighed(self, weights: Array) -> Tally:
+        """Sums of the rows by coefficients, array [sums, all rows]; every sum is a row of the
+        result.
+        """
+        matrix = weights[:, self.rows] @ self.matrix
+        used = np.flatnonzero(matrix.any(0))
+        return Tally(
+            rows=np.arange(len(weights)),
+            measures=tuple(self.measures[i] for i in used),
+            matrix=matrix[:, used],
+        )
+
+    def on(self, values: Values, which: Array) -> Array:
+        """The rows on some of the shapes, array [rows, shapes]."""
+        return self.matrix @ values.stacked(self.measures, which)
+
+
+def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
+    """The tally of (row, number of the measure, coefficient)."""
+    listed = [entry for entry in entries if entry[2]]
+    if not listed:
+        return Tally(rows=np.zeros(0, dtype=np.int64), measures=(), matrix=np.zeros((0, 0)))
+    rows, position = np.unique([row for row, _, _ in listed], return_inverse=True)
+    measures, used = np.unique([number for _, number, _ in listed], return_inverse=True)
+    matrix = np.zeros((len(rows), len(measures)))
+    np.add.at(matrix, (position, used), [amount for _, _, amount in listed])
+    return Tally(rows=rows, measures=tuple(measures.tolist()), matrix=matrix)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+class Q(IntEnum):
+    """Quantities that add up over items, per microbatch and device; those of collectives follow as
+    counts and bytes by slot.
+    """
+
+    COMPUTE = 0  # seconds of kernels
+    WEIGHTS = 1  # seconds of those that compute gradients of weights
+    FLOPS = 2  # executed
+    GATHERED = 3  # bytes of parameters in use, if they are stored sharded (ZeRO 3)
+    PARAMETERS = 4  # bytes of trained parameters, sharded as in compute
+    PARAMETERS_CUT = 5  # the same, stored sharded where a dim divides
+    STATE = 6  # bytes of optimizer state, sharded as in compute
+    STATE_CUT = 7  # the same, stored sharded where a dim divides
+    EXPERTS = 8  # bytes of parameters that the expert axis shards, sharded as in compute
+    SAVED = 9  # bytes that the forward pass keeps for the backward pass
+    TEMPORARY = 10  # bytes of other values alive
+    GRADIENT = 11  # bytes of gradients alive, if they are stored replicated (ZeRO 0, 1)
+    GRADIENT_CUT = 12  # the same, if they are (ZeRO 2, 3)
+    COPY = 13  # bytes of copies of parameters that are saved, sharded as in compute
+    COPY_CUT = 14  # the same, stored sharded where a dim divides
+    #: bytes of gradients as they are kept over the microbatches of a step, sharded as in compute
+    KEPT = 15
+    KEPT_CUT = 16  # the same, stored sharded where a dim divides
+    HOST = 17  # seconds that the host takes to launch kernels
+    # bytes of parameters of layers that are cast before the loop, all layers at once, if they
+    # are stored replicated (ZeRO 0 to 2)
+    CAST = 18
+    FROZEN = 19  # bytes of parameters that are not trained, sharded as in compute
+    FROZEN_CUT = 20  # the same, stored sharded where a dim divides
+
+
+#: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
+COUNTS, BYTES = len(Q), len(Q) + len(SLOTS)
+ROWS = len(Q) + 2 * len(SLOTS)
+#: Quantity of a correction -> rows.
+CORRECTED: dict[str, tuple[Q, ...]] = {
+    "compute": (Q.COMPUTE, Q.WEIGHTS),
+    "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT),
+    "temporaries": (Q.TEMPORARY,),
+    "communication": (Q.GATHERED,),
+    "margin": (),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# What every term of a step adds to which quantity: (row, measure, coefficient).
+#
+# A kernel of three executions adds three times its seconds to `Q.COMPUTE`; a gather of parameters
+# adds to the count and the bytes of its slot, by `moved`.
+
+#: Part of a resident value -> where it is counted; those that ZeRO shards are counted whole and
+#: cut.
+_PARTS: dict[str, Q] = {
+    "cast": Q.CAST,
+    "saved": Q.SAVED,
+    "temporary": Q.TEMPORARY,
+    "gathered": Q.GATHERED,
+}
+_PIECES: dict[str, tuple[Q, Q]] = {
+    "gradient": (Q.GRADIENT, Q.GRADIENT_CUT),
+    "copy": (Q.COPY, Q.COPY_CUT),
+}
+#: Group of a transfer -> the role of its collectives, and the axis that they run along.
+_ROLES: dict[str, tuple[str, Axis]] = {
+    "tensor": ("block", TENSOR),
+    "context": ("context", CONTEXT),
+    "keys": ("keys", CONTEXT),
+    "ring": ("ring", CONTEXT),
+    "exchange": ("exchange", CONTEXT),
+    "expert": ("block", EXPERT),
+    "stage": ("stage", STAGE),
+}
+
+
+def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
+    """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
+    and over `term.trips`.
+    """
+    all_stages = segment == OUTSIDE_LAYERS and ends_on_all_stages(profile)
+    size, once = part(term.bytes), Part().by(*_counts(term))
+    if term.group in _ROLES:
+        role, axis = _ROLES[term.group]
+        sharded = term.kind == "reduce-scatter"
+        moved = size.by(Ways(axis.name)) if sharded else size
+        return [(Slot(role, along(axis), term.kind), moved, once)]
+    if term.group == "ends":
+        return [(Slot("ends", along(STAGE), term.kind), size, once)] if all_stages else []
+    if term.group == "sum":
+        role, group = ("ends", on_all_stages(tokens())) if all_stages else ("block", tokens())
+        return [(Slot(role, group, "all-reduce"), size, once)]
+    experts, tensor = has(term.cut, EXPERT.name), term.over_tensor
+    sharded, replicated = (
+        once.by(DividesStored(term.shape, term.cut, term.frozen, profile.flat, divides))
+        for divides in (True, False)
+    )
+    if term.group == "gather":
+        return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
+    everywhere, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
+    alike = replicas(tensor=tensor)
+    if all_stages and not experts:
+        everywhere, alike = on_all_stages(everywhere), on_all_stages(alike)
+    shards = [
+        (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
+        (Slot("scatter", alike, "all-reduce"), shard, sharded),
+    ]
+    reductions = [
+        (Slot("reduce", everywhere, "all-reduce"), size, once),
+        (Slot("scatter", everywhere, "all-reduce"), size, replicated),
+    ]
+    of = {"shards": shards, "whole": reductions, "again": shards[:1], "": [*shards, *reductions]}
+    return of[term.only]
+
+
+#: The host's part in one kernel.
+_LAUNCH = Part(factors=(Launch(),))
+#: One entry of a tally: row, measure, coefficient.
+Charge = tuple[int, Measure, float]
+
+
+def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Charge]:
+    """What a term of a segment adds to which row of a tally."""
+    match term:
+        case Compute():
+            return _compute(segment, term)
+        case Transfer():
+            return _transfer(segment, term, profile)
+        case Resident():
+            return _resident(term, profile)
+        case Stored():
+            return _rest(term, profile)
+
+
+def _compute(segment: int, term: Compute) -> Iterator[Charge]:
+    kernel = Kernel(term if term.trips == 1 else replace(term, trips=1), segment == OUTSIDE_LAYERS)
+    counting = _counts(term)
+    yield Q.COMPUTE, kernel, term.trips
+    if term.weight:
+        yield Q.WEIGHTS, kernel, term.trips
+    yield Q.FLOPS, part(term.flops).by(*counting), term.flops.total * term.trips
+    yield Q.HOST, _LAUNCH.by(*counting), term.trips
+
+
+def _counts(term: Compute | Transfer | Resident) -> tuple[Counts, ...]:
+    return () if term.heads is None else (Counts(term.heads),)
+
+
+def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterator[Charge]:
+    load = (Load(term.routed),) if term.routed is not None else ()
+    for slot, size, count in moved(term, segment, profile):
+        yield COUNTS + INDEX[slot], count, term.trips
+        yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
+
+
+def _cut(
+    unsharded: Part,
+    shape: tuple[int, ...],
+    cut: Cut,
+    frozen: frozenset[int],
+    profile: FrameworkProfile,
+) -> tuple[Part, Part]:
+    """The measures whose sum is that of an array as it is stored: sharded where it divides, and
+    replicated where not.
+    """
+    degree = StoredWays(has(cut, EXPERT.name))
+    return unsharded.by(DividesStored(shape, cut, frozen, profile.flat), degree), unsharded.by(
+        DividesStored(shape, cut, frozen, profile.flat, divides=False)
+    )
+
+
+def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Charge]:
+    unsharded, size = part(term.bytes).by(*_counts(term)), term.bytes.total
+    if term.part not in _PIECES:
+        yield _PARTS[term.part], unsharded, size
+        return
+    row, cut = _PIECES[term.part]
+    yield row, unsharded, size
+    for shard in _cut(unsharded, term.shape, term.cut, frozenset(), profile):
+        yield cut, shard, size
+
+
+def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
+    unsharded = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
+    shards, elements = (
+        _cut(unsharded, term.shape, term.cut, term.frozen, profile),
+        float(term.elements * term.count),
+    )
+    if not term.trained:
+        yield Q.FROZEN, unsharded, elements * term.itemsize
+        for shard in shards:
+            yield Q.FROZEN_CUT, shard, elements * term.itemsize
+        return
+    state = term.state if profile.state_bytes is None else profile.state_bytes
+    sizes = (
+        (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize),
+        (Q.STATE, Q.STATE_CUT, state),
+        (Q.KEPT, Q.KEPT_CUT, profile.gradient_bytes(term.itemsize)),
+    )
+    for row, cut, size in sizes:
+        yield row, unsharded, elements * size
+        for shard in shards:
+            yield cut, shard, elements * size
+    if has(term.cut, "expert"):
+        yield Q.EXPERTS, unsharded, elements * term.itemsize
+
+
+# --------------------------------------------------------------------------------------------------
+# What items add to a tally under choices.
+#
+# Programs of a model differ in little: their forward passes are the same, and what is
+# rematerialised is the forward pass again. So what an item adds is kept for every item that is
+# made of the same.
+
+#: One entry of a tally: row, number of the measure, coefficient.
+Entry = tuple[int, int, float]
+
+
+class Charged:
+    """What items add under choices; of items that are made of the same it is made once.
+
+    Args:
+        book: numbers the measures.
+        profile: framework profile.
+        segments: number of segments.
+    """
+
+    def __init__(self, book: Book, profile: FrameworkProfile, segments: int) -> None:
+        self.book, self.segments, self._profile = book, segments, profile
+        self._numbers: dict[Hashable, int] = {}
+        self._items: list[Item] = []
+        self._entries: dict[Choice, dict[int, list[Entry]]] = {}
+
+    def number(self, item: Item) -> int:
+        """The number of an item; those of a segment that are made of the same have one."""
+        key = id(item) if item.made_of is None else (item.segment, item.made_of)
+        number = self._numbers.setdefault(key, len(self._items))
+        if number == len(self._items):
+            self._items.append(item)
+        return number
+
+    def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[Entry]:
+        """What some items add under a choice."""
+        entries = self._entries.setdefault(choice, {})
+        for offset, number in items:
+            if number not in entries:
+                entries[number] = list(self._made(self._items[number], choice))
+            for row, measure, amount in entries[number]:
+                yield offset * ROWS + row, measure, amount
+
+    def _made(self, item: Item, choice: Choice) -> Iterator[Entry]:
+        offset = item.segment % self.segments * ROWS
+        for term in item.terms(choice):
+            for row, measure, amount in charges(item.segment, term, self._profile):
+                yield offset + row, self.book.number(measure), amount
+
+
+# --------------------------------------------------------------------------------------------------
+# A pricer tallies the terms of items on one topology under one framework profile, for many shapes
+# at once.
+
+
+def moves(
+    term: Transfer, segment: int, shapes: Shapes, pricer: Pricer
+) -> list[tuple[Slot, Array, Array]]:
+    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count
+    is 0 where its role has none.
+    """
+    return [
+        (
+            slot,
+            term.bytes.total * evaluate(size, shapes, pricer.constants),
+            term.trips * evaluate(count, shapes, pricer.constants),
+        )
+        for slot, size, count in moved(term, segment, pricer.profile)
+    ]
+
+
+#: Bytes that attention in blocks moves for every score, forward and backward: about 6 and 14 passes
+#: over scores in float32, which the TPU compiler's cycles of a ring over 64 devices come to
+#: (`benchmarks/long_context.py`: 339 s for 8.8e12 scores, forward, again and backward, at 2.76e12
+#: bytes/s).
+BLOCKS: tuple[float, float] = (24.0, 58.0)
+
+
+class Pricer:
+    """Tallies terms on one topology.
+
+    Attributes:
+        topology: where the program runs, with links as fast as the framework's collectives reach.
+        profile: the software.
+        constants: efficiencies of the chips under the framework profile.
+        outside: the same for kernels outside of all layers, where the loss is.
+        factors: learned factor of each quantity that has one (`shardlib.cost.roofline`).
+    """
+
+    def __init__(self, topology: Topology, profile: FrameworkProfile = XLA) -> None:
+        chip = topology.chip
+        self.profile = profile
+        constants = efficiency_of(chip.name, chip.vendor, profile.name, dict(topology.efficiency))
+        self.constants: Efficiency = (
+            replace(constants, scores=BLOCKS[0], scores_backward=BLOCKS[1])
+            if profile.attention == "blocks"
+            else constants
+        )
+        if profile.name == XLA.name and topology.chip.vendor == "nvidia":
+            # jax.nn.dot_product_attention has one width for all
+            self.constants = replace(self.constants, equal_widths=True)
+        self.outside = replace(
+            self.constants, unfused=max(self.constants.unfused, profile.unfused_loss)
+        )
+        self.topology = linked(topology, self.constants)
+        self.factors = {
+            quantity: correction.factor
+            for correction in applied(topology)
+            for quantity in CORRECTED[correction.quantity]
+        }
+
+    def waits(self, slots: Sequence[int]) -> Array:
+        """Share of the seconds of collectives that compute waits for, array [slots, 1]: the profile
+        hides the rest under the matmuls beside them.
+        """
+        hidden = {
+            along(TENSOR): self.profile.tensor_overlap or 0.0,
+            along(EXPERT): self.profile.expert_overlap or 0.0,
+        }
+        return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
+
+    def corrected(self, quantities: Array) -> Array:
+        """Quantities with the factors applied: array [..., `ROWS` or the first of them, shapes]."""
+        if not self.factors:
+            return quantities
+        factors = np.ones((ROWS, 1))
+        for quantity, factor in self.factors.items():
+            factors[quantity] = factor
+        return quantities * factors[: quantities.shape[-2]]
+
+    def values(self, book: Book, shapes: Shapes) -> Values:
+        """Measures on shapes."""
+        return book.on(self.topology.chip, self.constants, self.outside, shapes)
+
+    def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
+        """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last
+        two segments are `INSIDE` and `OUTSIDE_LAYERS`.
+        """
+        return self.tally_terms(
+            ((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes
+        )
+
+    def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
+        """Quantities of terms with their segments, see `tally`."""
+        book, segments = Book(), classes + 2
+        tally = tallied(
+            (segment % segments * ROWS + row, book.number(measure), amount)
+            for segment, term in terms
+            for row, measure, amount in charges(segment, term, self.profile)
+        )
+        total = np.zeros((segments * ROWS, len(shapes)))
+        total[tally.rows] = tally.on(self.values(book, shapes), np.arange(len(shapes)))
+        return total.reshape(segments, ROWS, len(shapes))

@@ -1,0 +1,417 @@
+"""The words that costs are written in: terms of a symbolic product, local sizes, the decisions that
+pricing reads, and framework profiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardlib.layout import LogicalAxes
+from shardlib.propagation.colours import Choice, Cut, divisors, has
+from shardlib.propagation.contractions import Shared, shared
+
+# --------------------------------------------------------------------------------------------------
+# The words in which items speak of their cost.
+#
+# A term is a quantity of the whole program with a note of what divides it; an item is a separable
+# part of the cost, which yields terms under a choice.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """A number of FLOPs or bytes of the whole program, and which axes divide it.
+
+    Attributes:
+        total: for uncut arrays.
+        batch: whether data, fsdp, expert and microbatches divide it.
+        tensor: whether the tensor axis divides it.
+        context: whether the context axis divides it.
+        expert: whether the expert axis divides it, though the batch does not.
+    """
+
+    total: float
+    batch: bool
+    tensor: bool
+    context: bool = False
+    expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Heads of a kernel of attention that the tensor axis shards inside of it alone
+    (`shardlib.propagation.contractions`), and when that is as a term assumes.
+
+    Attributes:
+        groups: heads of keys and values.
+        each: heads of queries for each of them.
+        shared: which heads the devices share out, of the cases in which the term counts.
+    """
+
+    groups: int
+    each: int
+    shared: tuple[Shared, ...]
+
+    def counts(self, degree: int) -> bool:
+        """Whether the term counts on so many devices along tensor."""
+        return (
+            shared(heads=self.groups * self.each, groups=self.groups, devices=degree) in self.shared
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Rows that a router spreads over experts.
+
+    Attributes:
+        rows: tokens times experts per token.
+        experts: their number, with what divides it.
+        most: load that an expert takes at most, over the mean; None where it takes all.
+    """
+
+    rows: Amount
+    experts: Amount
+    most: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elements:
+    """Elements that the vector work of a kernel computes, by divisor.
+
+    Attributes:
+        simple: of additions, multiplications and such.
+        transcendental: of exponentials and such.
+    """
+
+    simple: tuple[Amount, ...] = ()
+    transcendental: tuple[Amount, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """Matmuls [rows, depth] x [depth, columns] that one kernel computes, each dim with what divides
+    it.
+
+    Attributes:
+        rows, columns: elements of the result.
+        depth: contracted elements.
+        batches: matmuls of that size; None where there is one.
+    """
+
+    rows: Amount
+    columns: Amount
+    depth: Amount
+    batches: Amount | None = None
+
+    @property
+    def dims(self) -> tuple[Amount, Amount, Amount]:
+        """Rows, columns and depth."""
+        return self.rows, self.columns, self.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCore:
+    """What a kernel of fused attention works on.
+
+    Attributes:
+        head: elements of a head of queries.
+        value: elements of a head of values; None: as many.
+        scores: scores that it computes for every FLOP.
+    """
+
+    head: int
+    scores: float
+    value: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """One kernel: FLOPs and memory traffic of one execution.
+
+    Attributes:
+        flops: operations.
+        dtype: dtype of the operands, which decides the peak.
+        traffic: bytes read and written, by divisor.
+        trips: executions per microbatch.
+        elements: the vector work that is fused into it.
+        matmul: dims of a matmul; None for other kernels.
+        weight: whether it computes the gradient of a weight, which nothing but the optimizer waits
+            for.
+        kind: kind of the op.
+        category: its category.
+        routed: what decides how much the busiest device has of it; None where all have the same.
+        core: what a kernel of fused attention works on; None for other kernels.
+        heads: when the kernel counts; None for always.
+    """
+
+    flops: Amount
+    dtype: str
+    traffic: tuple[Amount, ...]
+    trips: int
+    elements: Elements = Elements()
+    matmul: Matmul | None = None
+    weight: bool = False
+    kind: str = ""
+    category: str = ""
+    routed: Routed | None = None
+    core: AttentionCore | None = None
+    heads: Heads | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective.
+
+    Attributes:
+        kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
+        group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a
+            kernel of attention: which one counts is a decision), "expert", "stage", "ends" (over
+            stage, before and after the layers), "gather" (a parameter over the axes that it is
+            stored over, ZeRO 3 only), "gradient" or "sum" (over all axes that shard tokens).
+        bytes: of the array before it is sharded over the group itself.
+        trips: executions per microbatch.
+        shape: shape of the array, to see whether fsdp divides it.
+        cut: what shards its dims.
+        frozen: dims that fsdp must not shard.
+        over_tensor: whether the partial sums of a gradient are spread over tensor, too.
+        only: of a gradient, what alone counts: "shards" where it is reduced to shards, "whole"
+            where it is all-reduced, "again" the scatter of another use of a parameter, which is
+            all-reduced with those of the first; empty for all.
+        cause: what needs it.
+        routed, heads: as in `Compute`.
+    """
+
+    kind: str
+    group: str
+    bytes: Amount
+    trips: int
+    shape: tuple[int, ...] = ()
+    cut: Cut = ()
+    frozen: frozenset[int] = frozenset()
+    over_tensor: bool = False
+    only: str = ""
+    cause: str = ""
+    routed: Routed | None = None
+    heads: Heads | None = None
+
+
+#: A collective of a step graph, and the ops that need it.
+Needed = tuple[Transfer, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """A value that is in memory at a certain point of the program.
+
+    Attributes:
+        bytes: its size.
+        part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter
+            (saved, cut as the parameter is), "cast" (of all layers of a parameter at once, where it
+            is stored replicated), "gathered" (a parameter in use, where it is stored sharded), or
+            "temporary".
+        stacked: whether it has one slice for every layer.
+        shape: elements per dim, to see whether fsdp divides a gradient or a copy.
+        cut: what shards each dim in compute.
+        heads: as in `Compute`.
+    """
+
+    bytes: Amount
+    part: str
+    stacked: bool = False
+    shape: tuple[int, ...] = ()
+    cut: Cut = ()
+    heads: Heads | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A parameter, with its gradient and optimizer state where it is trained.
+
+    Attributes:
+        count: parameters that are alike.
+        elements: number of elements of each.
+        itemsize: bytes an element of the parameter.
+        state: bytes an element of optimizer state.
+        shape: elements per dim.
+        cut: what shards each dim in compute.
+        frozen: dims that fsdp must not shard (a stack of layers that a scan walks).
+        trained: whether it has a gradient and optimizer state.
+    """
+
+    count: int
+    elements: int
+    itemsize: int
+    state: float
+    shape: tuple[int, ...]
+    cut: Cut
+    frozen: frozenset[int]
+    trained: bool = True
+
+
+Term = Compute | Transfer | Resident | Stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A separable part of the cost.
+
+    Attributes:
+        colours: colours that its terms depend on.
+        terms: choice -> terms.
+        segment: layer group that it belongs to; `OUTSIDE_LAYERS`, or `INSIDE` for
+            values inside one layer.
+        made_of: all that its terms follow from: items of which that is equal have the same, but for
+            causes. None where it is not known.
+    """
+
+    colours: frozenset[str]
+    terms: Callable[[Choice], tuple[Term, ...]]
+    segment: int = -1
+    made_of: Hashable = None
+
+
+#: Segments of items that belong to no stack of layers: embedding, head and loss,
+#: and what lives within one layer.
+OUTSIDE_LAYERS, INSIDE = -1, -2
+
+
+def amount(total: float, cut: Cut) -> Amount:
+    """An amount of an array that is sharded in some way."""
+    batch, tensor, context, expert = divisors(cut)
+    return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
+
+
+def named(axes: LogicalAxes) -> frozenset[str]:
+    """The colours among the dims of an array."""
+    return frozenset(name for name in axes if name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Shapes: into how many shards everything is divided; candidates as arrays, and what is left of an
+# amount on one device.
+#
+# A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of
+# microbatches. It knows nothing of links or stages; many candidates share one.
+
+Array = np.ndarray
+#: Keys of rows stay below it.
+LARGEST = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Shapes as arrays of equal length.
+
+    Attributes:
+        batch: ways that data, fsdp, expert and microbatches divide the batch.
+        context, tensor, expert, fsdp: sizes of these axes.
+        parts: one over the number of parts by what divides an amount; filled as they are asked for.
+        divides: whether a size divides over the stored axes on top of those that shard it, by
+            (size, whether these are an expert's, whether tensor and expert shard it); likewise.
+    """
+
+    batch: Array
+    context: Array
+    tensor: Array
+    expert: Array
+    fsdp: Array
+    parts: dict[tuple[bool, bool, bool, bool], Array] = field(
+        default_factory=dict[tuple[bool, bool, bool, bool], Array], compare=False, repr=False
+    )
+    divides: dict[tuple[int, bool, bool, bool], Array] = field(
+        default_factory=dict[tuple[int, bool, bool, bool], Array], compare=False, repr=False
+    )
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def take(self, which: Array) -> Shapes:
+        """Some of the shapes."""
+        return Shapes(
+            batch=self.batch[which],
+            context=self.context[which],
+            tensor=self.tensor[which],
+            expert=self.expert[which],
+            fsdp=self.fsdp[which],
+        )
+
+    def and_one(self) -> Shapes:
+        """These, and after them the shape of a program on one device."""
+        single = np.ones(1, dtype=np.int64)
+        return Shapes(
+            batch=np.concatenate([self.batch, single]),
+            context=np.concatenate([self.context, single]),
+            tensor=np.concatenate([self.tensor, single]),
+            expert=np.concatenate([self.expert, single]),
+            fsdp=np.concatenate([self.fsdp, single]),
+        )
+
+    def stored_ways(self, cut: Cut) -> Array:
+        """Ways that a parameter is stored sharded beside its sharding in compute: over fsdp,
+        context and expert, which experts use up themselves.
+        """
+        return self.fsdp * self.context * (1 if has(cut, "expert") else self.expert)
+
+    @property
+    def ones(self) -> Array:
+        """1.0 for each shape."""
+        return np.ones(len(self))
+
+
+def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """The first position of every distinct row of some columns of whole numbers, in ascending order
+    of the rows, and the number of the row of each position.
+    """
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    ends = [int(column.max(initial=0)) + 1 for column in columns]
+    small = math.prod(ends) < LARGEST and all(column.min(initial=0) >= 0 for column in columns)
+    for column, end in zip(columns, ends, strict=True):
+        if small:
+            key = key * end + column
+        else:
+            values, code = np.unique(column, return_inverse=True)
+            key = key * len(values) + code.reshape(-1)
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    return first, which.reshape(-1)
+
+
+def local(amount: Amount, shapes: Shapes) -> Array:
+    """An amount on one device, per microbatch."""
+    key = amount.batch, amount.tensor, amount.context, amount.expert
+    if key not in shapes.parts:
+        degree = (
+            shapes.batch if amount.batch else shapes.expert if amount.expert else 1
+        ) * shapes.ones
+        degree = degree * shapes.context if amount.context else degree
+        shapes.parts[key] = 1.0 / (degree * shapes.tensor if amount.tensor else degree)
+    return amount.total * shapes.parts[key]
+
+
+def divides_stored(
+    shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
+) -> Array:
+    """Whether some dim that is no stack of layers divides over the stored axes, on top of what
+    shards it in compute; vectors are stored replicated.
+
+    A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
+    """
+    if flat:
+        return shapes.stored_ways(cut) > 1
+    divides, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
+    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
+    for dim in dims if len(dims) > 1 else ():
+        part = cut[dim] or ""
+        divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
+    return divides
+
+
+def _divides(key: tuple[int, bool, bool, bool], shapes: Shapes) -> Array:
+    if key not in shapes.divides:
+        size, expert, over_tensor, over_expert = key
+        degree = shapes.stored_ways(("expert",) if expert else ())
+        inner = (shapes.tensor if over_tensor else 1) * (shapes.expert if over_expert else 1)
+        shapes.divides[key] = (size % (degree * inner) == 0) & (degree > 1)
+    return shapes.divides[key]

@@ -1,0 +1,813 @@
+"""Prices of steps that run otherwise: layer groups that follow different remat policies, a part of
+the layers rematerialised or offloaded, loops in place of collectives over tensor, compute that is
+replicated over an axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.cost.collectives import Slot, along, collective_cost, slot_cost, spans_of
+from shardlib.cost.facts import Facts
+from shardlib.cost.framework import FrameworkProfile, Knobs
+from shardlib.cost.items import gathers_of, kernel_items, reductions_of
+from shardlib.cost.pricing import Totals, heap_share
+from shardlib.cost.roofline import kernel_seconds
+from shardlib.cost.stages import Candidates, Model, chunks_of, shares_of
+from shardlib.cost.tables import Pricer, Q, evaluate, moves, part
+from shardlib.cost.terms import (
+    OUTSIDE_LAYERS,
+    Amount,
+    Compute,
+    Elements,
+    Term,
+    Transfer,
+    amount,
+    local,
+)
+from shardlib.graph import Op
+from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, TENSOR, MeshShape
+from shardlib.machines.topology import Placement
+from shardlib.propagation.colours import Choice, has
+
+# --------------------------------------------------------------------------------------------------
+# The kernel of one shard of a matmul whose operand comes shard by shard: it reads its weight anew,
+# or reads and writes the sums of a gradient, and has fewer rows.
+
+
+def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards: int) -> Compute:
+    """The kernel of one of the shards that a matmul of a weight, or of the gradient of one, is made
+    in: it reads the weight, or reads and writes sums in float32.
+    """
+    op = facts.graph.ops[index]
+    side = next((i for i, value in enumerate(op.operands) if value in facts.weights), 2)
+    value = (*op.operands, *op.results)[side]
+    again_bytes = (
+        facts.graph.values[value].bytes
+        if side < 2
+        else 8.0 * math.prod(facts.graph.values[value].shape)
+    )
+    again = Amount(
+        total=again_bytes * (1 - 1 / shards),
+        batch=False,
+        tensor=has(facts.value_cut(value, choice), TENSOR.name),
+        context=False,
+        expert=False,
+    )
+    matmul = term.matmul
+    if matmul is not None:  # rows of the activation, or what is summed over
+        sharded = "depth" if side == 2 else ("columns", "rows")[side]
+        matmul = replace(matmul, **{sharded: _part(getattr(matmul, sharded), shards)})
+    return replace(
+        term,
+        flops=_part(term.flops, shards),
+        traffic=(*_parts(term.traffic, shards), again),
+        elements=Elements(
+            simple=_parts(term.elements.simple, shards),
+            transcendental=_parts(term.elements.transcendental, shards),
+        ),
+        matmul=matmul,
+    )
+
+
+def _part(amount: Amount, shards: int) -> Amount:
+    return replace(amount, total=amount.total / shards)
+
+
+def _parts(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
+    return tuple(_part(amount, shards) for amount in amounts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Prices of collectives over tensor that run as loops over the matmuls they feed (collective
+# matmul).
+#
+# A gather of the sequence, or a scatter along it, over n devices becomes n - 1 messages of a shard
+# each, and its matmuls are made shard by shard, while the next message is on its way (Wang et al.,
+# "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+# Models", ASPLOS 2023, section 5). With `turns` turns of `hop` seconds and matmuls of `work`
+# seconds in shards
+#
+# exposed = hop + max(0, (turns - 1) hop - work)
+#
+# in place of the whole collective: nothing hides the first message of a gather or the last of a
+# scatter. Messages go both ways around: on a torus at once, n // 2 turns; elsewhere they share the
+# device's one link, n - 1 turns. Sums of messages are added up by kernels of their own.
+#
+# What is gathered again for gradients of weights alone waits for no matmul: it hides behind what
+# the others of its loop have left over.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A collective over tensor that a loop can take the place of.
+
+    Attributes:
+        transfer: the collective.
+        matmuls: ops whose shards wait for a message each; () where gradients of weights alone need
+            what is gathered.
+        gradients: gradients of weights, which are reduced over shards.
+        region: of the graph.
+    """
+
+    transfer: Transfer
+    matmuls: tuple[int, ...]
+    gradients: tuple[int, ...]
+    region: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What loops change in a step.
+
+    Attributes:
+        exposed_s: seconds that no longer wait for collectives.
+        compute_s: seconds that sharded matmuls take longer.
+        messages: of every collective that is replaced, bytes of a message, how many there are in
+            place of one execution, and seconds of one.
+    """
+
+    exposed_s: float
+    compute_s: float
+    messages: dict[Transfer, tuple[float, int, float]]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step that loops save; negative where they cost more."""
+        return self.exposed_s - self.compute_s
+
+
+def loops(facts: Facts, choice: Choice) -> list[Loop]:
+    """The collectives of a step that loops can take the place of: those that matmuls of weights
+    need which tensor shards, and nothing else.
+    """
+    candidates = [
+        (transfer, ops)
+        for transfer, ops in gathers_of(facts, choice)
+        if transfer.kind == "all-gather"
+    ]
+    candidates += [
+        (transfer, ops)
+        for transfer, ops in reductions_of(facts, choice)
+        if transfer.kind == "reduce-scatter"
+    ]
+    listed: list[Loop] = []
+    for transfer, ops in candidates:
+        if transfer.group != TENSOR.name or not all(
+            _of_weight(facts, index, choice) for index in ops
+        ):
+            continue
+        of_gradients = [facts.graph.ops[i].results[0] in facts.gradients for i in ops]
+        listed.append(
+            Loop(
+                transfer=transfer,
+                matmuls=tuple(
+                    i for i, gradient in zip(ops, of_gradients, strict=True) if not gradient
+                ),
+                gradients=tuple(
+                    i for i, gradient in zip(ops, of_gradients, strict=True) if gradient
+                ),
+                region=facts.graph.ops[ops[0]].region,
+            )
+        )
+    return listed
+
+
+def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
+    """Whether an op is a matmul of a weight that tensor shards, or of the gradient of one."""
+    op = facts.graph.ops[index]
+    values = [value for value in op.operands if value in facts.weights] or [
+        value for value in op.results if value in facts.gradients
+    ]
+    return (
+        op.kind == "dot_general"
+        and len(values) == 1
+        and has(facts.value_cut(values[0], choice), TENSOR.name)
+    )
+
+
+def saving(
+    facts: Facts, choice: Choice, placement: Placement, c: Candidates, pricer: Pricer, classes: int
+) -> Saving:
+    """What loops save in one candidate, without stages; nothing where there are none."""
+    assert len(c) == 1
+    prices = _Prices(facts, choice, placement, c, pricer, classes)
+    exposed = compute = 0.0
+    spare: dict[int, float] = defaultdict(float)
+    messages: dict[Transfer, tuple[float, int, float]] = {}
+    for loop in sorted(
+        loops(facts, choice) if prices.ways > 1 else [], key=lambda loop: not loop.matmuls
+    ):
+        ((slot, size, count),) = moves(
+            loop.transfer, facts.layers.segment(loop.region), c.shapes, pricer
+        )
+        before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
+        shard = float(size[0]) / (prices.ways if slot.kind == "all-gather" else 1)
+        hop = prices.permute.seconds(shard)
+        times = {
+            index: prices.matmul(index)
+            for index in (*loop.matmuls, *loop.gradients)
+            if index in prices.kernels
+        }
+        work, others = (
+            sum(times[index][1] for index in loop.matmuls if index in times),
+            (prices.turns - 1) * hop,
+        )
+        if loop.matmuls:
+            waits = hop + max(0.0, others - work)
+            spare[loop.region] += max(0.0, work - others)
+        else:
+            waits = max(0.0, hop + others - spare[loop.region])
+            spare[loop.region] = max(0.0, spare[loop.region] - hop - others)
+        runs = float(count[0]) * int(c.micro[0])
+        exposed += runs * (before - waits)
+        compute += runs * (
+            sum(max(0.0, sharded - unsharded) for unsharded, sharded in times.values())
+            + prices.moved(loop, slot, shard)
+        )
+        messages[loop.transfer] = shard, prices.ways - 1, hop
+    return Saving(exposed_s=exposed, compute_s=compute, messages=messages)
+
+
+class _Prices:
+    """What messages and matmuls take in one candidate; the arguments are those of `saving`.
+
+    Attributes:
+        ways: devices of the tensor axis.
+        torus: whether they are on a torus.
+        turns: turns of a loop.
+        permute: cost of a message to a neighbour.
+        kernels: item of the kernel of an op.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        choice: Choice,
+        placement: Placement,
+        c: Candidates,
+        pricer: Pricer,
+        classes: int,
+    ) -> None:
+        spans = spans_of(along(TENSOR), placement)
+        self.ways = math.prod(span.ways for span in spans)
+        self.torus = all(pricer.topology.tiers[span.tier].kind == "torus" for span in spans)
+        self.turns = self.ways // 2 if self.torus else self.ways - 1
+        self.permute = collective_cost("collective-permute", spans, pricer.topology)
+        self.kernels = {
+            kernel.op: item
+            for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True)
+        }
+        self._facts, self._choice, self._c, self._pricer, self._classes = (
+            facts,
+            choice,
+            c,
+            pricer,
+            classes,
+        )
+
+    def matmul(self, index: int) -> tuple[float, float]:
+        """Seconds of a matmul whole, and shard by shard."""
+        item = self.kernels[index]
+        terms = [term for term in item.terms(self._choice) if isinstance(term, Compute)]
+        return self._seconds(item.segment, terms), self.ways * self._seconds(
+            item.segment,
+            [matmul_shard(self._facts, index, term, self._choice, self.ways) for term in terms],
+        )
+
+    def moved(self, loop: Loop, slot: Slot, shard: float) -> float:
+        """Seconds of kernels that are there for shards alone: sums are added up in a kernel for
+        each message, and results put in their places, which compilers for TPUs do inside of
+        matmuls.
+        """
+        chip = self._pricer.topology.chip
+        if slot.kind == "reduce-scatter":
+            size, kernels = 3 * shard * (self.ways - 1), self.ways - 1
+        else:
+            results = [
+                value for index in loop.matmuls for value in self._facts.graph.ops[index].results
+            ]
+            size = 0.0 if self.torus else 2 * sum(self._local(value) for value in results)
+            kernels = 0 if self.torus else self.ways * len(results)
+        return (
+            size / (chip.hbm_bytes_per_s * self._pricer.constants.bandwidth_share("elementwise"))
+            + kernels * chip.launch_s
+        )
+
+    def _local(self, value: int) -> float:
+        """Bytes of a value on one device."""
+        size = amount(
+            float(self._facts.graph.values[value].bytes), self._facts.value_cut(value, self._choice)
+        )
+        return size.total * float(evaluate(part(size), self._c.shapes, self._pricer.constants)[0])
+
+    def _seconds(self, segment: int, terms: list[Compute]) -> float:
+        return float(
+            self._pricer.tally_terms(
+                [(segment, replace(term, trips=1)) for term in terms], self._c.shapes, self._classes
+            )[:, Q.COMPUTE].sum()
+        )
+
+
+def looped(totals: Totals, saved: Saving | None) -> Totals:
+    """The price with what loops save; None where there are none.
+
+    Args:
+        saved: seconds of a step that loops save, by part.
+    """
+    if saved is None:
+        return totals
+    seconds = {
+        **totals.seconds,
+        "exposed": totals.seconds["exposed"] - saved.exposed_s,
+        "compute": totals.seconds["compute"] + saved.compute_s,
+    }
+    return replace(totals, seconds=seconds)
+
+
+# --------------------------------------------------------------------------------------------------
+# Prices of steps whose layer groups follow different remat policies.
+#
+# A *corner* names one policy for every group, followed by all its layers. Its kernels and
+# collectives are those of each group under its policy; its memory at a moment of the step is that
+# of the group whose loop runs, with what the others have saved under theirs
+# (`shardlib.cost.facts`).
+#
+# Between corners, where n of the L layers of a group follow a policy and the others rematerialise
+# nothing, each group is linear in n / L, as in `shardlib.cost.variants.mix`: the price is the
+# multilinear interpolation of the corners, with the largest of the parts of memory that are no
+# saved activations.
+
+#: The policy of each layer group.
+Corner = tuple[str, ...]
+#: For each class the policy and how many layers of the fullest stage follow it; ("none", 0) where
+#: none rematerialise.
+Each = tuple[tuple[str, int], ...]
+#: The policy that rematerialises nothing.
+NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tallies:
+    """The tallies of one policy's program.
+
+    Attributes:
+        work: array [segments, rows, shapes].
+        points: by moment, the tallies of the points of that moment.
+        stacks: by moment, the tally of what loops have saved.
+    """
+
+    work: Array
+    points: tuple[tuple[Array, ...], ...]
+    stacks: tuple[Array, ...]
+
+
+def composed(
+    corner: Corner, parts: Mapping[str, Tallies], moments: Sequence[int], counts: Sequence[int]
+) -> tuple[Array, list[Array]]:
+    """The tallies of a corner: of work, and of memory at each point where it may peak."""
+    work = sum(
+        (
+            parts[policy].work * (count / sum(counts))
+            for policy, count in zip(corner, counts, strict=True)
+        ),
+        np.zeros_like(parts[corner[0]].work),
+    )
+    for k, policy in enumerate(corner):
+        work[k] = parts[policy].work[k]
+    points: list[Array] = []
+    for number, segment in enumerate(moments):
+        for peak_policy in (
+            dict.fromkeys(corner) if segment == OUTSIDE_LAYERS else (corner[segment],)
+        ):
+            for point in parts[peak_policy].points[number]:
+                point = point.copy()
+                for k, policy in enumerate(corner):
+                    if policy != peak_policy:
+                        point[k] = parts[policy].stacks[number][k]
+                points.append(point)
+    return work, points
+
+
+def corners(policies: Sequence[str], classes: int) -> list[Corner]:
+    """Every corner: a remat policy for each layer group."""
+    return list(itertools.product(policies, repeat=classes))
+
+
+def blended(weighed: Sequence[tuple[Array, Totals]]) -> Totals:
+    """Prices between corners: averages by weight, but of memory that is no saved activation the
+    largest.
+    """
+
+    def average(value: Callable[[Totals], Array]) -> Array:
+        return sum(
+            (weight * value(totals) for weight, totals in weighed),
+            np.zeros_like(weighed[0][1].flops),
+        )
+
+    first = weighed[0][1]
+    memory = {
+        name: (
+            average(lambda totals, name=name: totals.device_bytes[name])
+            if name == "activations"
+            else np.maximum.reduce([totals.device_bytes[name] for _, totals in weighed])
+        )
+        for name in first.device_bytes
+    }
+    return Totals(
+        seconds={
+            name: average(lambda totals, name=name: totals.seconds[name]) for name in first.seconds
+        },
+        device_bytes=memory,
+        flops=average(lambda totals: totals.flops),
+        stacks=average(lambda totals: totals.stacks),
+        held=first.held,
+    )
+
+
+def between(
+    each: Sequence[tuple[str, Array | int]],
+    layers: Sequence[Array],
+    price: Callable[[Corner], Totals],
+) -> Totals:
+    """The price of candidates whose classes follow policies in part."""
+    options: list[list[tuple[str, Array]]] = []
+    for (policy, number), count in zip(each, layers, strict=True):
+        share = number / count
+        weighted = (
+            [(policy, share), (NONE, 1 - share)]
+            if policy != NONE
+            else [(NONE, np.ones_like(share))]
+        )
+        options.append([(name, weight) for name, weight in weighted if weight.any()])
+    weighed = [
+        (
+            np.multiply.reduce([weight for _, weight in combination]),
+            price(tuple(name for name, _ in combination)),
+        )
+        for combination in itertools.product(*options)
+    ]
+    return blended(weighed)
+
+
+# --------------------------------------------------------------------------------------------------
+# The fastest mixture of remat policies over layer groups that fits.
+#
+# Of one group with n layers free, time and memory are linear in n (`shardlib.cost.variants`), so
+# its best n is at an end of the range that fits; the numbers of the other groups are enumerated.
+# That is exact.
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The best way to share layers between policies, by candidate.
+
+    Attributes:
+        pattern: number of the pattern, see `patterns`; -1 where nothing fits.
+        numbers: layers that rematerialise, array [classes, candidates].
+        seconds: of a step; infinite where nothing fits.
+    """
+
+    pattern: Array
+    numbers: Array
+    seconds: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """A policy for each class, and which classes follow it with some of their layers only."""
+
+    corner: Corner
+    partly: tuple[bool, ...]
+
+    def active(self) -> list[Corner]:
+        """The corners between which it lies."""
+        return list(
+            itertools.product(
+                *(
+                    ((NONE, policy) if partly else (policy,))
+                    for policy, partly in zip(self.corner, self.partly, strict=True)
+                )
+            )
+        )
+
+
+def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
+    """Every pattern, the ones with the fewest classes in two parts first; corners with one policy
+    for all are no mixtures.
+    """
+    listed = [
+        Pattern(corner=corner, partly=partly)
+        for corner in corners(policies, classes)
+        for partly in itertools.product((False, True), repeat=classes)
+        if not any(
+            in_part and policy == NONE for policy, in_part in zip(corner, partly, strict=True)
+        )
+        and (any(partly) or len(set(corner)) > 1)
+    ]
+    return sorted(listed, key=lambda pattern: sum(pattern.partly))
+
+
+def best_mixture(
+    prices: Mapping[Corner, Totals],
+    choices: Sequence[Pattern],
+    layers: Sequence[Array],
+    capacity: float,
+    *,
+    total: int | None = None,
+) -> Mixture:
+    """The fastest mixture that fits, by candidate.
+
+    Args:
+        capacity: usable bytes of a device; infinite to ask for the fastest whatever it takes.
+        total: layers that rematerialise, of all classes; None as many as are best.
+    """
+    size = len(layers[0])
+    best = Mixture(
+        pattern=np.full(size, -1),
+        numbers=np.zeros((len(layers), size)),
+        seconds=np.full(size, np.inf),
+    )
+    for number, pattern in enumerate(choices):
+        for numbers, seconds in _of_pattern(pattern, prices, layers, capacity, total):
+            better = seconds < best.seconds * (1 - 1e-12)
+            best.seconds[better], best.pattern[better] = seconds[better], number
+            best.numbers[:, better] = numbers[:, better]
+    return best
+
+
+def _of_pattern(
+    pattern: Pattern,
+    prices: Mapping[Corner, Totals],
+    layers: Sequence[Array],
+    capacity: float,
+    total: int | None,
+) -> Iterator[tuple[Array, Array]]:
+    """Layers that rematerialise and seconds, infinite where it is not to be, for every enumeration
+    of all classes in two parts but the one with the most layers.
+    """
+    active = {corner: prices[corner] for corner in pattern.active()}
+    rematerialised = np.stack(
+        [
+            np.where(policy == NONE, 0.0, count)
+            for policy, count in zip(pattern.corner, layers, strict=True)
+        ]
+    )
+    names = [name for name in next(iter(active.values())).device_bytes if name != "activations"]
+    others = sum(
+        (
+            np.maximum.reduce([totals.device_bytes[name] for totals in active.values()])
+            for name in names
+        ),
+        np.zeros(len(layers[0])),
+    )
+    partly = sorted(
+        (k for k, in_part in enumerate(pattern.partly) if in_part),
+        key=lambda k: float(layers[k].max()),
+    )
+    if not partly:
+        only = prices[pattern.corner]
+        legal = (only.device_bytes["activations"] + others <= capacity) & (
+            (total is None) | (rematerialised.sum(0) == (total or 0))
+        )
+        yield rematerialised, np.where(legal, only.step_seconds, np.inf)
+        return
+    *outer, last = partly
+    space = capacity - others
+    for chosen in itertools.product(*(range(1, int(layers[k].max())) for k in outer)):
+        numbers = rematerialised.copy()
+        for k, count in zip(outer, chosen, strict=True):
+            numbers[k] = count
+        legal = np.logical_and.reduce([numbers[k] < layers[k] for k in outer] + [layers[last] > 1])
+        if legal.any():
+            few, many = (
+                _at_end(active, pattern, numbers / layers, last, policy)
+                for policy in (NONE, pattern.corner[last])
+            )
+            numbers[last] = (
+                total - np.delete(numbers, last, axis=0).sum(0)
+                if total is not None
+                else _number(few, many, layers[last], space)
+            )
+            share = numbers[last] / layers[last]
+            legal &= (
+                (few[1] + (many[1] - few[1]) * share <= space)
+                & (numbers[last] >= 1)
+                & (numbers[last] < layers[last])
+            )
+            yield numbers, np.where(legal, few[0] + (many[0] - few[0]) * share, np.inf)
+
+
+def _at_end(
+    active: Mapping[Corner, Totals], pattern: Pattern, shares: Array, last: int, policy: str
+) -> tuple[Array, Array]:
+    """Seconds and bytes of activations with all layers of class `last` following a policy, and
+    shares of the other classes in two parts.
+    """
+    seconds, saved = np.zeros(shares.shape[1]), np.zeros(shares.shape[1])
+    for corner, totals in active.items():
+        if corner[last] == policy:
+            weight = np.ones(shares.shape[1])
+            for k, in_part in enumerate(pattern.partly):
+                if in_part and k != last:
+                    weight = weight * (
+                        shares[k] if corner[k] == pattern.corner[k] else 1 - shares[k]
+                    )
+            seconds, saved = (
+                seconds + weight * totals.step_seconds,
+                saved + weight * totals.device_bytes["activations"],
+            )
+    return seconds, saved
+
+
+def _number(
+    few: tuple[Array, Array], many: tuple[Array, Array], layers: Array, space: Array
+) -> Array:
+    """The number of layers, from 1 to one less than all, that is the fastest of those that fit:
+    seconds and bytes are linear in it.
+    """
+    slope = (many[1] - few[1]) / layers
+    with np.errstate(divide="ignore", invalid="ignore"):
+        limit = np.clip((space - few[1]) / slope, -1.0, layers + 1)
+    smallest, largest = np.ones_like(layers), layers - 1
+    smallest = np.where(slope < 0, np.maximum(1.0, np.ceil(limit - 1e-9)), smallest)
+    largest = np.where(slope > 0, np.minimum(largest, np.floor(limit + 1e-9)), largest)
+    smallest += (slope < 0) & (
+        few[1] + slope * smallest > space
+    )  # where rounding was on the wrong side
+    largest -= (slope > 0) & (few[1] + slope * largest > space)
+    return np.where(many[0] < few[0], largest, smallest)
+
+
+# --------------------------------------------------------------------------------------------------
+# Prices made of other prices: with something in host memory, and with a part of the layers
+# recomputed.
+
+
+def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Candidates) -> Totals:
+    """The price with something in host memory or on disk: state is read and written beside the
+    update, activations go out and come back behind compute.
+
+    Stages of one program first fill the room for what they remember with zeros, in host memory as
+    well, and compute has not begun then.
+
+    Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them
+    takes no time here.
+    """
+    rate = pricer.topology.chip.host_bytes_per_s
+    seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
+    if "optimizer" in what:
+        seconds["optimizer"] = seconds["optimizer"] + 2 * memory["optimizer"] / rate
+        memory["optimizer"] = np.zeros_like(stacks)
+    if "disk" in what:
+        disk = pricer.topology.chip.disk_bytes_per_s
+        seconds["optimizer"] = seconds["optimizer"] + (
+            2 * memory["optimizer"] / disk if disk else 0.0
+        )
+        memory["optimizer"] = np.zeros_like(stacks)
+    if "activations" in what:
+        outwards = stacks / heap_share(pricer, c.stage) / rate
+        moved = 2 * outwards / totals.held * c.micro
+        seconds["exposed"] = seconds["exposed"] + np.maximum(
+            0.0, moved - pricer.constants.overlap * seconds["compute"]
+        )
+        if pricer.profile.pipeline == "lockstep":
+            seconds["exposed"] = seconds["exposed"] + np.where(c.stage > 1, outwards, 0.0)
+        memory["activations"] = memory["activations"] - stacks
+        stacks = np.zeros_like(stacks)
+    return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
+
+
+def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
+    """The price when a part of the layers rematerialises, as in `rematerialised`, and the others
+    do not: in between, with the larger of the temporaries.
+    """
+
+    def between(a: Array, b: Array) -> Array:
+        return a + (b - a) * share
+
+    memory = {
+        name: (
+            between(value, rematerialised.device_bytes[name])
+            if name == "activations"
+            else np.maximum(value, rematerialised.device_bytes[name])
+        )
+        for name, value in fast.device_bytes.items()
+    }
+    return Totals(
+        seconds={
+            name: between(value, rematerialised.seconds[name])
+            for name, value in fast.seconds.items()
+        },
+        device_bytes=memory,
+        flops=between(fast.flops, rematerialised.flops),
+        stacks=between(fast.stacks, rematerialised.stacks),
+        held=fast.held,
+    )
+
+
+def fullest(knobs: Knobs, model: Model, c: Candidates) -> Array:
+    """Layers of the stage that has the most, of all classes."""
+    return sum(fullest_by_class(knobs, model, c), np.zeros(len(c)))
+
+
+def rematerialised_share(
+    number: Array | int, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
+) -> Array:
+    """Part of the layers of the fullest stage that rematerialise where so many are to: in lockstep
+    all chunks of a stage are one program, so that as many layers of each do.
+    """
+    alike = chunks_of(knobs, c) if profile.pipeline == "lockstep" else np.ones(len(c))
+    return np.ceil(number / alike) * alike / fullest(knobs, model, c)
+
+
+def fullest_by_class(knobs: Knobs, model: Model, c: Candidates) -> list[Array]:
+    """Layers of the stage that has the most, of each class."""
+    virtual = chunks_of(knobs, c)
+    return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]
+
+
+# --------------------------------------------------------------------------------------------------
+# Matmuls and convolutions that every device along a mesh axis computes in whole.
+#
+# An axis of several devices that divides none of the FLOPs of an op makes no part of it faster:
+# all devices along it compute the same. Read from the same items that a step is priced by, so it
+# holds for any op and any reason: a dim that the axis does not divide, a dim with no colour, a
+# rule that leaves it out.
+
+
+def replicated(
+    work: Iterable[tuple[Facts, Array]],
+    choice: Choice,
+    knobs: Knobs,
+    mesh: MeshShape,
+    c: Candidates,
+    model: Model,
+    pricer: Pricer,
+) -> Mapping[tuple[str, ...], Mapping[str, float]]:
+    """Seconds a step of matmuls and convolutions on one device, by the mesh axes that do not divide
+    them and by what they are.
+    """
+    assert len(c) == 1
+    shares = shares_of(knobs, model, c, pricer.profile)[:, 0]
+    by_axes: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for facts, parts in work:
+        names = _parameters(facts)
+        for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
+            op = facts.graph.ops[kernel.op]
+            part = float(parts[item.segment]) * float(shares[item.segment])
+            if op.category not in ("matmul", "convolution") or not part:
+                continue
+            for term in item.terms(choice):
+                axes = _undivided(term, mesh)
+                if axes and isinstance(term, Compute):
+                    seconds = kernel_seconds(
+                        term,
+                        lambda amount: local(amount, c.shapes),
+                        pricer.topology.chip,
+                        pricer.constants,
+                    )
+                    by_axes[axes][_name(op, facts, names)] += (
+                        float(seconds[0]) * term.trips * part * int(c.micro[0])
+                    )
+    return by_axes
+
+
+def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
+    """Mesh axes of several devices that divide none of a kernel's FLOPs; stages divide layers, not
+    ops.
+    """
+    if not isinstance(term, Compute):
+        return ()
+    flops: Amount = term.flops
+    divides = {
+        **dict.fromkeys(BATCH_AXES, flops.batch),
+        EXPERT.name: flops.batch or flops.expert,
+        CONTEXT.name: flops.context,
+        TENSOR.name: flops.tensor,
+    }
+    return tuple(axis for axis, divided in divides.items() if mesh[axis] > 1 and not divided)
+
+
+def _parameters(facts: Facts) -> dict[int, str]:
+    """Paths of the parameters that values are views of."""
+    return {value: facts.graph.values[source].path for value, source in facts.weights.items()}
+
+
+def _name(op: Op, facts: Facts, parameters: Mapping[int, str]) -> str:
+    """What an op is to people: the parameter that it uses, or else where the model has it."""
+    if facts.gradients & set(op.results):
+        return "gradients of weights"
+    return (
+        next((parameters[value] for value in op.operands if value in parameters), "")
+        or op.scope
+        or f"{op.kind} at equation {op.path}"
+    )

@@ -1,1 +1,0 @@
-"""Examples in a reproducible order, packed into rows, as batches on devices."""

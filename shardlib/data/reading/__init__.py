@@ -1,1 +1,0 @@
-"""Files of text, records and tokens, near or far, read through a bounded cache."""

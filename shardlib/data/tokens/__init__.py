@@ -1,1 +1,0 @@
-"""Documents as tokens on disk: built once, found again, and checked."""

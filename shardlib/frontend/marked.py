@@ -1,0 +1,691 @@
+"""A step that marks its losses with `shardlib.value_and_grad`, planned and lowered by them.
+
+total.py    all losses as one problem, for the search
+single.py   each loss as a model with a loss, as `shardlib.compile` has one
+planned.py  the step as it is planned: problem, names, what its losses do not allow
+lowered.py  each loss as a program, in the place of its call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardlib.annotation import tree
+from shardlib.annotation import tree as activations
+from shardlib.annotation.names import Model, PureLoss
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.decisions.pins import PinMapping, aliased
+from shardlib.decisions.table import PinValue
+from shardlib.errors import PinError, PlanError, raise_all
+from shardlib.findings import Finding, diagnostic
+from shardlib.frontend.lowered import lower
+from shardlib.frontend.model import Loss, TracedModel
+from shardlib.graph import Dependence, Parameter, Problem, Rows
+from shardlib.jax_types import Value
+from shardlib.layout import INNER_AXES, LogicalAxes
+from shardlib.lowering.collectives import like
+from shardlib.lowering.mesh import constrain
+from shardlib.lowering.program import Program
+from shardlib.lowering.steps import InPlace, LoweredLosses
+from shardlib.machines.topology import Topology
+from shardlib.planner.plan import ParameterLayout, Plan
+from shardlib.planner.planner import search
+from shardlib.propagation.colours import Colouring, colour
+from shardlib.tracing.steps import FoundLoss, TracedStep, tied_rows, total_loss
+from shardlib.tracing.trace import trace
+
+# --------------------------------------------------------------------------------------------------
+# One marked loss as a model with a loss, as `shardlib.compile` has them.
+#
+# Its params are those that the step gives it, and the weights among the rest, which are frozen;
+# its batch is all else. Dims have the names that the step's colouring gave them, so that the rules
+# of the step's plan are rules of the loss.
+
+#: Of a loss that gets parts of the batch of a fixed number of rows, or nothing of it.
+_ROWLESS = Dependence(
+    kind="coupled", why="none of its arrays grows with the rows of the batch", fixed=True
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleLoss:
+    """A marked loss as a model with a loss.
+
+    Attributes:
+        found: where it stands in the step.
+        model: the model, the loss, and their trace.
+        params: (path, position among the leaves of the loss) of the params of the model, in the
+            order of its tree.
+        batch: the same of the arrays of its batch.
+        names: of the dims of each array of the batch, by path.
+    """
+
+    found: FoundLoss
+    model: TracedModel
+    params: tuple[tuple[str, int], ...]
+    batch: tuple[tuple[str, int], ...]
+    names: dict[str, LogicalAxes]
+
+    @property
+    def leaves(self) -> tuple[tuple[str, str], ...]:
+        """Where its arrays belong, to the "params", the "frozen" params or the "batch", and their
+        paths there.
+        """
+        frozen = self.model.model.frozen
+        places = {at: ("frozen" if path in frozen else "params", path) for path, at in self.params}
+        places |= {at: ("batch", path) for path, at in self.batch}
+        return tuple(places[at] for at in range(len(places)))
+
+    def arguments(self, leaves: Sequence[Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+        """(params, batch) of the model for the leaves of the loss."""
+        return (
+            {path: leaves[at] for path, at in self.params},
+            {path: leaves[at] for path, at in self.batch},
+        )
+
+
+def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> SingleLoss:
+    """A marked loss of a step by itself."""
+    names, form = colouring.forward, found.form
+    shapes = form.shapes
+    weights = [*found.trained, *found.frozen]
+    params = _unique([(traced.paths[_root(found, at)], at) for at in weights])
+    batch = _unique([(form.paths[at], at) for at in found.others])
+    sizes = _rows(traced), found.rows
+    axes = {
+        path: _single_named(names[found.operands[at]], shapes[at].shape, at, *sizes)
+        for path, at in batch
+    }
+    loss = _pure(found, params, batch)
+    model = Model(
+        name=form.name,
+        init=lambda seed: ({}, {}),
+        params={path: shapes[at] for path, at in params},
+        state={},
+        axes={path: _once(names[found.operands[at]]) for path, at in params},
+        bind=lambda loss: loss,
+        rebuild=lambda params, state: params,
+        frozen=frozenset(path for path, at in params if at in found.frozen),
+    )
+    given = {path: shapes[at] for path, at in batch}
+    with tree.no_mesh():
+        read = trace(
+            model,
+            loss,
+            given,
+            batch_axes=axes,
+            policies=("none",),
+            rows=form.rows,
+        )
+    problem = tied_rows(read.problem)
+    if not any("batch" in one for one in axes.values()) and any(
+        "batch" in one for *_, one in traced.problem.batch
+    ):
+        problem = replace(problem, rows=Rows(loss=_ROWLESS))
+    read = replace(read, problem=problem)
+    return SingleLoss(
+        found=found,
+        model=TracedModel(
+            model=model,
+            traced=read,
+            loss=cast(Loss, loss),
+            optimizer=optax.identity(),
+            batch=given,
+        ),
+        params=params,
+        batch=batch,
+        names={path: axes for path, _, _, axes in read.problem.batch},
+    )
+
+
+def _pure(
+    found: FoundLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
+) -> PureLoss:
+    """(params, state, batch) -> (loss, (auxiliary results by name, state))."""
+
+    def loss(given: Tree, state: Tree, rows: Tree) -> Any:
+        leaves: list[Any] = [None] * len(found.operands)
+        for values, paths in ((given, params), (rows, batch)):
+            for path, at in paths:
+                leaves[at] = values[path]
+        value, aux = found.function(leaves)
+        return value, ({name: jnp.asarray(leaf) for name, leaf in _results(aux)}, state)
+
+    return loss
+
+
+def written_name(name: str) -> str:
+    """The name of an auxiliary result as the user wrote it; "" of the only one."""
+    return name.partition(".")[2]
+
+
+def _results(aux: Tree) -> list[tuple[str, Any]]:
+    """The auxiliary results by name, in an order that sorting keeps."""
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    return [
+        (f"{at:04}.{path_text(path)}".rstrip("."), leaf) for at, (path, leaf) in enumerate(leaves)
+    ]
+
+
+def _root(found: FoundLoss, at: int) -> int:
+    root = found.roots[at]
+    assert root is not None
+    return root
+
+
+def _unique(named: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """(path, position) with other paths for what comes twice, in the order of a dict's leaves."""
+    seen: dict[str, int] = {}
+    for path, at in named:
+        while path in seen:
+            path += "'"
+        seen[path] = at
+    return tuple(sorted(seen.items()))
+
+
+def _rows(traced: TracedStep) -> int | None:
+    """The number of rows of the batch; None where arrays of it have different numbers."""
+    sizes = {
+        size
+        for _, shape, _, names in traced.problem.batch
+        for size, name in zip(shape, names, strict=True)
+        if name == "batch"
+    }
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _single_named(
+    names: LogicalAxes,
+    shape: tuple[int, ...],
+    position: int,
+    count: int | None,
+    rows: Mapping[int, int] | None,
+) -> LogicalAxes:
+    """The names of an array beside the params.
+
+    Args:
+        count: rows of the batch, None where it has several numbers.
+        rows: dims of rows by position; None where they are read off names and sizes.
+    """
+    once = _once(names)
+    if rows is not None:
+        dim = rows.get(position)
+        return tuple(
+            "batch" if at == dim else None if name == "batch" else name
+            for at, name in enumerate(once)
+        )
+    if "batch" in once or not shape or shape[0] != count or once[0] is not None:
+        return once
+    return ("batch", *once[1:])
+
+
+def _once(names: LogicalAxes) -> LogicalAxes:
+    """Names of which each stands once."""
+    return tuple(None if name in names[:at] else name for at, name in enumerate(names))
+
+
+# --------------------------------------------------------------------------------------------------
+# All marked losses of a step as one problem: what the search plans.
+
+#: Begins the names of arrays of the state that a loss needs and that are no weights.
+STATE = "state:"
+
+
+def total_problem(traced: TracedStep) -> Problem:
+    """The sum of the marked losses of a step as a problem; how it depends on rows is not known."""
+    weights = {
+        at: path
+        for at, path in enumerate(traced.paths)
+        if at in {*traced.roles.weights, *_roots(traced)}
+    }
+    trained = {*traced.trained, *traced.roles.gradients}
+    leaves = jax.tree.leaves(traced.state)
+    described = traced.problem.batch
+    batch = {
+        _key(path): leaf
+        for (path, *_), leaf in zip(described, jax.tree.leaves(traced.batch), strict=True)
+    }
+    rest = {
+        f"{STATE}{path}": leaves[at] for at, path in enumerate(traced.paths) if at not in weights
+    }
+
+    def loss(params: dict[str, Value], given: dict[str, Value]) -> Value:
+        values = {at: params[path] for at, path in weights.items()}
+        arguments = [
+            values[at] if at in values else given.get(f"{STATE}{path}")
+            for at, path in enumerate(traced.paths)
+        ]
+        rows = [given[_key(path)] for path, *_ in described]
+        return total_loss(
+            traced.program, [*arguments, *rows], traced.losses, values, traced.unmarked.gradients
+        )
+
+    named: dict[str, LogicalAxes] = {one.path: one.axes for one in traced.problem.parameters}
+    model = _model(
+        traced.name,
+        {path: leaves[at] for at, path in weights.items()},
+        named,
+        frozenset(path for at, path in weights.items() if at not in trained),
+    )
+    axes = {_key(path): names for path, _, _, names in described}
+    needed = _needed(loss, model.params, batch, rest)
+    with activations.no_mesh():
+        found = trace(
+            model,
+            loss,
+            {**batch, **needed},
+            batch_axes={**axes, **{key: (None,) * leaf.ndim for key, leaf in needed.items()}},
+            rows="mean",
+        ).problem
+    found = tied_rows(found)
+    kept = {one.path: one for one in traced.problem.parameters}
+    return replace(
+        found,
+        forward=replace(
+            found.forward,
+            findings=(
+                *found.forward.findings,
+                *(one for one in traced.problem.forward.findings if one.code == "mapped-axis"),
+                *_uncounted(traced),
+            ),
+        ),
+        parameters=tuple(_with_state(one, kept.get(one.path)) for one in found.parameters),
+        state_bytes=traced.problem.state_bytes,
+        tokens=traced.problem.tokens,
+    )
+
+
+@diagnostic
+def _uncounted(traced: TracedStep) -> tuple[Finding, ...]:
+    """What the problem leaves out."""
+    if not traced.unmarked.unknown:
+        return ()
+    return (
+        Finding(
+            code="unmarked-gradient",
+            severity="warning",
+            message=(
+                "gradients are taken outside of the marked losses, in a loop or a branch that has"
+                " a marked loss, too; the step computes them, and their time and bytes are not"
+                " counted"
+            ),
+            where=", ".join(traced.paths[at] for at in traced.unmarked.unknown[:4]),
+            hint="shardlib.value_and_grad for their loss, too",
+        ),
+    )
+
+
+def _roots(traced: TracedStep) -> set[int]:
+    return {root for one in traced.losses for root in one.roots if root is not None}
+
+
+def _key(path: str) -> str:
+    """The path of an array of the batch without the word in front, which `trace` adds again."""
+    return path.removeprefix("batch").removeprefix(".")
+
+
+def _model(
+    name: str, params: Tree, axes: Mapping[str, LogicalAxes], frozen: frozenset[str]
+) -> Model:
+    """A model whose loss is (params, batch) -> scalar."""
+
+    def bind(loss: Any) -> Any:
+        return lambda params, state, batch: (loss(params, batch), ({}, state))
+
+    return Model(
+        name=name,
+        init=lambda seed: (params, {}),
+        params=params,
+        state={},
+        axes=axes,
+        bind=bind,
+        rebuild=lambda params, state: params,
+        frozen=frozen,
+    )
+
+
+def _needed(
+    loss: Callable[..., Value], params: Tree, batch: dict[str, Value], rest: dict[str, Value]
+) -> dict[str, Value]:
+    """Those of the other arrays of the state that the losses are computed from."""
+    closed = jax.make_jaxpr(loss)(params, {**batch, **rest})
+    read = {id(atom) for eqn in closed.jaxpr.eqns for atom in eqn.invars}
+    keys = sorted({**batch, **rest})
+    inputs = closed.jaxpr.invars[len(params) :]
+    return {
+        key: rest[key]
+        for key, var in zip(keys, inputs, strict=True)
+        if key in rest and id(var) in read
+    }
+
+
+def _with_state(one: Parameter, known: Parameter | None) -> Parameter:
+    """A parameter with what the step keeps for it."""
+    if known is None or not one.trained:
+        return one
+    return replace(
+        one,
+        state_bytes_per_element=known.state_bytes_per_element,
+        state_arrays=known.state_arrays,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Decisions that can be fixed by hand for a step, and those that are fixed for every step.
+
+#: Decisions that a step leaves open.
+OPEN: frozenset[str] = frozenset({"mesh", "rules", "sequence_parallel", "zero", "axis_order"})
+#: Mesh axes of a step.
+STEP_AXES: tuple[str, ...] = ("data", "fsdp", "tensor")
+#: The others, which need the loss apart from its gradients and its update.
+FIXED: PinMapping = {
+    "microbatches": 1,
+    "remat": "none",
+    "attention": "traced",
+    "collective_matmul": "none",
+    "offload": [],
+}
+#: Decisions about what a marked step has outside of its losses, as they are for every one.
+CLOSED: PinMapping = {
+    "offload": [],
+    "pipeline": "lockstep",
+    "exchange": "exact",
+    "dtypes": {},
+    "allow": {},
+    **dict.fromkeys(
+        ("param_dtype", "gradient_dtype", "reduction_dtype", "moment_dtype", "matmul_dtype"), None
+    ),
+}
+
+
+def step_pins(pin: PinMapping | None) -> PinMapping:
+    """The pins of a search for a step."""
+    given = aliased(pin or {})
+    refused = [
+        word
+        for word in given
+        if word.split(".")[0] not in OPEN and not (word in FIXED and given[word] == FIXED[word])
+    ]
+    if refused:
+        raise PinError(
+            f"{', '.join(refused)}: a step has its loss, its gradients and its update inside, and"
+            f" this needs them apart\nTry: shardlib.value_and_grad(loss) in the step, which marks"
+            f" it; of a step that does not, {', '.join(sorted(OPEN))} can be pinned"
+        )
+    others = [axis for axis in INNER_AXES if axis not in STEP_AXES]
+    sizes = _sizes(given)
+    wrong = [axis for axis in others if sizes.get(axis, 1) not in (None, 1)]
+    if wrong:
+        raise PinError(
+            f"the mesh of a step has no axis {', '.join(wrong)}: it needs the loss apart from its"
+            f" update\nTry: {', '.join(STEP_AXES)}; or shardlib.value_and_grad(loss) in the step"
+        )
+    whole = {} if given.get("mesh") is not None else {f"mesh.{axis}": 1 for axis in others}
+    return {**FIXED, **whole, **given}
+
+
+def marked_pins(pin: PinMapping | None, unstaged: str, unsharded: str) -> PinMapping:
+    """The pins of a search for a step that marks its losses."""
+    given = aliased(pin or {})
+    refused = [word for word in given if word in CLOSED and given[word] != CLOSED[word]]
+    if refused:
+        raise PinError(
+            f"{', '.join(refused)}: a step updates its state itself, in dtypes and memories of its"
+            " own\nTry: shardlib.compile(init, loss, optimizer, batch)"
+        )
+    why = {
+        **({"stage": unstaged} if unstaged else {}),
+        **({"context": unsharded, "expert": unsharded} if unsharded else {}),
+    }
+    sizes = _sizes(given)
+    wrong = [
+        f"{axis}: {reason}" for axis, reason in why.items() if sizes.get(axis, 1) not in (None, 1)
+    ]
+    if wrong:
+        raise_all(
+            PinError,
+            "the mesh of this step has no such axes",
+            wrong,
+            hint="one marked loss that gets all weights and has all calls",
+        )
+    whole = {} if "mesh" in given else {f"mesh.{axis}": 1 for axis in why}
+    return {**{word: CLOSED[word] for word in ("offload", "pipeline")}, **whole, **given}
+
+
+def _sizes(pins: Mapping[str, PinValue]) -> dict[str, PinValue]:
+    """Pinned sizes of mesh axes, None where one is left open."""
+    mesh = pins.get("mesh")
+    return {
+        **{
+            word.removeprefix("mesh."): size
+            for word, size in pins.items()
+            if word.startswith("mesh.")
+        },
+        **({str(axis): size for axis, size in mesh.items()} if isinstance(mesh, Mapping) else {}),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# A step that marks its losses, as it is planned.
+#
+# step -> its losses -> their sum, a problem -> names of all dims -> each loss by itself -> rows
+#                       search -> plan -> each loss lowered as `shardlib.compile` lowers one
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkedStep:
+    """A step that marks its losses.
+
+    Attributes:
+        traced: the step; its problem has the names of the plan.
+        colouring: of that problem.
+        problem: what is planned.
+        losses: each by itself.
+    """
+
+    traced: TracedStep
+    colouring: Colouring
+    problem: Problem
+    losses: tuple[SingleLoss, ...]
+
+    @staticmethod
+    def of(traced: TracedStep) -> MarkedStep:
+        """A traced step as it is planned."""
+        problem = total_problem(traced)
+        named = _planned_named(traced, problem)
+        colouring = colour(named.problem)
+        losses = tuple(single_loss(named, one, colouring) for one in named.losses)
+        rows = _together([one.model.traced.problem.rows for one in losses], losses)
+        return MarkedStep(
+            traced=named,
+            colouring=colouring,
+            problem=replace(problem, rows=rows),
+            losses=losses,
+        )
+
+    @property
+    def unstaged(self) -> str:
+        """Why the step has no pipeline stages; "" where it may have some."""
+        if len(self.losses) > 1:
+            return f"it marks {len(self.losses)} losses"
+        [loss] = list(self.losses)
+        if any(kind in loss.found.call.path for kind in ("/body/", "/branch")):
+            return "its loss stands in a loop or a branch"
+        if self.problem.rows.by_row:
+            listed = ", ".join(name for name, _ in self.problem.rows.by_row)
+            return f"its loss returns values for every row, {listed}"
+        given = {path for path, _ in loss.params}
+        apart = sorted({one.path for one in self.problem.parameters} - given)
+        if apart:
+            return f"it computes with weights that its loss does not get: {', '.join(apart[:4])}"
+        return ""
+
+    @property
+    def unsharded(self) -> str:
+        """Why the step has no context and expert axes; "" where it may have them."""
+        if not self.traced.others:
+            return ""
+        return f"{', '.join(sorted(self.traced.others))} is called outside of the marked losses"
+
+    def searched(self, machine: Topology, pin: PinMapping | None) -> tuple[MarkedStep, Plan]:
+        """The plan, and the step with what the search taught of its rows."""
+        pins = marked_pins(pin, self.unstaged, self.unsharded)
+        plan = search(self.problem, machine, pins)
+        if plan.microbatches > 1:
+            found = [one.model.traced.rows_in(plan.microbatches) for one in self.losses]
+            rows = _together(found, self.losses)
+            if not rows.splits:
+                step = replace(self, problem=replace(self.problem, rows=rows))
+                return step, search(step.problem, machine, pins)
+        return self, replace(plan, findings=(*plan.findings, *self._in_one_piece(plan)))
+
+    @diagnostic
+    def _in_one_piece(self, plan: Plan) -> tuple[Finding, ...]:
+        """What the plan counts in microbatches, and the step does for the whole batch."""
+        taken = [self.traced.paths[at] for at in self.traced.unmarked.gradients]
+        if plan.microbatches == 1 or not taken:
+            return ()
+        return (
+            Finding(
+                code="unmarked-gradient",
+                severity="warning",
+                message=(
+                    "gradients are taken outside of the marked losses, of the whole batch at once;"
+                    f" the activations kept for them are counted as those of one of"
+                    f" {plan.microbatches} microbatches"
+                ),
+                where=", ".join(taken[:4]),
+                hint="shardlib.value_and_grad for their loss, too",
+            ),
+        )
+
+
+def _planned_named(traced: TracedStep, problem: Problem) -> TracedStep:
+    """The step with the names that the colouring of the planned problem gives."""
+    found = colour(problem)
+    return replace(
+        traced,
+        problem=replace(
+            traced.problem,
+            parameters=tuple(
+                replace(one, axes=found.parameters.get(one.path, one.axes))
+                for one in traced.problem.parameters
+            ),
+            batch=tuple(
+                (path, shape, dtype, found.batch.get(path, names))
+                for path, shape, dtype, names in traced.problem.batch
+            ),
+        ),
+    )
+
+
+def _together(every: list[Rows], losses: tuple[SingleLoss, ...]) -> Rows:
+    """How several losses depend on the rows of the batch, as one: the first is the loss, all else
+    are metrics.
+    """
+    several = len(losses) > 1
+    found: list[tuple[str, Dependence]] = []
+    for loss, rows in zip(losses, every, strict=True):
+        name = loss.found.form.name
+        found.append((name, rows.loss))
+        found += [
+            (" ".join(filter(None, (name if several else "", written_name(path)))) or "aux", one)
+            for path, one in rows.metrics
+        ]
+    return Rows(
+        loss=found[0][1],
+        metrics=tuple(found[1:]),
+        asserted=all(rows.asserted for rows in every),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The marked losses of a step as programs, in the places of their calls.
+
+
+def lower_losses(
+    step: MarkedStep, plan: Plan, devices: Sequence[jax.Device] | None
+) -> LoweredLosses:
+    """Lowers the marked losses of a step.
+
+    Args:
+        devices: to run on; None for none, where it is only compiled.
+    """
+    programs = [
+        lower(
+            one.model,
+            loss_plan(plan, one),
+            **({"abstract": True} if devices is None else {"devices": devices}),
+        )
+        for one in step.losses
+    ]
+    return LoweredLosses(
+        calls={
+            one.found.call.path: _in_place(one, program)
+            for one, program in zip(step.losses, programs, strict=True)
+        },
+        findings=tuple(dict.fromkeys(one for program in programs for one in program.findings)),
+    )
+
+
+def loss_plan(plan: Plan, loss: SingleLoss) -> Plan:
+    """The plan of a step as one of a marked loss alone."""
+    planned = {one.path: one for one in plan.parameters}
+    shapes = {path: shape for path, shape, _, _ in loss.model.traced.problem.batch}
+    frozen = loss.model.model.frozen
+    return replace(
+        plan,
+        parameters=tuple(
+            _as_given(planned[path.rstrip("'")], path, path in frozen) for path, _ in loss.params
+        ),
+        batch_layouts=tuple(
+            (path, plan.rules.resolve(loss.names[path], shape, plan.mesh).layout)
+            for path, shape in shapes.items()
+        ),
+        source=None,
+    )
+
+
+def _as_given(one: ParameterLayout, path: str, frozen: bool) -> ParameterLayout:
+    """The layouts of a weight as a parameter of a loss."""
+    if not frozen:
+        return replace(one, path=path)
+    return replace(one, path=path, role="frozen", gradient=one.compute, state=one.rest)
+
+
+def _in_place(loss: SingleLoss, program: Program) -> InPlace:
+    """What takes the place of the call of a loss: operands -> value, auxiliary results, gradients
+    of the trained leaves.
+    """
+    parts, form = program.parts, loss.found.form
+    if parts.run.kept is not None:
+        raise PlanError("gradients of a marked loss are exchanged exactly")
+    trained = [path for path, at in loss.params if at in loss.found.trained]
+    positions = dict(loss.params)
+
+    def run(*operands: Value) -> list[Value]:
+        params, batch = loss.arguments(operands[form.constants :])
+        (value, (metrics, _)), found, _ = parts.run.gradients(params, {}, batch, None)
+        laid = like(constrain(found, parts.params.gradient), parts.updated)
+        gradients = {positions[path]: laid[path] for path in trained}
+        traced = [var.aval for var in loss.model.traced.closed_jaxpr.jaxpr.outvars]
+        results = [value, *(metrics[name] for name in sorted(metrics))]
+        return [
+            *(_in_dtype(one, aval.dtype) for one, aval in zip(results, traced, strict=False)),
+            *(gradients[at] for at in loss.found.trained),
+        ]
+
+    return run
+
+
+def _in_dtype(value: Value, dtype: jnp.dtype) -> Value:
+    """A mean over microbatches in the dtype of the result."""
+    if value.dtype == dtype:
+        return value
+    return (value if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(value)).astype(dtype)

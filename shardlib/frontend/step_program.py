@@ -1,0 +1,376 @@
+"""A step, compiled for the mesh of a plan.
+
+program = build_step(traced, plan, colouring, first=first, devices=devices)
+state = program.init(seed=0)
+state, metrics = program.step(state, batch)     # donates `state`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib import _jax_compat
+from shardlib.annotation.names import Seed, key_of, read_seed_or_key
+from shardlib.annotation.tree import no_mesh
+from shardlib.annotation.trees import Tree, path_text, static_difference
+from shardlib.errors import PlanError, StateError, raise_all
+from shardlib.findings import Finding
+from shardlib.jax_types import Value
+from shardlib.layout import Layout
+from shardlib.lowering.checks import require
+from shardlib.lowering.contractions import AsWritten, Pins, by_groups
+from shardlib.lowering.mesh import abstract_mesh, device_mesh, held, named_sharding, physical_parts
+from shardlib.lowering.program import Options
+from shardlib.lowering.random_keys import implementation, is_key
+from shardlib.lowering.runtime import given
+from shardlib.lowering.steps import InPlace, LoweredLosses, StepLayouts, layouts
+from shardlib.machines.topology import Topology
+from shardlib.planner.plan import Plan
+from shardlib.processes.values import in_every_process
+from shardlib.propagation.colours import Colouring
+from shardlib.propagation.contractions import used
+from shardlib.report.text import plan_card, plan_line
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rewriting import Walk, bind, evaluate_program
+from shardlib.tracing.steps import TracedStep
+from shardlib.verify.isolation import Limits, compile_apart, exported, require_compiler, target
+from shardlib.verify.report import Verification
+from shardlib.verify.verify import judge
+
+#: Seed -> the state before the first step.
+First = Callable[[jax.Array], Tree]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepProgram:
+    """A compiled step and what belongs to it.
+
+    Attributes:
+        plan: the decisions.
+        topology: the machine of the plan.
+        traced: the step as it was traced.
+        mesh: of its devices; without devices where it is only compiled.
+        layouts: of the state, the batch and the values of the step.
+        first: key -> the state before the first step; None where the user gave a state.
+        given: the user's own state; None where there is `first`.
+        donate: whether a step takes the arrays of the state over.
+        findings: what the user should know.
+        calls: what takes the place of marked losses, by the paths of their calls.
+    """
+
+    plan: Plan
+    topology: Topology
+    traced: TracedStep
+    mesh: Mesh | AbstractMesh
+    layouts: StepLayouts
+    first: First | None
+    given: Tree
+    donate: bool = True
+    findings: tuple[Finding, ...] = ()
+    calls: Mapping[str, InPlace] = field(default_factory=dict[str, InPlace])
+    _compiled: list[jax.stages.Compiled] = field(default_factory=list[jax.stages.Compiled])
+
+    def __repr__(self) -> str:
+        return plan_line(self.plan, type(self).__name__)
+
+    def _repr_html_(self) -> str:
+        return plan_card(self.plan)
+
+    @cached_property
+    def state(self) -> Tree:
+        """Abstract arrays of the state, with their shardings."""
+        return _abstract(self.traced.state, self.layouts.state, self.mesh)
+
+    @cached_property
+    def batch(self) -> Tree:
+        """Abstract arrays of the batch, with their shardings."""
+        return _abstract(self.traced.batch, self.layouts.batch, self.mesh)
+
+    @property
+    def rows(self) -> Tree:
+        """Abstract global batch, each leaf with its sharding."""
+        return self.batch
+
+    def init(self, seed: Seed = 0) -> Tree:
+        """The state before the first step, each array where it will stay."""
+        number = read_seed_or_key(seed)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        if self.first is None:
+            return jax.tree.map(copied, self.given, shardings)
+        # a state that is made anew has static parts that are made anew: its form is the traced one
+        first = jax.jit(
+            lambda number: jax.tree.leaves(self._first(number)),
+            out_shardings=jax.tree.leaves(shardings),
+        )
+        with no_mesh():
+            return jax.tree.structure(self.state).unflatten(first(number))
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """Does one step."""
+        require(batch, self.batch)
+        state = self._required(state)
+        state, metrics = self._run_step(state, given(batch, self.batch))
+        return state, in_every_process(metrics)
+
+    def prepare(self) -> None:
+        """Compiles the step, if that has not been done."""
+        self.compiled()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
+        and "peak".
+        """
+        return _jax_compat.compiled_memory(self.compiled())
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The program, compiled at its first use."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise PlanError(
+                "the program has no devices: it was made with abstract=True\nTry:"
+                " shardlib.compile_step(init, step, batch), or program.verify()"
+            )
+        if not self._compiled:
+            self._compiled.append(self.lowered().compile())
+        return self._compiled[0]
+
+    def lowered(self) -> jax.stages.Lowered:
+        """The program as it goes to the compiler."""
+        with no_mesh():
+            return self._jitted.lower(self.state, self.batch)
+
+    def verify(
+        self,
+        *,
+        limits: Limits | None = None,
+        options: Options | None = None,
+    ) -> Verification:
+        """Compiles the step for the machine of its plan, which need not be here, and compares what
+        the compiler made with the plan.
+        """
+        where = target(self.topology, self.plan.mesh, self.plan.axis_order)
+        require_compiler(where.platform)
+
+        def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            return self.function(state, batch)
+
+        step.__name__ = step.__qualname__ = "shardlib_step"
+        made = exported(
+            step,
+            (self.state, self.batch),
+            results=jax.tree.leaves(self.state),
+            mesh=self.mesh,
+            platform=where.platform,
+            what=f"the step {self.traced.name}",
+        )
+        return judge(
+            self.plan, self.topology, where, made, compile_apart(made, where, limits, options)
+        )
+
+    def save(self, folder: str | Path, state: Tree) -> None:
+        """Writes a state to a folder that is not there yet, with Orbax."""
+        from shardlib.processes import values as shards
+
+        shards.save(Path(folder).absolute(), _plain(state))
+
+    def restore(self, folder: str | Path) -> Tree:
+        """A state that a program of the same step has saved, on any mesh, where this one has it."""
+        from shardlib.processes import values as shards
+
+        found = shards.read(Path(folder).absolute(), _plain(self.state))
+        leaves, structure = jax.tree.flatten(self.state)
+        return structure.unflatten(
+            [_keyed(leaf, found[str(number)]) for number, leaf in enumerate(leaves)]
+        )
+
+    @cached_property
+    def _jitted(self) -> jax.stages.Wrapped:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return jax.jit(
+            self.function,
+            out_shardings=(shardings, None),
+            donate_argnums=(0,) if self.donate else (),
+        )
+
+    @cached_property
+    def _run_step(self) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+        def run(*arguments: Tree) -> tuple[Tree, Tree]:
+            with no_mesh():
+                return self._jitted(*arguments)
+
+        return _jax_compat.runnable(run, self.compiled(), (self.state, self.batch), None)
+
+    def function(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """The step with its layouts, to be traced."""
+        leaves = jax.tree.leaves((state, batch))
+        found = evaluate_program(
+            self.traced.program,
+            leaves,
+            Walk(place=self._place, run=self._run, calls=self.calls),
+        )
+        count = len(self.traced.paths)
+        new = [
+            held(leaf, named_sharding(self.mesh, layout))
+            for leaf, layout in zip(found[:count], self.layouts.state, strict=True)
+        ]
+        return (
+            jax.tree.unflatten(jax.tree.structure(self.traced.state), new),
+            jax.tree.unflatten(jax.tree.structure(self.traced.metrics), found[count:]),
+        )
+
+    def _first(self, number: jax.Array) -> Tree:
+        assert self.first is not None
+        return self.first(key_of(number))
+
+    def _place(self, path: str, index: int, value: Value) -> Value:
+        layout = self.layouts.values.get((path, index))
+        if layout is None or jnp.ndim(value) != len(layout):
+            return value
+        return held(value, named_sharding(self.mesh, layout))
+
+    def _run(self, equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
+        """A contraction with its operands in the layouts in which it runs."""
+        values = self.layouts.values
+        pins = [values.get(used(equation.path, at)) for at in range(len(operands) + 1)]
+        if not any(pins) or len(equation.outputs) != 1:
+            return None
+        laid = [
+            one if pin is None or jnp.ndim(one) != len(pin) else self._held(one, pin)
+            for one, pin in zip(operands, pins, strict=False)
+        ]
+        (result,) = self._bound(equation, laid, pins)
+        last = pins[-1]
+        if last is None or jnp.ndim(result) != len(last):
+            return [result]
+        return [self._held(result, last)]
+
+    def _bound(
+        self, equation: Equation, operands: list[Value], layouts: Sequence[Layout | None]
+    ) -> list[Value]:
+        """An operation, of operands that are laid out as it reads them."""
+        shardings = [named_sharding(self.mesh, one) for one in layouts if one is not None]
+        if len(shardings) < len(layouts):
+            return bind(equation, operands)
+        pins = Pins(operands=tuple(shardings[:-1]), result=shardings[-1], settles=False)
+        return [by_groups(AsWritten(equation=equation), equation, pins).run(operands)]
+
+    def _held(self, value: Value, layout: Layout) -> Value:
+        return held(value, named_sharding(self.mesh, layout))
+
+    def _required(self, state: Tree) -> Tree:
+        """The state in the form that was traced, refused where it is no state of this program."""
+        leaves, structure = jax.tree.flatten(state)
+        own = jax.tree.structure(self.state)
+        if difference := static_difference(structure, own):
+            theirs = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+            mine = self.traced.paths
+            raise_all(
+                StateError,
+                "this is no state of the program",
+                [
+                    *(f"{path}: not there" for path in mine if path not in theirs),
+                    *(f"{path}: not of the program" for path in theirs if path not in mine),
+                ]
+                or [difference],
+                hint="program.init(seed), or what program.step returned",
+            )
+        gone = [
+            path
+            for path, leaf in zip(self.traced.paths, leaves, strict=True)
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        ]
+        if gone:
+            raise StateError(
+                f"arrays of the state were donated to a step before: {', '.join(gone[:4])}\nTry:"
+                " state, metrics = program.step(state, batch)"
+            )
+        return own.unflatten(leaves)
+
+
+def build_step(
+    traced: TracedStep,
+    plan: Plan,
+    colouring: Colouring,
+    topology: Topology,
+    *,
+    first: First | None,
+    given: Tree = None,
+    devices: Sequence[jax.Device] | None = None,
+    donate: bool = True,
+    losses: LoweredLosses | None = None,
+) -> StepProgram:
+    """The program of a step under a plan.
+
+    Args:
+        first: key -> the state before the first step.
+        devices: to run on; None for none, where it is only compiled.
+    """
+    losses = losses or LoweredLosses()
+    if devices is None:
+        mesh, of_devices = abstract_mesh(plan), ()
+    else:
+        mesh, of_devices = device_mesh(
+            plan.mesh,
+            devices,
+            topology=plan.topology,
+            order=plan.axis_order,
+            parts=physical_parts(plan),
+        )
+    return StepProgram(
+        plan=plan,
+        topology=topology,
+        traced=traced,
+        mesh=mesh,
+        layouts=layouts(traced, plan, colouring),
+        first=first,
+        given=given,
+        donate=donate,
+        findings=tuple(dict.fromkeys((*plan.findings, *of_devices, *losses.findings))),
+        calls=losses.calls,
+    )
+
+
+def _abstract(tree: Tree, found: Sequence[object], mesh: Mesh | AbstractMesh) -> Tree:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        [
+            jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=named_sharding(mesh, layout),  # pyright: ignore[reportArgumentType]
+            )
+            for leaf, layout in zip(leaves, found, strict=True)
+        ]
+    )
+
+
+def copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
+    """The array where it will stay; a copy, since a step donates it."""
+    return jax.device_put(jnp.array(leaf, copy=True), sharding)
+
+
+def _plain(tree: Tree) -> Tree:
+    """A tree with random keys as the integers that they are made of."""
+
+    def leaf(one: jax.Array | jax.ShapeDtypeStruct) -> object:
+        if not is_key(one):
+            return one
+        if isinstance(one, jax.Array):
+            return jax.random.key_data(one)
+        raw = jax.eval_shape(jax.random.key_data, one)
+        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=one.sharding)
+
+    leaves = jax.tree.leaves(tree)
+    return {str(number): leaf(one) for number, one in enumerate(leaves)}
+
+
+def _keyed(asked: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
+    if is_key(asked):
+        return jax.random.wrap_key_data(jnp.asarray(found), impl=implementation(asked.dtype))
+    return found

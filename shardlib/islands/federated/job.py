@@ -1,0 +1,430 @@
+"""What the clients of a federation train: everything but their rows is alike."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shardlib.annotation.tree import Init
+from shardlib.annotation.trees import Filter, Tree, path_text
+from shardlib.decisions.pins import PinMapping
+from shardlib.errors import ArgumentError, BatchError, DataError, TrainingError, raise_all
+from shardlib.frontend.model import Loss
+from shardlib.jax_types import Leaf
+from shardlib.lowering.islands.program import by_path, trained, with_trained
+from shardlib.machines.topology import Topology
+from shardlib.untrusted.data import bounded, read_seed, shown
+
+if TYPE_CHECKING:
+    from shardlib.lowering.program import Program
+    from shardlib.lowering.runtime import TrainState
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: (partition, partitions) -> all rows of a client: a tree like the batch, of any number of rows.
+Rows = Callable[[int, int], Tree]
+#: What a client plans for, see `shardlib.compile`.
+Place = str | Topology | None
+#: Words of `Local`.
+KEEP, WEIGHT = ("nothing", "optimizer"), ("rows", "equal")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Local:
+    """How a client trains in a round.
+
+    Attributes:
+        epochs: passes over the client's rows. A round has as many whole batches as so many passes
+            give, and at least one.
+        keep: "nothing": the optimizer begins anew in each round, so that what a client sends
+            depends on the parameters and its rows alone; or "optimizer": its state is kept between
+            the rounds of a client, in Flower's context of the client.
+        weight: "rows": a client counts as many times as it has rows; or "equal": all count alike,
+            as bounds of differential privacy ask for.
+        seed: of the parameters, of the order of rows and of random streams.
+        start: program -> the state whose frozen parameters a client uses; by default
+            `program.init(seed)`. It is called once by each program, which donates what it gives.
+        evaluation: loss of evaluations, see `shardlib.compile`.
+
+    Raises:
+        ArgumentError: values that are none of these; all of them are listed.
+    """
+
+    epochs: int = 1
+    keep: str = "nothing"
+    weight: str = "rows"
+    seed: int = 0
+    start: Callable[[Program], TrainState] | None = None
+    evaluation: Loss | None = None
+
+    def __post_init__(self) -> None:
+        failures = [
+            f"{name} is {shown(value)}; it is one of {', '.join(map(repr, words))}"
+            for name, value, words in (
+                ("keep", self.keep, KEEP),
+                ("weight", self.weight, WEIGHT),
+            )
+            if value not in words
+        ]
+        if type(self.epochs) is not int or self.epochs < 1:
+            failures.append(f"epochs is {shown(self.epochs)}; it is an integer of at least 1")
+        if failures:
+            raise_all(ArgumentError, "federated.Local is not usable", failures)
+        read_seed(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """What clients train. Two jobs are equal where one is a copy of the other in another process.
+
+    Attributes:
+        init: see `shardlib.compile`.
+        loss: see `shardlib.compile`; that of the rows of one client.
+        optimizer: of local steps, an optax transformation.
+        batch: of a local step: arrays or `jax.ShapeDtypeStruct` whose first dims are rows.
+        rows: (partition, partitions) -> all rows of a client; called in every round.
+        validation: the same for evaluations; by default `rows`.
+        topology: of one client, or a function of its partition; by default all devices that its
+            process sees.
+        pin: decisions of a client's plan, fixed by hand.
+        batch_axes: logical axes of the batch; by default the convention.
+        wrt: what is trained; all parameters if left out. The rest is frozen, and never sent.
+        local: how a client trains in a round.
+        token: of this job, by which a process knows it again.
+
+    Raises:
+        ArgumentError: arrays of the batch do not have the same number of rows.
+    """
+
+    init: Init
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    batch: Tree
+    rows: Rows
+    validation: Rows | None = None
+    topology: Place | Callable[[int], Place] = None
+    pin: PinMapping | None = None
+    batch_axes: Tree = None
+    wrt: Filter = None
+    local: Local = field(default_factory=Local)
+    token: str = field(init=False, repr=False, default_factory=lambda: secrets.token_hex(8))
+
+    def __post_init__(self) -> None:
+        sizes = {
+            path_text(path) or "batch": np.shape(leaf)[:1]
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch)
+        }
+        if len(set(sizes.values())) != 1 or () in sizes.values() or (0,) in sizes.values():
+            raise_all(
+                ArgumentError,
+                "arrays of a batch have the same number of rows, at least one, as their first dim",
+                [f"{path} has {list(size)}" for path, size in sizes.items()] or ["it is empty"],
+                hint='batch={"x": jax.ShapeDtypeStruct((rows, width), "float32")}',
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Job) and self.token == other.token
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+    @property
+    def size(self) -> int:
+        """Rows of a local step."""
+        return np.shape(jax.tree.leaves(self.batch)[0])[0]
+
+    def place(self, partition: int) -> Place:
+        """What the client of a partition plans for."""
+        return self.topology(partition) if callable(self.topology) else self.topology
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows of a client, and the order in which local steps take them.
+
+
+def read_rows(rows: Rows, batch: Tree, partition: int, partitions: int) -> Tree:
+    """All rows of a client, as arrays of the host."""
+    client_rows = rows(partition, partitions)
+    who = f"the rows of partition {partition} of {partitions}"
+    batch_leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+    if jax.tree.structure(client_rows) != structure:
+        raise BatchError(
+            f"{who} are {shown(jax.tree.structure(client_rows))}, and a batch is {shown(structure)}"
+        )
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(client_rows)]
+    failures = [
+        f"{path_text(path) or 'rows'} is {array.dtype}{list(array.shape)}, and in a batch"
+        f" {leaf.dtype}{['rows', *np.shape(leaf)[1:]]}".replace("'", "")
+        for (path, leaf), array in zip(batch_leaves, arrays, strict=True)
+        if array.shape[1:] != np.shape(leaf)[1:]
+        or not array.ndim
+        or jax.dtypes.canonicalize_dtype(array.dtype) != leaf.dtype
+    ]
+    if not failures and len({len(array) for array in arrays}) > 1:
+        failures = [
+            f"{path_text(path) or 'rows'} has {len(array)} rows"
+            for (path, _), array in zip(batch_leaves, arrays, strict=True)
+        ]
+    if failures:
+        raise_all(BatchError, f"{who} are not those of a batch", failures)
+    if not len(arrays[0]):
+        raise DataError(
+            f"partition {partition} of {partitions} has no rows: its client has nothing to train"
+            " on\nTry: fewer partitions, or a client that does not take part"
+        )
+    return jax.tree.unflatten(structure, arrays)
+
+
+def count(rows: Tree) -> int:
+    """How many rows there are."""
+    return len(jax.tree.leaves(rows)[0])
+
+
+def batches(rows: Tree, size: int, epochs: int, key: tuple[int, ...]) -> Iterator[Tree]:
+    """The batches of a round: passes over all rows, one after the other, each in an order of its
+    own; what is left at the end and fills no batch is left out. Of fewer rows than one batch
+    takes, some come twice.
+    """
+    many, order = count(rows), np.random.default_rng(key)
+    waiting = np.zeros(0, np.int64)
+    for _ in range(steps(many, size, epochs)):
+        while len(waiting) < size:
+            waiting = np.concatenate([waiting, order.permutation(many)])
+        now, waiting = waiting[:size], waiting[size:]
+        yield jax.tree.map(lambda array, now=now: array[now], rows)
+
+
+def steps(many: int, size: int, epochs: int) -> int:
+    """How many steps a round has.
+
+    >>> steps(10, 4, 1), steps(10, 4, 2), steps(3, 4, 1)
+    (2, 5, 1)
+
+    Args:
+        many: rows of the client.
+        size: rows of a batch.
+        epochs: passes over the rows.
+    """
+    return max(1, many * epochs // size)
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters as they are sent: trained arrays by path, in the order of the tree.
+#
+# What NumPy has no dtype for (bfloat16, float8) is sent as float32, which holds it exactly.
+# Scalars are sent with one dim: engines clip and scale arrays in place, which a NumPy scalar
+# ignores.
+
+#: Arrays by path, in order.
+Arrays = Mapping[str, np.ndarray]
+
+
+def arrays(program: Program, state: TrainState) -> dict[str, np.ndarray]:
+    """The trained parameters of a state as they are sent."""
+    return sent(by_path(program.model.partition.trained(state.params)))
+
+
+def sent(leaves: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
+    """Arrays on the host, in dtypes that NumPy writes."""
+    return {path: np.atleast_1d(_plain(np.asarray(leaf))) for path, leaf in leaves.items()}
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.kind in "biufc" else array.astype(np.float32)
+
+
+def received(program: Program, sent: Arrays | Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """What was sent, as the arrays of a program."""
+    expected = trained(program)
+    if not sent:
+        raise ArgumentError(
+            "there are no parameters: no client has answered with any\nTry: Flower's log, which has"
+            " what each client says"
+        )
+    if not isinstance(sent, Mapping):
+        if len(sent) != len(expected):
+            raise ArgumentError(
+                f"the parameters are those of another model: {len(sent)} arrays, and"
+                f" {program.plan.model} trains {len(expected)}"
+            )
+        sent = dict(zip(expected, sent, strict=True))
+    failures = [
+        *_differing(expected, sent),
+        *(f"{path} is not known" for path in sent.keys() - expected.keys()),
+    ]
+    if failures:
+        raise_all(
+            ArgumentError,
+            f"the parameters are those of another model than {program.plan.model}",
+            bounded(failures),
+        )
+    with np.errstate(over="ignore"):  # what a smaller dtype cannot hold is infinite in it
+        cast_arrays = {path: sent[path].astype(leaf.dtype) for path, leaf in expected.items()}
+    require_finite(sent, "parameters that were received")
+    require_finite(cast_arrays, "parameters that were received, in the dtypes of the model,")
+    return {path: sent[path].reshape(leaf.shape) for path, leaf in expected.items()}
+
+
+def _differing(expected: Mapping[str, jax.ShapeDtypeStruct], sent: Arrays) -> list[str]:
+    failures: list[str] = []
+    for path, leaf in expected.items():
+        if path not in sent:
+            failures.append(f"{path} is missing")
+        elif np.shape(sent[path]) not in (leaf.shape, leaf.shape or (1,)):
+            failures.append(f"{path} is {list(np.shape(sent[path]))}, not {list(leaf.shape)}")
+        elif sent[path].dtype.kind != _plain(np.empty(0, leaf.dtype)).dtype.kind:
+            failures.append(f"{path} is {sent[path].dtype}, not {leaf.dtype}")
+    return failures
+
+
+def require_finite(arrays: Arrays, what: str) -> None:
+    """Refuses arrays that are not finite."""
+    wrong = [path for path, array in arrays.items() if not np.isfinite(array).all()]
+    if wrong:
+        raise TrainingError(f"{what} are not finite: {', '.join(bounded(wrong))}")
+
+
+def placed(program: Program, params: Tree, sent: Arrays | Sequence[np.ndarray]) -> Tree:
+    """Parameters of which the trained ones are those that were sent."""
+    return with_trained(program, params, received(program, sent))
+
+
+# --------------------------------------------------------------------------------------------------
+# The proximal term of FedProx ([arXiv:1812.06127](https://arxiv.org/abs/1812.06127)), as a part of
+# the optimizer.
+#
+# Clients minimise loss(w) + mu / 2 |w - w0|^2, w0 the parameters of the server. The gradient of
+# the term, mu (w - w0), is added to that of the loss before the client's optimizer sees it, which
+# is what an optimizer of the sum would see; the loss that is reported is that of the rows alone.
+# w0 is a part of the optimizer's state, and is sharded as that is.
+
+
+class ProximalState(NamedTuple):
+    """The state of an optimizer with a proximal term.
+
+    Attributes:
+        mu: weight of the term, float32 scalar.
+        anchor: w0, like the trained parameters.
+        inner: of the client's optimizer.
+    """
+
+    mu: jax.Array
+    anchor: Tree
+    inner: Tree
+
+
+def proximal(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """An optimizer of the loss and the proximal term. Where its state is made, there is the anchor;
+    mu is 0 until `with_mu` says more.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Tree) -> ProximalState:
+        return ProximalState(
+            mu=jnp.zeros((), jnp.float32),
+            anchor=jax.tree.map(jnp.array, params),
+            inner=inner.init(params),
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **more: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        assert isinstance(state, ProximalState)
+
+        def pulled(gradient: jax.Array, now: jax.Array, anchor: jax.Array) -> jax.Array:
+            term = state.mu.astype(now.dtype) * (now - anchor.astype(now.dtype))
+            return gradient + term.astype(gradient.dtype)
+
+        gradients = jax.tree.map(pulled, updates, params, state.anchor)
+        inner_updates, after = inner.update(gradients, state.inner, params, **more)
+        return inner_updates, state._replace(inner=after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def with_mu(opt_state: Tree, mu: float) -> Tree:
+    """The same state with a weight of the proximal term, where there is one."""
+
+    def weighted(state: ProximalState) -> ProximalState:
+        number = jax.device_put(jnp.float32(mu), state.mu.sharding)
+        return state._replace(mu=number)
+
+    return _mapped(opt_state, weighted)
+
+
+def inner_of(opt_state: Tree) -> Tree:
+    """The state of the client's own optimizer."""
+    return _mapped(opt_state, lambda state: state.inner)
+
+
+def with_inner(opt_state: Tree, inner: Tree) -> Tree:
+    """The same state with that of the client's own optimizer."""
+    if isinstance(opt_state, ProximalState):
+        return opt_state._replace(inner=inner)
+    return inner
+
+
+def _mapped(opt_state: Tree, change: Callable[[ProximalState], Tree]) -> Tree:
+    return change(opt_state) if isinstance(opt_state, ProximalState) else opt_state
+
+
+# --------------------------------------------------------------------------------------------------
+# What a client is asked, and what it answers: arrays of the host and plain numbers.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """What a client is asked.
+
+    Attributes:
+        arrays: parameters of the server, by path; or without names, in the order of the paths.
+        partition: whose rows, from 0 on.
+        partitions: how many there are.
+        round: number of the round; the order of rows depends on it.
+        mu: weight of the proximal term of FedProx; 0 for none.
+        kept: optimizer state of the client's last round, where it is kept.
+    """
+
+    arrays: Arrays | Sequence[np.ndarray]
+    partition: int
+    partitions: int
+    round: int = 0
+    mu: float = 0.0
+    kept: Arrays = field(default_factory=dict[str, np.ndarray])
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.partition < self.partitions:
+            raise ArgumentError(
+                f"partition {self.partition} of {self.partitions}: partitions are counted from 0"
+            )
+        if not (np.isfinite(self.mu) and self.mu >= 0):
+            raise ArgumentError(f"mu is {self.mu}; it is a number of at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """What a client answers.
+
+    Attributes:
+        weight: how much it counts, see `Local.weight`.
+        metrics: "loss", the mean over the steps, or of all rows of an evaluation; "rows"; "steps";
+            and means of the user's own.
+        arrays: parameters by path; none of an evaluation.
+        kept: optimizer state for the client's next round, where it is kept.
+    """
+
+    weight: float
+    metrics: Mapping[str, float]
+    arrays: Arrays = field(default_factory=dict[str, np.ndarray])
+    kept: Arrays = field(default_factory=dict[str, np.ndarray])

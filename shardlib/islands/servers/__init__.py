@@ -1,0 +1,88 @@
+"""Processes that meet over TCP: parameter servers without a barrier (Downpour SGD), and islands.
+
+    def job():
+        return servers.Job(init=init, loss=loss, rows=rows, topology="cpu:2")
+
+    if __name__ == "__main__":
+        exchange = shardlib.Asynchronous(workers=3, servers=2)
+        trained = servers.train(job, 200, exchange=exchange, devices=2)
+
+Workers and servers are processes of one machine that talk over its loopback address, or Ray
+actors:
+
+    starting.py  `train`: starts all of them, and gives what came of it
+    asked.py     a run as it was asked for
+    local.py     processes of this machine; `crew.py` starts and watches them
+    ray_actors.py
+                 Ray actors
+    result.py    parameters, losses, staleness, pushes, events
+    ownership.py which server owns which elements
+    worker/      a planned, sharded program that fetches and pushes
+    server/      parameters, their clock, their checkpoint; free of JAX
+    wire/        frames, messages, the secret
+    rounds/      the outer server of islands: rounds, outer parameters; free of JAX
+    islands/     an island that is a process of its own: `join`
+    link.py, relay.py
+                 rates of links, seconds of a meeting; an emulated slow link
+
+Servers own equal runs of the elements of all parameters. A message is a frame of a JSON header and
+arrays, a question with one answer; `wire/messages.py` has the table. Of what may happen:
+
+- A worker dies: its connections close, the others go on and no longer wait for it; what it had not
+  pushed is lost. It is named in `Trained.events`.
+- A worker stalls: nobody waits, but for a bound; and for it no longer than `Upkeep.silent_s`.
+- A worker comes late, or comes back: its steps count from where the slowest is.
+- A server dies: it is started again from its checkpoint, and workers, which ask again until it
+  answers, push once more what it had not answered. What it had applied since the checkpoint is
+  lost. A push that comes twice is applied once.
+- Somebody else connects, or sends what is no frame, no message or not finite: refused, named.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlib.islands.servers.crew import Trained, Upkeep
+    from shardlib.islands.servers.island import Island
+    from shardlib.islands.servers.joining import MeetingPlace, OuterServer, join
+    from shardlib.islands.servers.relay import Link, Relay
+    from shardlib.islands.servers.rounds import Rounds
+    from shardlib.islands.servers.starting import train
+    from shardlib.islands.servers.worker import Job
+
+_HOME = {
+    "Island": "shardlib.islands.servers.island",
+    "Job": "shardlib.islands.servers.worker",
+    "Link": "shardlib.islands.servers.relay",
+    "MeetingPlace": "shardlib.islands.servers.joining",
+    "OuterServer": "shardlib.islands.servers.joining",
+    "Relay": "shardlib.islands.servers.relay",
+    "Rounds": "shardlib.islands.servers.rounds",
+    "Trained": "shardlib.islands.servers.crew",
+    "Upkeep": "shardlib.islands.servers.crew",
+    "join": "shardlib.islands.servers.joining",
+    "train": "shardlib.islands.servers.starting",
+}
+
+__all__ = [
+    "Island",
+    "Job",
+    "Link",
+    "MeetingPlace",
+    "OuterServer",
+    "Relay",
+    "Rounds",
+    "Trained",
+    "Upkeep",
+    "join",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardlib.servers' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

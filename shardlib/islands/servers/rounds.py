@@ -1,0 +1,1106 @@
+"""Rounds of islands that are processes of their own: who meets, and what is outer. Free of JAX.
+
+Islands train apart, and send an outer gradient (outer parameters as they last had them, minus their
+own) every so many steps. A *round* is about one fragment of the parameters, and has one mean:
+
+    island                                  outer server
+    enter                                -> waits for the next round; parameters, momentum, number
+    inner steps
+    send(round, outer gradient, weight)  -> waits until all that are there have sent, or for
+                                            `timeout_s` after the first, with at least `quorum`;
+                                            the outer update by d, their weighted mean
+                                         <- d, as rounded for the link, and who was in it
+    the same update of its own copy, so that theta never crosses again
+
+Both ends do the same sums in the same order, so that outer parameters are alike bit for bit. Whose
+round is over, who comes back or comes late enters again, and begins the next with the others.
+
+settings.py   how long a round waits, and for how many
+attendance.py who is there, who has sent, when a round closes
+outline.py    parameters as one vector; fragments are equal runs of it
+packing.py    dtypes of what crosses, as `lowering/islands/meeting/wires.py` rounds
+outer.py      outer parameters, their momentum, the update
+service.py    from a message to its answer
+stored.py     the checkpoint
+process.py    the process
+
+What is outer: parameters that all islands start a round from, and the momentum of their update.
+
+Islands and the server each have a copy, and do the same sums in the same order.
+
+>>> import numpy as np
+>>> from shardlib.exchanges import DiLoCo
+>>> outer = Outer.first(np.float32([1.0, 1.0]))
+>>> outer.update(0, 2, np.float32([0.5, 0.5]), DiLoCo(rate=1.0, momentum=0.5, every=1))
+>>> outer.theta.tolist(), outer.momentum.tolist()
+([0.25, 0.25], [0.5, 0.5])
+
+Parameters as one vector, and the fragments of it that meet together.
+
+Parameters stand one after the other, by path, each flattened. A fragment is an equal run of all
+elements, wherever it begins and ends: each is as large as the others to an element, so that the
+peak of a link is as low as it can be, and it is the same whatever the plans of the islands are,
+which may differ. What the server does is done element by element.
+
+>>> outline = Outline(paths=("a", "b"), shapes=((2, 3), (4,)))
+>>> [str(part) for part in outline.parts(0, 2)], outline.span(1, 2)
+(['a[0:5]'], (5, 10))
+
+A vector as it crosses: float32, bfloat16, or int8 and int4 in blocks that have a scale each.
+
+Rounding is that of meetings in one process (`shardlib.lowering.islands.meeting`), by arrays
+of NumPy: blocks are those of one parameter, half of the smallest step rounds to even.
+
+>>> import numpy as np
+>>> sent = pack(np.float32([1.0, -0.5, 0.26]), [2, 1], "int8")
+>>> {name: array.size for name, array in sent.items()}  # blocks of 256
+{'numbers': 512, 'scales': 2}
+>>> [round(float(one), 4) for one in unpack(sent, [2, 1], "int8")]
+[1.0, -0.5039, 0.26]
+
+Who is in a round, who has sent, and when it closes.
+
+Islands begin a round together. Who comes while one is open waits for the next, so that nobody waits
+for somebody who has just begun; where too few are in a round for its quorum, or they have waited
+for `gather_s`, it takes them in. An island that sends nothing until the timeout is left out, and
+enters again once it is back.
+
+>>> from shardlib.islands.servers.rounds import Rounds
+>>> now = [0.0]
+>>> table = Attendance(islands=2, rounds=Rounds(timeout_s=5), now=lambda: now[0])
+>>> table.come(0), table.come(1), sorted(table.active)
+(None, None, [0, 1])
+>>> table.send(0)
+>>> table.closes(), now.append(now.pop() + 5), table.closes()
+(False, None, True)
+>>> table.close(), table.number, sorted(table.active)
+([1], 2, [0])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as packed
+
+from shardlib.errors import ArgumentError, CheckpointError, PinError, ShardlibError, raise_all
+from shardlib.exchanges import (
+    BLOCK,
+    DiLoCo,
+    Part,
+    between,
+    blocks,
+    one_of,
+    read_exchange,
+    spaces,
+    whole,
+    wire_bytes,
+)
+from shardlib.islands.servers.server import RefusedError, write
+from shardlib.islands.servers.wire import (
+    STARTER,
+    Answer,
+    Ask,
+    Flat,
+    OrderError,
+    Outgoing,
+    asked_for,
+    owned,
+)
+from shardlib.untrusted.data import JsonObject, Limits, construct, parse_json
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Outer:
+    """Outer parameters.
+
+    Attributes:
+        theta: the parameters, one vector.
+        momentum: of their update.
+    """
+
+    theta: np.ndarray
+    momentum: np.ndarray
+
+    @staticmethod
+    def first(theta: np.ndarray) -> Outer:
+        """Parameters before the first round."""
+        return Outer(theta=np.array(theta), momentum=np.zeros_like(theta))
+
+    def after(
+        self, start: int, stop: int, gradient: np.ndarray, exchange: DiLoCo
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A run of parameters and momentum after an outer gradient; new arrays."""
+        decay, rate = np.float32(exchange.momentum), np.float32(exchange.rate)
+        with np.errstate(over="ignore", invalid="ignore"):
+            momentum = gradient + decay * self.momentum[start:stop]
+            return self.theta[start:stop] - rate * (gradient + decay * momentum), momentum
+
+    def update(self, start: int, stop: int, gradient: np.ndarray, exchange: DiLoCo) -> None:
+        """Does the outer update of a run; arguments as those of `after`."""
+        theta, momentum = self.after(start, stop, gradient, exchange)
+        self.theta[start:stop], self.momentum[start:stop] = theta, momentum
+
+
+def checksum(theta: np.ndarray, start: int, stop: int) -> int:
+    """A number that a run of other parameters does not have: both ends compare theirs, so that no
+    mean is taken of gradients that belong to others.
+    """
+    return zlib.crc32(theta[start:stop].view(np.uint8).data)
+
+
+def mean(vectors: Mapping[int, tuple[float, np.ndarray]]) -> np.ndarray:
+    """The weighted mean of outer gradients, whoever came first."""
+    total = sum(weight for weight, _ in vectors.values())
+    total_vector: np.ndarray | None = None
+    with np.errstate(over="ignore", invalid="ignore"):
+        for island in sorted(vectors):
+            weight, vector = vectors[island]
+            part = np.float32(weight / total) * vector
+            total_vector = part if total_vector is None else total_vector + part
+    assert total_vector is not None
+    return total_vector
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """Paths and shapes of trained parameters.
+
+    Attributes:
+        paths: in their order.
+        shapes: of each.
+    """
+
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[int, ...]]) -> Outline:
+        """The outline of parameters."""
+        paths = tuple(sorted(shapes))
+        return Outline(paths=paths, shapes=tuple(shapes[path] for path in paths))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements of each parameter, by path."""
+        return {p: math.prod(shape) for p, shape in zip(self.paths, self.shapes, strict=True)}
+
+    @property
+    def total(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.sizes.values())
+
+    @property
+    def digest(self) -> str:
+        """A word that parameters of other paths or shapes do not have."""
+        text = json.dumps([[p, list(s)] for p, s in zip(self.paths, self.shapes, strict=True)])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def parts(self, fragment: int, fragments: int) -> tuple[Part, ...]:
+        """What a fragment has of each parameter."""
+        return owned(self.sizes, fragments)[fragment]
+
+    def span(self, fragment: int, fragments: int) -> tuple[int, int]:
+        """Where a fragment begins and ends in the vector."""
+        total = self.total
+        return total * fragment // fragments, total * (fragment + 1) // fragments
+
+    def vector(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Arrays as one vector of float32."""
+        flat = [np.asarray(arrays[path], np.float32).reshape(-1) for path in self.paths]
+        return np.concatenate([np.zeros(0, np.float32), *flat])
+
+    def arrays(self, vector: np.ndarray) -> Flat:
+        """The arrays of a vector, with their shapes; views of it."""
+        arrays, start = Flat(), 0
+        for path, shape in zip(self.paths, self.shapes, strict=True):
+            size = math.prod(shape)
+            arrays[path] = vector[start : start + size].reshape(shape)
+            start += size
+        return arrays
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: The largest number of so many bits, the same with either sign.
+LARGEST = {"int8": 127, "int4": 7}
+
+
+class PackingError(ShardlibError, ValueError):
+    """Arrays that are no vector of this form."""
+
+
+def packed_bytes(sizes: Sequence[int], wire: str) -> int:
+    """Bytes of a vector as it crosses.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    return wire_bytes(wire, sum(spaces(wire, sizes)))
+
+
+def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:
+    """A vector as arrays that cross.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    if wire == "float32":
+        return {"numbers": vector}
+    if wire == "bfloat16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return {"numbers": vector.astype(ml_dtypes.bfloat16).view(np.uint16)}
+    grouped = _padded(vector, sizes).reshape(-1, BLOCK)
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = np.max(np.abs(grouped), axis=1, keepdims=True) / np.float32(LARGEST[wire])
+        rounded = np.round(grouped / np.where(scale > 0, scale, np.float32(1)))
+        bits = rounded.astype(np.int8).view(np.uint8).reshape(-1)
+    if wire == "int4":
+        bits = (bits[::2] & np.uint8(15)) | (bits[1::2] << np.uint8(4))
+    return {"numbers": bits, "scales": scale.reshape(-1)}
+
+
+def unpack(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) -> np.ndarray:
+    """The vector of what `pack` gave; float32.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    _require_form(arrays, sizes, wire)
+    numbers = arrays["numbers"]
+    if wire == "float32":
+        return numbers
+    if wire == "bfloat16":
+        return numbers.view(ml_dtypes.bfloat16).astype(np.float32)
+    if wire == "int4":
+        pairs = np.stack([numbers & np.uint8(15), numbers >> np.uint8(4)], axis=1).reshape(-1)
+        integers = (pairs.astype(np.int8) ^ np.int8(8)) - np.int8(8)  # four bits with a sign
+    else:
+        integers = numbers.view(np.int8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        grouped = integers.reshape(-1, BLOCK).astype(np.float32) * arrays["scales"][:, None]
+    return _without_padding(grouped.reshape(-1), sizes)
+
+
+def _require_form(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) -> None:
+    count = sum(spaces(wire, sizes))
+    expected = {"numbers": (_DTYPES[wire], count // 2 if wire == "int4" else count)}
+    if blocks(wire):
+        expected["scales"] = (np.dtype(np.float32), count // BLOCK)
+    received = {
+        name: (array.dtype, array.size) for name, array in arrays.items() if array.ndim == 1
+    }
+    if received != expected or len(arrays) != len(expected):
+        described = ", ".join(
+            f"{name} of {size} {dtype}" for name, (dtype, size) in expected.items()
+        )
+        raise PackingError(f"what came is no {wire} of this fragment, which has {described}")
+
+
+_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.uint8),
+    "int4": np.dtype(np.uint8),
+}
+
+
+def _padded(vector: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """The parameters of a vector, each with zeros to whole blocks."""
+    padded_sizes = spaces("int8", sizes)
+    padded, start, place = np.zeros(sum(padded_sizes), np.float32), 0, 0
+    for size, space in zip(sizes, padded_sizes, strict=True):
+        padded[place : place + size] = vector[start : start + size]
+        start, place = start + size, place + space
+    return padded
+
+
+def _without_padding(padded: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    vector, place = np.empty(sum(sizes), np.float32), 0
+    start = 0
+    for size, space in zip(sizes, spaces("int8", sizes), strict=True):
+        vector[start : start + size] = padded[place : place + size]
+        start, place = start + size, place + space
+    return vector
+
+
+# --------------------------------------------------------------------------------------------------
+# What the outer server holds of a run: its exchange, outer parameters, what came in a round.
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What an island says of itself as it enters.
+
+    Attributes:
+        exchange: as plain data, in one text.
+        digest: of the outline of its parameters.
+    """
+
+    exchange: str
+    digest: str
+
+    def text(self) -> str:
+        """As it is sent."""
+        return json.dumps([self.exchange, self.digest])
+
+
+def about(exchange: DiLoCo, outline: Outline) -> str:
+    """What an island says of itself."""
+    return About(exchange=json.dumps(exchange.to_json()), digest=outline.digest).text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Last:
+    """A round that has closed.
+
+    Attributes:
+        number: of the round.
+        islands: whose outer gradients are in the mean.
+        sent: who has sent, also what was not finite.
+        arrays: the mean as it crosses; none where it changed nothing.
+    """
+
+    number: int
+    islands: tuple[int, ...]
+    sent: tuple[int, ...]
+    arrays: Flat
+
+
+@dataclass(kw_only=True)
+class Held:
+    """What is outer, and the open round.
+
+    Attributes:
+        exchange: how islands meet.
+        outline: of the parameters.
+        outer: parameters and momentum.
+        era: a word of these rounds; another one where some were lost.
+        entries: of each island, the number of its newest entry.
+        gradients: of the open round, with their weights.
+        last: the round that has closed last.
+    """
+
+    exchange: DiLoCo
+    outline: Outline
+    outer: Outer
+    era: str = field(default_factory=lambda: secrets.token_hex(8))
+    entries: dict[int, int] = field(default_factory=dict[int, int])
+    gradients: dict[int, tuple[float, np.ndarray]] = field(
+        default_factory=dict[int, "tuple[float, np.ndarray]"]
+    )
+    last: Last | None = None
+    _base: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def offered(text: str, arrays: Mapping[str, np.ndarray], islands: int) -> Held:
+        """Begins with the parameters of an island."""
+        description = read_about(text)
+        exchange = exchange_of(description.exchange)
+        outline = Outline.of({path: array.shape for path, array in arrays.items()})
+        wrong = [path for path, array in arrays.items() if array.dtype != np.float32]
+        if wrong or outline.digest != description.digest or not arrays:
+            raise RefusedError("what is offered is not what it says, or no float32")
+        if exchange.islands != islands:
+            raise RefusedError(
+                f"its exchange is of {exchange.islands} islands, and this run is of {islands}"
+            )
+        theta = outline.vector(arrays)
+        if not np.isfinite(theta).all():
+            raise RefusedError("what is offered is not finite")
+        return Held(exchange=exchange, outline=outline, outer=Outer.first(theta))
+
+    def require_same(self, text: str) -> None:
+        """Refuses an island of another run."""
+        description = read_about(text)
+        theirs = exchange_of(description.exchange)
+        if theirs != self.exchange:
+            raise RefusedError(f"its exchange is {theirs}, and that of this run {self.exchange}")
+        if description.digest != self.outline.digest:
+            raise RefusedError(
+                "it trains other parameters than this run, by path or shape; this run has"
+                f" {len(self.outline.paths)} of {self.outline.total:,} elements"
+            )
+
+    def entry(self, island: int, word: str) -> str:
+        """The word of an island's entry, which it names with what it sends."""
+        if island not in self.entries or word != f"{self.era}.{self.entries[island]}":
+            self.entries[island] = max(self.entries.values(), default=0) + 1
+        return f"{self.era}.{self.entries[island]}"
+
+    def knows(self, island: int, word: str) -> bool:
+        """Whether a word is that of an island's newest entry."""
+        era, _, number = word.partition(".")
+        newest = self.entries.get(island, 0)
+        if era == self.era and number.isdigit() and int(number) < newest:
+            raise RefusedError("another process has entered as this island since")
+        return word == f"{self.era}.{newest}"
+
+    def sizes(self, number: int) -> list[int]:
+        """Elements of each parameter in the fragment of a round."""
+        fragments = self.exchange.fragments
+        parts = self.outline.parts((number - 1) % fragments, fragments)
+        return [part.stop - part.start for part in parts]
+
+    def base(self, number: int) -> int:
+        """The checksum of the outer parameters that a round begins with, those of its fragment."""
+        if self._base[0] != number:
+            self._base = number, checksum(self.outer.theta, *self.span(number))
+        return self._base[1]
+
+    def unpacked(self, number: int, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """An outer gradient as it came."""
+        return unpack(arrays, self.sizes(number), self.exchange.wire)
+
+    def repeat(self, number: int, arrays: Mapping[str, np.ndarray], islands: Iterable[int]) -> None:
+        """Does the outer update of a round whose mean is known; nothing where it changed
+        nothing.
+        """
+        span, self.gradients = self.span(number), {}
+        if arrays:
+            theta, momentum = self.outer.after(*span, self.unpacked(number, arrays), self.exchange)
+            if not np.isfinite(theta).all() or not np.isfinite(momentum).all():
+                raise RefusedError("with it, outer parameters would not be finite")
+            start, stop = span
+            self.outer.theta[start:stop], self.outer.momentum[start:stop] = theta, momentum
+        everyone = tuple(islands)
+        self.last = Last(number=number, islands=everyone, sent=everyone, arrays=dict(arrays))
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Where the fragment of a round begins and ends."""
+        fragments = self.exchange.fragments
+        return self.outline.span((number - 1) % fragments, fragments)
+
+    def close(self, number: int, sent: tuple[int, ...]) -> tuple[Last, str]:
+        """Does the outer update by what has come."""
+        gradients, self.gradients = self.gradients, {}
+        span, wire = self.span(number), self.exchange.wire
+        arrays, why = Flat(), "" if gradients else "no outer gradient was finite"
+        if gradients:
+            arrays = pack(mean(gradients), self.sizes(number), wire)
+            rounded = self.unpacked(number, arrays)
+            theta, momentum = self.outer.after(*span, rounded, self.exchange)
+            if np.isfinite(theta).all() and np.isfinite(momentum).all():
+                start, stop = span
+                self.outer.theta[start:stop], self.outer.momentum[start:stop] = theta, momentum
+            else:
+                arrays, why = Flat(), "with it, outer parameters would not be finite"
+        self.last = Last(number=number, islands=tuple(sorted(gradients)), sent=sent, arrays=arrays)
+        return self.last, why
+
+
+def read_about(text: str) -> About:
+    """What an island says of itself."""
+    limits = Limits(bytes=1 << 16, depth=8)
+    data = parse_json(text, "what it says of itself", RefusedError, limits=limits)
+    return construct(About, data, "what it says of itself", RefusedError)
+
+
+def exchange_of(text: str) -> DiLoCo:
+    """The exchange of a text."""
+    data = parse_json(text, "its exchange", RefusedError, limits=Limits(bytes=1 << 16, depth=4))
+    try:
+        exchange = read_exchange("exchange", data)
+    except PinError as error:
+        raise RefusedError(str(error)) from error
+    if not isinstance(exchange, DiLoCo):
+        raise RefusedError(f"its exchange is {exchange}, and islands over a server meet as DiLoCo")
+    return exchange
+
+
+# --------------------------------------------------------------------------------------------------
+# How long rounds wait, and for how many islands.
+
+#: What follows where a round has too few islands.
+Short = Literal["wait", "fail"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """How rounds of islands are held.
+
+    Attributes:
+        timeout_s: seconds that a round waits after the first outer gradient for islands that are
+            there and have sent none.
+        away_s: seconds that a round waits for an island whose connection has closed.
+        gather_s: seconds that the first round waits for islands that have not come; they begin
+            together.
+        quorum: least islands that send in a round.
+        short: "wait": a round without its quorum waits for islands to come; "fail": after its
+            timeout all islands end with an error.
+        save_every: rounds between two checkpoints; with 1 a round is on disk before it is answered.
+        restarts: how often the server may be started again.
+
+    Raises:
+        ArgumentError: values out of range; all of them are listed.
+    """
+
+    timeout_s: float = 60.0
+    away_s: float = 10.0
+    gather_s: float = 600.0
+    quorum: int = 1
+    short: Short = "wait"
+    save_every: int = 1
+    restarts: int = 3
+
+    def __post_init__(self) -> None:
+        failures = [
+            *between("timeout_s", self.timeout_s, most=math.inf, above=True),
+            *between("away_s", self.away_s, most=math.inf, above=False),
+            *between("gather_s", self.gather_s, most=math.inf, above=True),
+            *whole("quorum", self.quorum, 1),
+            *one_of("short", self.short, get_args(Short)),
+            *whole("save_every", self.save_every, 1),
+            *whole("restarts", self.restarts, 0),
+        ]
+        if failures:
+            raise_all(ArgumentError, "Rounds is not usable", failures)
+
+    def to_json(self) -> JsonObject:
+        """The settings as plain data."""
+        return asdict(self)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Attendance:
+    """The open round; used by one thread at a time.
+
+    Attributes:
+        islands: how many there may be.
+        rounds: how long a round waits, and for how many.
+        number: of the open round, from 1 on.
+        active: islands that have begun it.
+        waiting: islands that wait for a round, since when.
+        away: islands whose connection has closed, since when.
+        sent: islands that have sent.
+        first: when the first of them did.
+        now: seconds of a clock.
+    """
+
+    islands: int
+    rounds: Rounds
+    number: int = 1
+    active: set[int] = field(default_factory=set[int])
+    waiting: dict[int, float] = field(default_factory=dict[int, float])
+    away: dict[int, float] = field(default_factory=dict[int, float])
+    sent: set[int] = field(default_factory=set[int])
+    first: float | None = None
+    now: Callable[[], float] = time.monotonic
+
+    def come(self, island: int) -> None:
+        """An island is there, and wants to begin a round."""
+        self.active.discard(island)
+        self.waiting.setdefault(island, self.now())
+        self.admit()
+
+    def admit(self) -> None:
+        """Takes in who waits, where it is time to."""
+        if self.active or self.sent:
+            short = len(self.active | self.sent) < self.rounds.quorum
+            ready = short or self.gathered()  # those who are in it may never send
+        else:
+            all_there = len(self.waiting) >= self.islands
+            ready = all_there or (self.gathered() and len(self.waiting) >= self.rounds.quorum)
+        if ready:
+            self.active |= self.waiting.keys()
+            self.waiting.clear()
+
+    def gathered(self) -> bool:
+        """Whether islands that have come have waited long enough for the others, or for the open
+        round to close.
+        """
+        oldest = min(self.waiting.values(), default=self.now())
+        return self.now() - oldest >= self.rounds.gather_s
+
+    def send(self, island: int) -> None:
+        """An island has sent, or says that it has nothing to send."""
+        if self.first is None:
+            self.first = self.now()
+        self.sent.add(island)
+
+    def gone(self, island: int) -> None:
+        """An island has left; what it has sent stays."""
+        self.active.discard(island)
+        self.waiting.pop(island, None)
+        self.away.pop(island, None)
+        if not self.active:
+            self.first = None  # who comes next has its time
+
+    def gone_for_good(self) -> list[int]:
+        """Leaves out islands that have been away for too long; gives them."""
+        limit = self.now() - self.rounds.away_s
+        absent = [island for island, since in self.away.items() if since <= limit]
+        for island in absent:
+            self.gone(island)
+        return absent
+
+    def late(self) -> bool:
+        """Whether the round has waited long enough."""
+        return self.first is not None and self.now() - self.first >= self.rounds.timeout_s
+
+    def enough(self) -> bool:
+        """Whether the round has its quorum."""
+        return len(self.sent) >= self.rounds.quorum
+
+    def fails(self) -> str:
+        """Why islands that wait are to end; nothing where they are not."""
+        rounds, minimum = self.rounds, f"of at least {self.rounds.quorum}"
+        if rounds.short != "fail":
+            return ""
+        if self.late() and not self.enough():
+            state = f"round {self.number} has {len(self.sent)} {minimum} islands"
+            return f"{state} {rounds.timeout_s:g} s after the first"
+        begun = self.active or self.sent
+        if not begun and self.gathered() and len(self.waiting) < rounds.quorum:
+            return f"{len(self.waiting)} {minimum} islands have come in {rounds.gather_s:g} s"
+        return ""
+
+    def closes(self) -> bool:
+        """Whether nothing is to be waited for any more."""
+        return self.enough() and (self.active <= self.sent or self.late())
+
+    def stalled(self) -> list[int]:
+        """Leaves out islands that have sent nothing in a round that is late and short, so that it
+        takes in others; gives them.
+        """
+        if not self.late() or self.enough():
+            return []
+        out = sorted(self.active - self.sent)
+        self.active &= self.sent
+        return out
+
+    def reopen(self) -> None:
+        """Opens the next round for the same islands."""
+        self.active |= self.waiting.keys()
+        self.waiting.clear()
+        self.sent.clear()
+        self.first = None
+        self.number += 1
+
+    def close(self) -> list[int]:
+        """Opens the next round, and gives the islands that were in this one and have sent nothing;
+        they are in no round.
+        """
+        out = sorted(self.active - self.sent)
+        self.active = (self.active & self.sent) | self.waiting.keys()
+        self.waiting.clear()
+        self.sent.clear()
+        self.first = None
+        self.number += 1
+        return out
+
+
+# --------------------------------------------------------------------------------------------------
+# The outer server's checkpoint: one file of safetensors, replaced as a whole. It has the outer
+# parameters by path, their momentum, and the round that has closed last, so that islands which
+# have not heard its mean hear it from a server that was started again.
+
+#: Of this form of the file.
+VERSION = 1
+FILE = "outer.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAbout:
+    """What a checkpoint says beside its arrays.
+
+    Attributes:
+        version: of the form of the file.
+        exchange: as plain data, in one text.
+        era: see `Held`.
+        entries: pairs of an island and its newest entry.
+        round: that is open.
+        active: islands that have begun it.
+        islands: in the mean of the round before.
+        sent: who has sent in it.
+    """
+
+    version: int
+    exchange: str
+    era: str
+    entries: tuple[tuple[int, int], ...]
+    round: int
+    active: tuple[int, ...]
+    islands: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """The file of a checkpoint, written in a thread: islands do not wait for the disk. A server
+    that ends before is one round behind, and hears that round from an island.
+
+    Attributes:
+        path: of the file.
+        failed: is told why it is not written.
+    """
+
+    path: Path
+    failed: Callable[[str], None]
+    _writing: threading.Thread | None = None
+
+    def save(self, state: Held, number: int, active: Sequence[int]) -> None:
+        """Begins to write what there is now, once the one before is written."""
+        self.wait()
+        outer = Outer(theta=state.outer.theta.copy(), momentum=state.outer.momentum.copy())
+        frozen = replace(state, outer=outer, entries=dict(state.entries), gradients={})
+        arguments = (frozen, number, tuple(active))
+        self._writing = threading.Thread(target=self._write, args=arguments)
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Waits until it is on disk."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _write(self, state: Held, number: int, active: Sequence[int]) -> None:
+        try:
+            write(self.path, packed_state(state, number, active))
+        except OSError as error:
+            self.failed(f"the checkpoint before round {number} is not written: {error}")
+
+
+def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
+    """The checkpoint of a server, all of it."""
+    last = state.last
+    header = {
+        "version": VERSION,
+        "exchange": json.dumps(state.exchange.to_json()),
+        "era": state.era,
+        "entries": [list(pair) for pair in state.entries.items()],
+        "round": number,
+        "active": list(active),
+        "islands": [] if last is None else list(last.islands),
+        "sent": [] if last is None else list(last.sent),
+    }
+    arrays = {f"outer:{p}": a for p, a in state.outline.arrays(state.outer.theta).items()}
+    arrays |= {f"momentum:{p}": a for p, a in state.outline.arrays(state.outer.momentum).items()}
+    if last is not None:
+        arrays |= {f"mean:{name}": array for name, array in last.arrays.items()}
+    return packed(arrays, {"about": json.dumps(header)})
+
+
+def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
+    """What a checkpoint has: what is held, the open round, islands that have begun it; None where
+    there is none.
+    """
+    if not path.exists():
+        return None
+    what = f"the checkpoint {path}"
+    try:
+        with safe_open(path, framework="numpy") as file:
+            text = (file.metadata() or {}).get("about", "null")
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{what} cannot be read: {error}") from error
+    header = construct(StoredAbout, parse_json(text, what, CheckpointError), what, CheckpointError)
+    theta, momentum = _named(arrays, "outer:"), _named(arrays, "momentum:")
+    outline = Outline.of({name: array.shape for name, array in theta.items()})
+    if header.version != VERSION or theta.keys() != momentum.keys():
+        raise CheckpointError(f"{what} has another form than version {VERSION}")
+    try:
+        exchange = exchange_of(header.exchange)
+    except ValueError as error:
+        raise CheckpointError(f"{what} cannot be used: {error}") from error
+    state = Held(
+        exchange=exchange,
+        outline=outline,
+        outer=Outer(theta=outline.vector(theta), momentum=outline.vector(momentum)),
+        era=header.era,
+        entries=dict(header.entries),
+    )
+    if header.sent:
+        state.last = Last(
+            number=header.round - 1,
+            islands=header.islands,
+            sent=header.sent,
+            arrays=_named(arrays, "mean:"),
+        )
+    return state, header.round, header.active
+
+
+def _named(arrays: dict[str, np.ndarray], kind: str) -> Flat:
+    return {name[len(kind) :]: array for name, array in arrays.items() if name.startswith(kind)}
+
+
+# --------------------------------------------------------------------------------------------------
+# From a message of an island to its answer: what the outer server does, whatever carries messages.
+#
+# | asked | of an island | answered |
+# |-----------|-----------------------------------------|---------------------------------------| |
+# `enter` | its exchange and outline (`about`) | `wait`; `empty`; or what is outer | | `offer` |
+# parameters to begin with, where `empty` | | | `send` | an outer gradient, its round and weight |
+# the mean; `wait`; `late`; `again` | | `skip` | that its outer gradient is not finite | the same |
+# | `collect` | whether the round is closed | the same | | `repeat` | the mean of the round before,
+# `behind` | | | `leave` | that it is done | |
+#
+# `late`: the round was closed without it, and it enters again. `again`: the server was started
+# again, and does not have what it had sent; `behind`: nor the round before. `failed`: there are
+# too few islands. What is `refused` has changed nothing. Questions are held for up to
+# `HOLD_SECONDS`.
+
+#: Seconds for which an island that waits is not answered; then it asks again.
+HOLD_SECONDS = 10.0
+#: Seconds between two looks at the clock.
+LOOK_SECONDS = 0.2
+#: Events that are kept.
+MOST_EVENTS = 1000
+
+
+@dataclass(kw_only=True)
+class RoundService:
+    """The outer server without its connections.
+
+    Attributes:
+        islands: how many there may be.
+        rounds: for how long they wait, and for how many.
+        checkpoint: its file, or none.
+        say: is told what happens.
+        closed: is told of each round that has closed.
+        server: number of this server.
+        events: what has happened and somebody should know.
+        refused: how many messages were.
+    """
+
+    islands: int
+    rounds: Rounds = field(default_factory=Rounds)
+    checkpoint: Path | None = None
+    say: Callable[[str], None] = lambda text: None
+    closed: Callable[[Last], None] = lambda last: None
+    server: int = 0
+    events: list[str] = field(default_factory=list[str])
+    refused: int = 0
+
+    def __post_init__(self) -> None:
+        self.table = Attendance(islands=self.islands, rounds=self.rounds)
+        self.held: Held | None = None
+        self._changed = threading.Condition()
+        path = self.checkpoint
+        self._file = None if path is None else Checkpoint(path=path, failed=self.note)
+        stored = None if self.checkpoint is None else restored(self.checkpoint)
+        if stored is not None:
+            self.held, self.table.number, active = stored
+            if self.rounds.save_every == 1:
+                self.table.active = set(active)
+            else:  # rounds may be lost, and islands have to begin anew
+                self.held.era = secrets.token_hex(8)
+            self.note(f"it goes on at its checkpoint, before round {self.table.number}")
+
+    @property
+    def askers(self) -> int:
+        """How many may ask."""
+        return self.islands
+
+    @property
+    def most_bytes(self) -> int | None:
+        """Bytes of the parameters; None before they are known."""
+        return None if self.held is None else self.held.outer.theta.nbytes
+
+    def name(self, who: int) -> str:
+        """How a number of an asker is said."""
+        return "the starter" if who == STARTER else f"island {who}"
+
+    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
+        """Answers a message."""
+        try:
+            if ask.worker != who or not STARTER <= who < self.islands:
+                raise RefusedError(
+                    f"it speaks for {self.name(ask.worker)}; there are {self.islands} islands"
+                )
+            with self._changed:
+                self.table.away.pop(who, None)
+                return self._answered(ask, arrays)
+        except (RefusedError, PackingError, OrderError) as error:
+            self.refused += 1
+            context = f", round {ask.round}" if ask.kind == "send" else ""
+            self.note(f"refused a {ask.kind} of {self.name(who)}{context}: {error}")
+            return Answer(kind="refused", why=str(error), round=self.table.number), {}
+
+    def gone(self, who: int) -> None:
+        """The connection of an island has closed; it is not waited for, if it does not come
+        back.
+        """
+        with self._changed:
+            self.table.waiting.pop(who, None)
+            if who in self.table.active:
+                self.table.away[who] = self.table.now()
+            self._tick()
+
+    def note(self, text: str) -> None:
+        """Keeps an event."""
+        if len(self.events) < MOST_EVENTS:
+            self.events.append(text)
+        self.say(text)
+
+    def save(self) -> None:
+        """Writes the checkpoint, where there are parameters and a place for it."""
+        with self._changed:
+            self._save()
+            if self._file is not None:
+                self._file.wait()
+
+    def _answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
+        if ask.kind == "enter":
+            return self._enter(ask)
+        if ask.kind == "offer":
+            if self.held is None:
+                self.held = Held.offered(ask.about, arrays, self.islands)
+                self._save()
+            return Answer(), {}
+        if ask.kind in ("send", "skip", "collect"):
+            return self._met(ask, arrays)
+        if ask.kind == "repeat":
+            return self._repeated(ask, arrays), {}
+        if ask.kind == "leave":
+            self.table.gone(ask.worker)
+            self._tick()
+            return Answer(), {}
+        if ask.kind == "report":
+            return Answer(report=self.report(), round=self.table.number), {}
+        raise RefusedError("there is no such message")
+
+    def _enter(self, ask: Ask) -> tuple[Answer, Flat]:
+        if self.held is None:
+            return Answer(kind="empty"), {}
+        self.held.require_same(ask.about)
+        word = self.held.entry(ask.worker, ask.start)
+        self.table.come(ask.worker)
+        self._tick()
+        until = time.monotonic() + HOLD_SECONDS
+        while ask.worker not in self.table.active:
+            if why := self.table.fails():
+                return Answer(kind="failed", why=why), {}
+            if time.monotonic() > until:
+                return Answer(kind="wait", round=self.table.number, start=word), {}
+            self._changed.wait(LOOK_SECONDS)
+            self._tick()
+        outer = self.held.outer
+        # Copies: they are sent outside of the lock.
+        arrays = {"theta": outer.theta.copy(), "momentum": outer.momentum.copy()}
+        return Answer(round=self.table.number, start=word), arrays
+
+    def _met(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
+        state, late = self.held, Answer(kind="late")
+        if state is None or not state.knows(ask.worker, ask.start):
+            return late, {}
+        if ask.round == self.table.number + 1:
+            return Answer(kind="behind"), {}
+        if ask.round == self.table.number and ask.kind != "collect":
+            if ask.base != state.base(ask.round):
+                self.note(f"island {ask.worker} has other outer parameters; it enters again")
+                return late, {}
+            self._take(state, ask, arrays)
+        until = time.monotonic() + HOLD_SECONDS
+        while ask.round == self.table.number:
+            if ask.worker not in self.table.sent:
+                return Answer(kind="again", round=self.table.number), {}
+            if why := self.table.fails():
+                return Answer(kind="failed", why=why), {}
+            if time.monotonic() > until:
+                return Answer(kind="wait", round=self.table.number), {}
+            self._changed.wait(LOOK_SECONDS)
+            self._tick()
+        last = state.last
+        if last is None or last.number != ask.round or ask.worker not in last.sent:
+            return late, {}
+        return Answer(round=self.table.number, islands=last.islands), asked_for(
+            last.arrays, ask.about
+        )
+
+    def _repeated(self, ask: Ask, arrays: Flat) -> Answer:
+        """Does a round once more that was closed before the server was started again."""
+        state, number = self.held, self.table.number
+        if state is None or not state.knows(ask.worker, ask.start):
+            return Answer(kind="late")
+        if ask.round == number - 1:
+            return Answer()  # another island has said so
+        if ask.round != number or ask.base != state.base(number):
+            return Answer(kind="late")
+        state.repeat(number, arrays, range(self.islands))
+        self.table.reopen()
+        self.note(f"it has heard of round {number} from island {ask.worker}")
+        self._tick()
+        return Answer()
+
+    def _take(self, state: Held, ask: Ask, arrays: Flat) -> None:
+        """Takes an outer gradient, once."""
+        if ask.worker in self.table.sent:
+            return
+        of = f"of island {ask.worker}, round {ask.round}"
+        if ask.kind == "skip":
+            self.note(f"the outer gradient {of}, is not finite")
+        else:
+            vector = state.unpacked(self.table.number, arrays)
+            if not np.isfinite(vector).all():
+                self.refused += 1
+                self.note(f"refused the outer gradient {of}: it is not finite")
+            elif not 0 < ask.weight < 1e300:
+                raise RefusedError(f"its weight is {ask.weight:g}; it is more than 0")
+            else:
+                state.gradients[ask.worker] = (ask.weight, vector)
+        self.table.send(ask.worker)
+        self.table.active.add(ask.worker)
+        self._tick()
+
+    def _tick(self) -> None:
+        """What time brings: rounds close, islands that wait are taken in."""
+        for island in self.table.gone_for_good():
+            self.note(f"island {island} is gone in round {self.table.number}; the others go on")
+        for island in self.table.stalled():
+            self._silent(island)
+        self.table.admit()
+        while self.table.closes():
+            self._close()
+        self._changed.notify_all()
+
+    def _close(self) -> None:
+        state, number = self.held, self.table.number
+        assert state is not None
+        last, why = state.close(number, tuple(sorted(self.table.sent)))
+        if why:
+            self.note(f"round {number} changes nothing: {why}")
+        for island in self.table.close():
+            self._silent(island)
+        if number % self.rounds.save_every == 0:
+            self._save()
+        self.closed(last)
+
+    def _silent(self, island: int) -> None:
+        self.note(
+            f"island {island} has sent nothing {self.rounds.timeout_s:g} s after the first; the"
+            " others go on without it"
+        )
+
+    def _save(self) -> None:
+        if self._file is not None and self.held is not None:
+            self._file.save(self.held, self.table.number, sorted(self.table.active))
+
+    def report(self) -> JsonObject:
+        """What the server has to tell, as plain data."""
+        return {
+            "round": self.table.number,
+            "islands": sorted(self.table.active),
+            "refused": self.refused,
+            "events": list(self.events),
+        }

@@ -1,0 +1,379 @@
+"""From the words of a command line to what an engine makes of them: a submission."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardlib.cli.app import AsJson
+from shardlib.cli.inputs import given, spread
+from shardlib.cli.islands import Islands, run_islands
+from shardlib.cli.output import echo, quiet_stdout, writable, write
+from shardlib.cli.training import Here, completed, environment_of, option_of, run_here
+from shardlib.errors import LaunchError
+from shardlib.launch.engines import ENGINES
+from shardlib.launch.job import Job
+from shardlib.launch.submission import Engine, Submission, settings_of
+
+# --------------------------------------------------------------------------------------------------
+
+#: Where submissions are written, each in a folder of its name.
+FOLDER = Path("launches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a command line asks of an engine.
+
+    Attributes:
+        engine: what starts the processes.
+        command: words after --.
+        topology, run: as the options say; taken from the words of a training where they are left
+            out.
+        options: KEY=VALUE of the engine.
+        fields: further fields of the job, None where the default is wanted.
+    """
+
+    engine: Engine
+    command: tuple[str, ...]
+    topology: str | None
+    run: str | None
+    options: tuple[str, ...]
+    fields: dict[str, Any]
+
+
+def chosen(engines: Sequence[Engine], options: Sequence[str]) -> Engine | None:
+    """The engine that a command line names, if any."""
+    named = [engine for engine in engines if f"--{engine.name}" in options]
+    if len(named) > 1:
+        raise LaunchError(
+            f"{' and '.join(f'--{engine.name}' for engine in named)} exclude each other: a job has"
+            " one engine\nTry: one of them"
+        )
+    return named[0] if named else None
+
+
+def submission_of(request: Request) -> Submission:
+    """What the engine makes of the request."""
+    topology, run = (
+        value or option_of(request.command, names)
+        for value, names in (
+            (request.topology, ("--topology", "-t")),
+            (request.run, ("--run", "-r")),
+        )
+    )
+    if topology is None:
+        raise LaunchError(
+            "a job needs to know its machine\nTry: --topology 16*h100:8, or v5p:8x8x8"
+        )
+    command = completed(request.command, topology, run)
+    job = Job(
+        command=command,
+        topology=topology,
+        run=run,
+        **{name: value for name, value in request.fields.items() if value is not None},
+    )
+    engine = request.engine
+    settings = settings_of(engine.settings, request.options, engine.defaults())
+    return engine.submission(job, settings)
+
+
+# --------------------------------------------------------------------------------------------------
+# `shardlib launch`: one program in many processes, of this machine or of many hosts.
+#
+# The options of engines are those of `shardlib.launch.engines`: one option each, as its row says.
+
+#: What a job is called that nobody has named.
+NAME = "shardlib"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """Options of all launches."""
+
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            "-t",
+            help="The machine, e.g. 16*h100:8; taken from the command if left out.",
+        ),
+    ] = None
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            "-r",
+            help="Folder of the run, seen by all hosts; taken from the command if left out.",
+        ),
+    ] = None
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            "--restarts",
+            min=0,
+            help="Start again so often without progress. [0 on this machine, otherwise 3]",
+        ),
+    ] = None
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env", metavar="NAME=VALUE", help="A variable of every process. Repeatable."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """Options of a job on many hosts."""
+
+    plain: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plain",
+            metavar="NAME",
+            help="A variable of --env that looks like a secret and is none. Repeatable.",
+        ),
+    ] = None
+    name: Annotated[str | None, typer.Option("--name", help="Of the job. [shardlib]")] = None
+    image: Annotated[str | None, typer.Option("--image", help="Container image.")] = None
+    seconds: Annotated[
+        int | None, typer.Option("--seconds", min=1, help="Time limit of one start.")
+    ] = None
+    host_devices: Annotated[
+        int | None,
+        typer.Option(
+            "--host-devices",
+            min=1,
+            help="Devices of a host, where not as many as the chip is sold with.",
+        ),
+    ] = None
+    host_processes: Annotated[
+        int | None, typer.Option("--host-processes", min=1, help="Processes on a host. [1]")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmissionOptions:
+    """What is done with a job."""
+
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="KEY=VALUE",
+            help="A setting of the engine, e.g. partition=gpu; see docs/launching.md. Repeatable.",
+        ),
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted.")] = (
+        False
+    )
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for the files of the submission. [launches/NAME]"),
+    ] = None
+    as_json: AsJson = False
+
+
+def flags(engines: Sequence[Engine]) -> type:
+    """One flag for every engine, as a group of options."""
+    return make_dataclass(
+        "Flags",
+        [
+            (
+                engine.name.replace("-", "_"),
+                Annotated[bool, typer.Option(f"--{engine.name}", help=engine.help)],
+                field(default=False),
+            )
+            for engine in engines
+        ],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
+    """The command, for a table of engines."""
+    names = ", ".join(f"--{engine.name}" for engine in engines)
+
+    def launch(
+        command: Annotated[
+            list[str],
+            typer.Argument(
+                metavar="-- COMMAND",
+                help="A command of shardlib (train ..., doctor ...), or any other program.",
+            ),
+        ],
+        here: Here,
+        wanted: Any,
+        common: Common,
+        job: JobOptions,
+        submission: SubmissionOptions,
+        islands: Islands,
+    ) -> None:
+        """Run one program in many processes: on this machine, or on many hosts with what you have
+        already. Exit code on this machine: that of the first process that failed; 75: stopped, and
+        saved.
+        """
+        engine = chosen(engines, list(given(wanted)))
+        variables = environment_of(common.env or [])
+        if given(islands):
+            others = {**given(job), **given(submission), **given(wanted)}
+            _only(others, "is for an engine, and islands are on this machine, or come by hand")
+            raise typer.Exit(run_islands(command, islands, here, common, variables))
+        if engine is None and here.processes is None:
+            raise LaunchError(
+                "nothing says who starts the processes\nTry: --processes N or --islands N for this"
+                f" machine, or one of {names}"
+            )
+        if engine is None:
+            _only({**given(job), **given(submission)}, f"is for an engine: one of {names}")
+            words = completed(command, common.topology, common.run)
+            restarts = common.restarts or 0
+            raise typer.Exit(run_here(words, here, restarts=restarts, environment=variables))
+        _only(
+            given(here),
+            f"is for processes of this machine, and --{engine.name} starts them elsewhere; what an"
+            " engine can be told stands in docs/launching.md",
+        )
+        _submit(_request(engine, command, common, job, submission), submission, job.name)
+
+    return spread(launch, wanted=flags(engines))
+
+
+def _request(
+    engine: Engine,
+    command: Sequence[str],
+    common: Common,
+    job: JobOptions,
+    submission: SubmissionOptions,
+) -> Request:
+    """What the command line asks of the engine."""
+    return Request(
+        engine=engine,
+        command=tuple(command),
+        topology=common.topology,
+        run=common.run,
+        options=tuple(submission.option or ()),
+        fields={
+            "name": job.name or NAME,
+            "image": job.image,
+            "environment": environment_of(common.env or []),
+            "plain": tuple(job.plain or ()),
+            "restarts": common.restarts,
+            "seconds": job.seconds,
+            "host_devices": job.host_devices,
+            "host_processes": job.host_processes,
+        },
+    )
+
+
+def _only(options: dict[str, Any], why: str) -> None:
+    """Raises where options were given that have no meaning here."""
+    for name in options:
+        raise LaunchError(f"{name} {why}\nTry: shardlib launch --help")
+
+
+def _submit(request: Request, options: SubmissionOptions, name: str | None) -> None:
+    """Submits, or shows what would be."""
+    from shardlib.launch.submission import submit
+
+    submission = submission_of(request)
+    data = {
+        "engine": submission.engine,
+        "files": dict(submission.files),
+        "commands": [list(words) for words in submission.commands],
+        "later": [[what, list(words)] for what, words in submission.later],
+    }
+    if options.dry_run:
+        echo(json.dumps(data) if options.as_json else str(submission))
+        return
+    folder = options.out or FOLDER / (name or NAME)
+    output = submit(submission, folder)
+    if options.as_json:
+        echo(json.dumps({**data, "folder": str(folder), "said": output}))
+        return
+    echo(
+        "\n".join(
+            filter(
+                None,
+                [output, *(f"{what}: {shlex.join(words)}" for what, words in submission.later)],
+            )
+        )
+    )
+
+
+#: `shardlib launch` with the engines that there are.
+launch = launch_command(ENGINES)
+
+
+# --------------------------------------------------------------------------------------------------
+# `shardlib doctor`.
+
+
+def doctor_command(
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            "-t",
+            help=(
+                "The machine that these hosts are meant to be, e.g. 16*h100:8; links are measured"
+                " along its tiers."
+            ),
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", "-r", help="Folder of the run, which every host must be able to write."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="That it may take.")] = 60.0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Look and compare, and time nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Write the topology with the measured rates here, to plan for."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what keeps these hosts from training together, and name the host. Exit code 1:
+    something is wrong. With several processes: shardlib launch ... -- doctor.
+    """
+    from shardlib.launch.joining import join
+    from shardlib.processes.place import cpu_without_accelerators
+
+    cpu_without_accelerators()
+    with quiet_stdout(as_json):
+        joined = join()
+        first = joined is None or joined.process == 0
+        if first:  # the one that writes
+            writable(out)
+        from shardlib.launch.doctor import examine
+
+        if joined is None and topology is not None and topology.startswith("cpu:"):
+            from shardlib.machines.topology import topology as parsed
+            from shardlib.processes.place import simulate_cpu_devices
+
+            simulate_cpu_devices(parsed(topology).devices)
+        examination = examine(
+            topology, run=str(run) if run is not None else None, seconds=seconds, measure=not quick
+        )
+        corrected = examination.corrected() if out is not None else ""
+    if first:
+        if out is not None:
+            write(out, corrected)
+        echo(json.dumps(examination.to_json()) if as_json else str(examination), nl=True)
+    if not examination.ok:
+        raise typer.Exit(1)

@@ -1,1 +1,0 @@
-"""Kubernetes: its settings, the JobSet, and the engine that creates it."""

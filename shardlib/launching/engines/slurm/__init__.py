@@ -1,1 +1,0 @@
-"""Slurm: its settings, the parts of the batch script, and the engine that puts them together."""

@@ -1,1 +1,0 @@
-"""Gradient accumulation over microbatches, with gradients reduced in each or once a step."""

@@ -1,0 +1,335 @@
+"""What is checked before anything is lowered or run: plans that have no lowering, and states of
+other programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.decisions.lowerings import facts, on_chips
+from shardlib.decisions.lowerings import require as lowerings_require
+from shardlib.errors import BatchError, PinError, PlanError, StateError, raise_all
+from shardlib.functions.attention import Attention
+from shardlib.functions.experts import ExpertForm
+from shardlib.lowering.collectives import require_products
+from shardlib.lowering.disk import DiskArray
+from shardlib.lowering.mesh import batch_path
+from shardlib.lowering.random_keys import dtype_of
+from shardlib.lowering.runtime import TrainState, require_present
+from shardlib.lowering.uses import LossReading
+from shardlib.planner.plan import Plan
+from shardlib.tracing.program import has_matmul
+from shardlib.untrusted.data import fit, printable
+
+# --------------------------------------------------------------------------------------------------
+# Is a state one of this program? Asked once a call has failed, so that a good step pays nothing
+# for it.
+
+#: Differences that an error names.
+NAMED = 3
+#: What a call raises that is given arrays that it was not compiled for.
+FOREIGN = (TypeError, ValueError, IndexError)
+OWN = (
+    "a state of this very program, from program.init, program.step, or"
+    " Checkpoints.restore(program), which fits it to another plan or mesh"
+)
+
+
+def require_state(asked: str, state: object) -> None:
+    """Refuses what is no state at all."""
+    if not isinstance(state, TrainState):
+        raise StateError(
+            f"{asked} was given"
+            f" {'None' if state is None else f'a value of type {type(state).__name__}'}, which is"
+            " no state of training\nTry: state = program.init(seed=0), and then state, metrics ="
+            " program.step(state, batch)"
+        )
+
+
+def require_own(
+    asked: str, found: Tree, wanted: Tree, *, error: Exception | None = None, laid_out: bool = True
+) -> None:
+    """Refuses a state of another program; does nothing where it is one of this program.
+
+    Args:
+        laid_out: whether arrays must have the dtypes and shardings of the program too.
+    """
+    others = _structure(found, wanted) or _arrays(found, wanted, laid_out=laid_out)
+    moved = [] if others or not laid_out else _layouts(found, wanted)
+    differences = others or moved
+    if not differences:
+        return
+    movable = (
+        moved
+        and isinstance(found, TrainState)
+        and not any(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(found))
+    )
+    hint = (
+        "state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.state)),"
+        " which lays it out as this program does"
+        if movable
+        else OWN
+    )
+    more = [f"and {len(differences) - NAMED} more"] if len(differences) > NAMED else []
+    try:
+        raise_all(
+            StateError,
+            f"the state given to {asked} is none of this program",
+            [*differences[:NAMED], *more],
+            hint=hint,
+        )
+    except StateError as refused:
+        raise refused from error
+
+
+def _structure(found: Tree, wanted: Tree) -> list[str]:
+    """Arrays that are missing or too many, or else parts of another kind."""
+    ours, theirs = (
+        dict.fromkeys(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+        for tree in (wanted, found)
+    )
+    paths = [f"{path} is not in it" for path in ours if path not in theirs] + [
+        f"{path} is in it, and not in the program's" for path in theirs if path not in ours
+    ]
+    if paths or jax.tree.structure(found) == jax.tree.structure(wanted):
+        return paths
+    names = (
+        [field.name for field in fields(TrainState)]
+        if isinstance(found, TrainState)
+        else list(found)
+    )
+    pairs = [
+        (
+            name,
+            *(
+                getattr(tree, name) if isinstance(tree, TrainState) else tree[name]
+                for tree in (found, wanted)
+            ),
+        )
+        for name in names
+    ]
+    return [
+        f"{name} is {_kind(one, other)}, the program has {_kind(other, one)}"
+        for name, one, other in pairs
+        if jax.tree.structure(one) != jax.tree.structure(other)
+    ]
+
+
+def _kind(tree: Tree, other: Tree) -> str:
+    """What a tree is, in words that tell it from another one without arrays that differ."""
+    return (
+        ("None" if tree is None else f"a {type(tree).__name__}")
+        if type(tree) is not type(other)
+        else f"the tree {jax.tree.structure(tree)}"
+    )
+
+
+def _arrays(found: Tree, wanted: Tree, *, laid_out: bool) -> list[str]:
+    """Arrays of another shape or dtype, of trees of one structure."""
+
+    def text(leaf: Any) -> str:
+        return (
+            f"{leaf.dtype if hasattr(leaf, 'dtype') else np.asarray(leaf).dtype}"
+            f"{list(np.shape(leaf))}"
+            if laid_out
+            else str(list(np.shape(leaf)))
+        )
+
+    return [
+        f"{path_text(path)} is {text(leaf)}, the program has {text(asked)}"
+        for (path, leaf), asked in zip(
+            jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        )
+        if text(leaf) != text(asked)
+    ]
+
+
+def _layouts(found: Tree, wanted: Tree) -> list[str]:
+    """Arrays on devices that lie there in another way."""
+    return [
+        f"{path_text(path)} is {_text(leaf.sharding, asked.sharding)}, the program has"
+        f" {_text(asked.sharding, leaf.sharding)}"
+        for (path, leaf), asked in zip(
+            jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        )
+        if _lies_elsewhere(leaf, asked)
+    ]
+
+
+def _lies_elsewhere(leaf: Any, asked: jax.ShapeDtypeStruct) -> bool:
+    if isinstance(leaf, DiskArray):
+        one, other = (
+            sharding.with_memory_kind(None)  # pyright: ignore[reportArgumentType]
+            for sharding in (leaf.sharding, asked.sharding)
+        )
+        return not one.is_equivalent_to(other, len(asked.shape))
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
+        return False  # such arrays are put where the program wants them
+    return not leaf.sharding.is_equivalent_to(asked.sharding, leaf.ndim)
+
+
+def _text(sharding: Any, other: Any) -> str:
+    """A sharding in words that tell it from another one."""
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    mesh = (
+        " x ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items() if size > 1)
+        or "one device"
+    )
+    text = f"{sharding.spec} over {mesh}"
+    if sharding.memory_kind != other.memory_kind:
+        return f"{text} in {sharding.memory_kind}"
+    if (
+        isinstance(other, NamedSharding)
+        and isinstance(sharding.mesh, Mesh)
+        and (sharding.spec, sharding.mesh.shape) == (other.spec, other.mesh.shape)
+    ):
+        return (
+            f"{text}, devices {', '.join(str(device.id) for device in sharding.mesh.devices.flat)}"
+        )
+    return text
+
+
+# --------------------------------------------------------------------------------------------------
+# What is wrong with a batch that is not the one that a program was compiled for.
+
+#: Names that a message lists of each kind.
+MOST = 20
+#: How messages begin.
+OTHER = "the batch is not the one that the program was compiled for"
+
+
+def require(batch: Tree, asked: Tree) -> None:
+    """Refuses a batch that is not the one that a program was compiled for."""
+    expected, structure = jax.tree_util.tree_flatten_with_path(asked)
+    if jax.tree.structure(batch) != structure:
+        _refuse(batch, asked)
+    failures = [
+        f"{batch_path(path)}: found {found}, compiled for {one.dtype}{list(one.shape)}"
+        for (path, one), leaf in zip(expected, jax.tree.leaves(batch), strict=True)
+        if (found := _mismatch(leaf, one))
+    ]
+    if failures:
+        hint = "compile again for these shapes, or pad the batch"
+        raise_all(BatchError, OTHER, failures, hint=hint)
+
+
+def _refuse(batch: Tree, asked: Tree) -> None:
+    """Says which arrays are missing and which are too much."""
+    given, wanted = _named(batch), _named(asked)
+    failures = [
+        f"{name} is missing, {leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in wanted.items()
+        if name not in given
+    ]
+    failures += [f"{name} is too much" for name in given if name not in wanted]
+    if not failures:
+        failures = [f"it is {_containers(batch)}, compiled for {_containers(asked)}"]
+    more = len(failures) - MOST
+    raise_all(
+        BatchError,
+        OTHER,
+        [*failures[:MOST], *([f"{more:,} more"] if more > 0 else [])],
+        hint="give the step the arrays that the program was compiled for, or compile again for"
+        " these",
+    )
+
+
+def _named(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a batch by the names that errors give them."""
+    return {
+        fit(printable(batch_path(path)), 200): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]
+    }
+
+
+def _containers(batch: Tree) -> str:
+    """A batch as containers, whose arrays are stars."""
+    text = str(jax.tree.structure(batch)).removeprefix("PyTreeDef(").removesuffix(")")
+    return fit(printable(text), 300)
+
+
+def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
+    """What a leaf is, where that is not what was asked; 64-bit host numbers stand for what JAX
+    makes of them.
+    """
+    shape = tuple(np.shape(leaf))
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if shape == tuple(asked.shape) and dtype_of(leaf) == asked.dtype:
+        return ""
+    return f"{dtype}{list(shape)}"
+
+
+# --------------------------------------------------------------------------------------------------
+# What cannot be lowered? A plan, or a plan for a certain loss, is refused before anything is made
+# of it.
+
+
+def require_lowered(plan: Plan) -> None:
+    """Raises where no program can be made of a plan, whatever the loss and on all chips."""
+    lowerings_require(facts(plan), "the plan decides for what has no lowering", on_chips(vendor=""))
+    require_products(plan)
+
+
+def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
+    """Raises where the loss has not what a plan decides about."""
+    forms = [site.call.form for site in loss.calls.values()]
+    along, routed = plan.context in ("ring", "ulysses"), plan.experts != "none"
+    if "activations" in plan.offload and not any(
+        equation.name == "scan" and has_matmul(equation.eqn) for equation in loss.program.equations
+    ):
+        raise PinError(
+            f"activations in host memory need layers under a scan, and the loss of {plan.model} has"
+            " none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations"
+        )
+    if along and not any(isinstance(form, Attention) for form in forms):
+        raise PinError(
+            f"context={plan.context!r} needs attention that is called as a function, and the loss"
+            f" of {plan.model} has none\nTry: shardlib.attention(query, key, value) in the model,"
+            " or context='all-gather'"
+        )
+    if routed and not any(isinstance(form, ExpertForm) for form in forms):
+        raise PinError(
+            f"experts={plan.experts!r} needs experts that are called as a function, and the loss of"
+            f" {plan.model} has none\nTry: shardlib.functions.experts.visit(x, weights, chosen, up,"
+            " down, gate) in the model, or experts='none'"
+        )
+    if lost and (along or routed):
+        raise PlanError(
+            "attention and experts on their devices need the layouts of the loss as it was planned,"
+            " and the loss computes other operations on a microbatch than on the whole batch\nTry:"
+            " pin microbatches to 1"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The model's part of a state, as it is looked at from outside.
+
+
+def require_model(asked: str, state: TrainState, own: TrainState) -> None:
+    """Refuses a state whose parameters and model state are gone or have other shapes."""
+    require_state(asked, state)
+    require_present(asked, state.inference)
+    require_own(asked, state.inference, own.inference, laid_out=False)
+
+
+def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
+    """Parameters and model state by dotted path, parameters first; nothing is copied."""
+    found: dict[str, jax.Array] = {}
+    for tree in (state.params, state.model_state):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = path_text(path)
+            if name in found:
+                raise StateError(
+                    f"two arrays of the state are called {name}\nTry: names without dots, and"
+                    " others for the model's state than for parameters"
+                )
+            found[name] = leaf
+    return found

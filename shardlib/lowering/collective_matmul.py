@@ -1,0 +1,715 @@
+"""How are collectives over the tensor axis hidden behind the matmuls that they feed (collective
+matmul)?
+
+    ring.py      pieces go around the devices of an axis
+    products.py  a matmul of pieces as they come; and one whose sums go around
+    matmuls.py   which matmuls of a loss gather their operand, or scatter their result, over tensor?
+    groups.py    the programs that take their place
+
+Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
+Deep Learning Models", ASPLOS 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from shardlib.annotation.trees import Tree
+from shardlib.jax_types import Index
+from shardlib.layout import Layout
+from shardlib.lowering.collectives import Cuts, Machine
+from shardlib.lowering.contractions import Use
+from shardlib.lowering.uses import LossReading, Source, Step
+from shardlib.lowering.weights import Contraction, Dims, dims_of, in_use, reduction
+from shardlib.planner.plan import ParameterLayout
+from shardlib.tracing.program import Program
+from shardlib.tracing.rewriting import IN_PIECES, Together
+
+# --------------------------------------------------------------------------------------------------
+# Which matmuls of a loss gather their activation along the sequence, or scatter their result, over
+# the tensor axis?
+#
+# A matmul gathers where its weight is sharded over tensor along columns, its activation along
+# another dim (the sequence, beside the norms), and its result no longer there. It scatters where
+# tensor shards what is summed over and the result along such a dim. Matmuls of one activation are
+# one group: it is gathered once for all of them.
+
+#: The mesh axis that cuts weights in use.
+TENSOR = "tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """A matmul of a weight.
+
+    Attributes:
+        use: how it uses the weight.
+        activation: what the activation is, equal for equal ones.
+        source: what makes it; None for inputs of the loss.
+    """
+
+    use: Use
+    activation: tuple[Any, ...]
+    source: Source | None
+
+    @property
+    def path(self) -> str:
+        """Where it stands."""
+        return self.use.equation.path
+
+    @property
+    def key(self) -> Source:
+        """Where placements have the layout of the activation."""
+        return f"{self.path}/operand", 1 - self.use.operand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A matmul that a loop can take the place of.
+
+    Attributes:
+        matmul: the matmul.
+        gathers: whether its activation is gathered; otherwise its result is scattered.
+        dims: which dims are matched.
+        activation, result: layouts of both.
+        rows: the dim of the activation and that of the result which one of them has in shards.
+    """
+
+    matmul: Matmul
+    gathers: bool
+    dims: Dims
+    activation: Layout
+    result: Layout
+    rows: tuple[int, int]
+
+
+def matmuls(loss: LossReading) -> tuple[Matmul, ...]:
+    """The matmuls of weights of a loss, in order."""
+    candidates = [
+        _matmul(step)
+        for step in loss.steps
+        if step.equation.name == "dot_general" and step.equation.call is None
+    ]
+    return tuple(matmul for matmul in candidates if matmul is not None)
+
+
+def operands(matmuls_read: Sequence[Matmul]) -> dict[Source, Source]:
+    """Where placements have the layouts of activations -> what makes them."""
+    return {matmul.key: matmul.source for matmul in matmuls_read if matmul.source is not None}
+
+
+def _matmul(step: Step) -> Matmul | None:
+    equation = step.equation
+    if len(step.operands) != 1:
+        return None
+    ((weight, view),) = step.operands
+    number = equation.inputs[1 - weight]
+    return Matmul(
+        use=Use(equation=equation, operand=weight, view=view),
+        activation=(equation.path.rpartition("/")[0], *_same(step.program, number)),
+        source=step.sources[1 - weight],
+    )
+
+
+def _same(program: Program, number: int) -> tuple[Any, ...]:
+    """A value by what it is cast from: layers cast their input anew for each matmul."""
+    for equation in program.equations:
+        if number in equation.outputs and equation.name == "convert_element_type":
+            return (*_same(program, equation.inputs[0]), str(program.avals[number].dtype))
+    return (number,)
+
+
+def found_in(
+    matmul: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], size: int
+) -> Found | None:
+    """How a loop can take the place of a matmul under a plan; None where its operands and result
+    are sharded otherwise.
+    """
+    activation, result = placements.get(matmul.key), placements.get((matmul.path, 0))
+    if activation is None or result is None:
+        return None
+    dims = dims_of(matmul.use.equation, matmul.use.operand)
+    sharded = [
+        dim
+        for dim, source in enumerate(matmul.use.view.dims)
+        if source is not None and parameter.compute[source]
+    ]
+    if (
+        len(sharded) != 1
+        or set(parameter.compute.axes) != {TENSOR}
+        or parameter.compute[matmul.use.view.dims[sharded[0]] or 0] != (TENSOR,)
+    ):
+        return None
+    gathers = sharded[0] in dims.result
+    cut = (
+        result[dims.result[sharded[0]]]
+        if gathers
+        else activation[dims.activation[sharded[0]]]
+        if sharded[0] in dims.activation
+        else ()
+    )
+    pieces, gathered = (activation, result) if gathers else (result, activation)
+    pairs = [(theirs, ours) if gathers else (ours, theirs) for ours, theirs in dims.own.items()]
+    rows = [(a, b) for a, b in pairs if pieces[a] == (*gathered[b], TENSOR)]
+    if (
+        cut != (TENSOR,)
+        or len(rows) != 1
+        or any(pieces[a] != gathered[b] for a, b in pairs if (a, b) != rows[0])
+    ):
+        return None
+    ((first, second),) = rows
+    first_dim, to = (first, second) if gathers else (second, first)
+    if not _whole_elsewhere(
+        activation, dims.own.values(), dims.activation.get(sharded[0])
+    ) or not _whole_elsewhere(result, dims.own, dims.result.get(sharded[0])):
+        return None
+    return (
+        Found(
+            matmul=matmul,
+            gathers=gathers,
+            dims=dims,
+            activation=activation,
+            result=result,
+            rows=(first_dim, to),
+        )
+        if matmul.use.other.shape[first_dim] % size == 0
+        else None
+    )
+
+
+def _whole_elsewhere(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
+    """Whether nothing but its own dims, and the one that the weight is sharded along, is
+    sharded.
+    """
+    return not any(
+        layout[dim] for dim in range(len(layout)) if dim not in set(own_dims) and dim != sharded
+    )
+
+
+def groups(
+    matches: Sequence[Found], candidates: Sequence[Matmul], placements: Mapping[Source, Layout]
+) -> list[tuple[Found, ...]]:
+    """Matmuls that go in one loop: those that gather the same activation, unless another one needs
+    it gathered all the same; those that scatter, each on its own.
+    """
+    paths = {match.matmul.path for match in matches}
+    barred = {
+        matmul.activation
+        for matmul in candidates
+        if matmul.path not in paths
+        and TENSOR not in placements.get((matmul.path, 0), Layout()).axes
+    }
+    together: dict[Any, list[Found]] = {}
+    for match in matches:
+        together.setdefault(
+            (match.matmul.activation, match.rows[0]) if match.gathers else match.matmul.path, []
+        ).append(match)
+    return [
+        tuple(members)
+        for members in together.values()
+        if not members[0].gathers or members[0].matmul.activation not in barred
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# How do pieces of an array go around the devices of the tensor axis, while something is done with
+# each?
+#
+# The functions run inside of a region that is manual over the axis. All loops are written out, so
+# that a compiler sees which messages and which products do not depend on each other: the message
+# of the next turn is on its way while the piece of this turn is multiplied (Wang et al., "Overlap
+# Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS
+# 2023). Pieces go both ways around: a link of a torus carries as much in either direction at once,
+# and while sums of one direction are on their way, products for the other are made.
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """A mesh axis as a ring.
+
+    Attributes:
+        axis: names of the axis in the mesh, the major one first.
+        order: number of the device at every place of the ring.
+        in_turn: whether a matmul waits for the one before it, see `after`.
+    """
+
+    axis: tuple[str, ...]
+    order: tuple[int, ...]
+    in_turn: bool = True
+
+    @staticmethod
+    def along(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> Ring:
+        """A ring on which neighbours are neighbours along one part of the axis; of the ends only
+        where the major part is a ring itself, or of two.
+        """
+        return Ring(axis=axis, order=snake(sizes), in_turn=in_turn)
+
+    @property
+    def ways(self) -> int:
+        """Number of devices."""
+        return len(self.order)
+
+    @property
+    def hops(self) -> tuple[int, int]:
+        """Turns in which pieces go forwards, and in which they go backwards."""
+        return self.ways // 2, (self.ways - 1) // 2
+
+    def folded(
+        self, array: jax.Array, work: Callable[[Made | None, jax.Array, jax.Array], Made]
+    ) -> Made:
+        """What is made of the pieces of all devices, one after the other, the own one first.
+
+        Args:
+            work: (what is made so far, None at first; number of a device; its piece) -> what is
+                made then.
+        """
+        place, (forth, back) = self._place(), self.hops
+        result, coming = work(None, self._device(place), array), {1: array, -1: array}
+        for turn in range(1, forth + 1):
+            for direction in (1, -1) if turn <= back else (1,):
+                coming[direction], result = self.after(
+                    self._passed(coming[direction], direction), result
+                )
+                result = work(result, self._device(place - direction * turn), coming[direction])
+        return result
+
+    def summed(
+        self, arrays_for: Callable[[jax.Array], Tree], product: Callable[[Tree], jax.Array]
+    ) -> jax.Array:
+        """The sum over all devices of what they have for this one.
+
+        Args:
+            arrays_for: number of a device -> arrays.
+            product: the arrays for a device -> what this device adds to the sum of that one.
+        """
+        place, (forth, back) = self._place(), self.hops
+        turns = [
+            (left, direction)
+            for left in range(forth, 0, -1)
+            for direction in (1, -1)
+            if direction > 0 or left <= back
+        ]
+        sums: dict[int, Any] = {1: None, -1: None}
+        products = self._products(
+            [
+                arrays_for(self._device(place + direction * left))
+                for left, direction in [*turns, (0, 1)]
+            ],
+            product,
+        )
+        for (_, direction), partial in zip(turns, products, strict=False):
+            sums[direction] = self._passed(_plus(sums[direction], partial), direction)
+        return _plus(sums[-1], _plus(sums[1], next(products)))
+
+    def after(self, arrays: Tree, ready: Tree) -> tuple[Tree, Tree]:
+        """Both as they are; what is computed from the first waits for the second, where matmuls
+        come in turn.
+
+        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one
+        (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last
+        message. That for TPUs joins none, and adds sums inside of matmuls where nothing stands
+        between the two.
+        """
+        return jax.lax.optimization_barrier((arrays, ready)) if self.in_turn else (arrays, ready)
+
+    def _products(
+        self, operands: Sequence[Tree], product: Callable[[Tree], jax.Array]
+    ) -> Iterator[jax.Array]:
+        result = product(operands[0])
+        for arrays in operands[1:]:
+            arrays, result = self.after(arrays, result)
+            yield result
+            result = product(arrays)
+        yield result
+
+    def _place(self) -> jax.Array:
+        """The place of this device."""
+        return jnp.asarray(np.argsort(self.order), jnp.int32)[jax.lax.axis_index(self.axis)]
+
+    def _device(self, place: jax.Array) -> jax.Array:
+        """The device at a place, counted around."""
+        return jnp.asarray(self.order, jnp.int32)[place % self.ways]
+
+    def _passed(self, array: jax.Array, far: int) -> jax.Array:
+        """What the neighbour has."""
+        return jax.lax.ppermute(
+            array,
+            self.axis,
+            [
+                (device, self.order[(place + far) % self.ways])
+                for place, device in enumerate(self.order)
+            ],
+        )
+
+
+def _plus(total: jax.Array | None, part: jax.Array) -> jax.Array:
+    return part if total is None else total + part
+
+
+def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of the places of a grid, row-major, in an order in which neighbours differ by one
+    step along one dim (a reflected Gray code).
+
+    >>> snake((2, 2, 2)), snake((2, 3)), snake((4,))
+    ((0, 1, 3, 2, 6, 7, 5, 4), (0, 1, 2, 5, 4, 3), (0, 1, 2, 3))
+    """
+    order = (0,)
+    inside = 1
+    for size in reversed(sizes):
+        order = tuple(
+            outer * inside + number
+            for outer in range(size)
+            for number in (order[::-1] if outer % 2 else order)
+        )
+        inside *= size
+    return order
+
+
+# --------------------------------------------------------------------------------------------------
+# What does one device do, when the sequence is gathered for its matmuls, or the results of one are
+# scattered?
+#
+# The functions run inside of a region that is manual over all axes; arrays are what one device
+# has. The gradient of a matmul that gathers is one that scatters, and the other way around; the
+# gradient of a weight is added up over pieces in float32. A matmul waits for the one before it
+# where that hides more (`Ring.after`).
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A matmul of an activation and a weight in which one dim of both activation and result is the
+    sequence.
+
+    Attributes:
+        parts: the matmul, taken apart.
+        activation: that dim of the activation.
+        result: that dim of the result.
+    """
+
+    parts: Contraction
+    activation: int
+    result: int
+
+
+def gathering(
+    products: Sequence[Product], ring: Ring, activation: jax.Array, weights: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """Products of an activation of which every device has a piece."""
+
+    def work(results: Any, device: Any, piece: Any) -> list[Any]:
+        return [
+            put(
+                results and results[k],
+                product.parts.op(piece, weight),
+                product.result,
+                device,
+                ring.ways,
+            )
+            for k, (product, weight) in enumerate(zip(products, weights, strict=True))
+        ]
+
+    return tuple(ring.folded(activation, work))
+
+
+def gathering_back(
+    products: Sequence[Product],
+    ring: Ring,
+    activation: jax.Array,
+    weights: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Gradients of `gathering`: of the own piece of the activation, and of the weights from this
+    device's examples.
+    """
+
+    def given(device: Index) -> list[jax.Array]:
+        return [
+            piece_of(cotangent, product.result, device, ring.ways)
+            for product, cotangent in zip(products, cotangents, strict=True)
+        ]
+
+    def back(pieces: list[jax.Array]) -> jax.Array:
+        total: Any = None
+        for product, weight, piece in zip(products, weights, pieces, strict=True):
+            product_gradient = product.parts.to_activation(activation, weight, piece)
+            total = product_gradient if total is None else total + product_gradient
+        return total
+
+    def work(sums: Any, device: Any, piece: Any) -> list[Any]:
+        return [
+            added(
+                sums and sums[k],
+                product.parts.partial_sums(
+                    piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype
+                ),
+            )
+            for k, (product, weight, cotangent) in enumerate(
+                zip(products, weights, cotangents, strict=True)
+            )
+        ]
+
+    sums = ring.folded(activation, work)
+    return ring.summed(given, back), tuple(
+        total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True)
+    )
+
+
+def scattering(product: Product, ring: Ring, activation: jax.Array, weight: jax.Array) -> jax.Array:
+    """A product that is a sum over devices, each of which is to have a piece."""
+    return ring.summed(
+        lambda device: piece_of(activation, product.activation, device, ring.ways),
+        lambda piece: product.parts.op(piece, weight),
+    )
+
+
+def scattering_back(
+    product: Product, ring: Ring, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of `scattering`: of the activation, and of the weight from this device's
+    examples.
+    """
+    piece_shape = jax.eval_shape(
+        lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways)
+    )
+
+    def work(totals: Any, device: Any, piece: Any) -> tuple[Any, Any]:
+        to_activation, total = totals or (None, None)
+        to_activation = put(
+            to_activation,
+            product.parts.to_activation(piece_shape, weight, piece),
+            product.activation,
+            device,
+            ring.ways,
+        )
+        return to_activation, added(
+            total,
+            product.parts.partial_sums(
+                piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype
+            ),
+        )
+
+    to_activation, total = ring.folded(cotangent, work)
+    return to_activation, total.astype(weight.dtype)
+
+
+def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
+    """A sum of parts of a gradient, at least in float32.
+
+    Args:
+        total: the sum so far; None for nothing.
+    """
+    part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
+    return part if total is None else total + part
+
+
+def put(array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size: int) -> jax.Array:
+    """The array with the shard of a device in its place; an array is begun where there is none.
+
+    Args:
+        array: the array; None for none yet.
+    """
+    begun: jax.Array = (
+        jax.lax.empty(
+            (*piece.shape[:dim], size * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
+        )
+        if array is None
+        else array
+    )
+    return jax.lax.dynamic_update_slice_in_dim(begun, piece, device * piece.shape[dim], axis=dim)
+
+
+def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
+    """The shard of a device."""
+    size = array.shape[dim] // ways
+    return jax.lax.dynamic_slice_in_dim(array, device * size, size, axis=dim)
+
+
+# --------------------------------------------------------------------------------------------------
+# What takes the place of matmuls that gather the sequence for their activation, or scatter their
+# result along it?
+#
+# One program for a group of matmuls of one activation: in place of an all-gather before them,
+# pieces go around the tensor axis and each is multiplied by all weights while the next is on its
+# way; in place of a reduce-scatter after a matmul, sums go around while the next part of them is
+# made. The backward pass is made of the same loops. Weights that are stored sharded are gathered,
+# and their gradients reduced over the batch, as everywhere (`lowering/weights/gradients.py`).
+
+
+def loops(
+    candidates: Sequence[Matmul],
+    parameters: Callable[[Matmul], ParameterLayout],
+    placements: Mapping[Source, Layout],
+    machine: Machine,
+) -> dict[str, Together]:
+    """What runs in place of matmuls, by path of each."""
+    size = machine.ways((TENSOR,))
+    if size == 1:
+        return {}
+    matches = [
+        match
+        for matmul in candidates
+        if (match := found_in(matmul, parameters(matmul), placements, size)) is not None
+    ]
+    ring = Ring.along(
+        machine.parts((TENSOR,)),
+        tuple(machine.mesh.shape[part] for part in machine.parts((TENSOR,))),
+        in_turn=not machine.torus,
+    )
+    by_path: dict[str, Together] = {}
+    for members in groups(matches, candidates, placements):
+        paths = tuple(member.matmul.path for member in members)
+        loop = Loop(
+            ring=ring,
+            machine=machine,
+            members=tuple(
+                _member(member, parameters(member.matmul), machine) for member in members
+            ),
+            gathers=members[0].gathers,
+            activation=machine.spec(
+                dict(enumerate(members[0].activation)), len(members[0].activation)
+            ),
+        )
+        by_path |= dict.fromkeys(paths, Together(paths=paths, run=loop.run))
+    return by_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A matmul in a loop.
+
+    Attributes:
+        product: what one device does.
+        weight: which operand the weight is.
+        gather: the weight as it rests -> in use.
+        held: how the weight is sharded in use.
+        result: how the result is sharded.
+    """
+
+    product: Product
+    weight: int
+    gather: Callable[[jax.Array], jax.Array]
+    held: jax.sharding.PartitionSpec
+    result: jax.sharding.PartitionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A loop over the devices of the tensor axis.
+
+    Attributes:
+        ring: the devices.
+        machine: where it runs.
+        members: the matmuls; one where it scatters.
+        gathers: whether it gathers the activation; otherwise it scatters the result.
+        activation: how the activation is sharded.
+    """
+
+    ring: Ring
+    machine: Machine
+    members: tuple[Member, ...]
+    gathers: bool
+    activation: jax.sharding.PartitionSpec
+
+    def run(self, operands: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """The results of all matmuls, from the operands of each."""
+        activation = operands[0][1 - self.members[0].weight]
+        results = self._differentiable(
+            activation,
+            *(arrays[member.weight] for member, arrays in zip(self.members, operands, strict=True)),
+        )
+        return [checkpoint_name(result, IN_PIECES) for result in results]
+
+    @property
+    def _differentiable(self) -> Callable[..., tuple[Any, ...]]:
+        run = jax.custom_vjp(self._forward)
+        run.defvjp(lambda *operands: (self._forward(*operands), operands), self._backward)
+        return run
+
+    def _gathered(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
+        return [member.gather(weight) for member, weight in zip(self.members, weights, strict=True)]
+
+    def _forward(self, activation: Any, *weights: Any) -> tuple[Any, ...]:
+        products = [member.product for member in self.members]
+
+        def local(activation: Any, *weights: Any) -> tuple[Any, ...]:
+            if self.gathers:
+                return gathering(products, self.ring, activation, weights)
+            return (scattering(products[0], self.ring, activation, weights[0]),)
+
+        specs, results = (
+            (self.activation, *(member.held for member in self.members)),
+            tuple(member.result for member in self.members),
+        )
+        return self.machine.manual(local, specs, results)(activation, *self._gathered(weights))
+
+    def _backward(self, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        activation, *weights = saved
+        products, count = [member.product for member in self.members], len(self.members)
+
+        def local(activation: Any, *arrays: Any) -> tuple[Any, ...]:
+            weights, cotangents = arrays[:count], arrays[count:]
+            if self.gathers:
+                back, sums = gathering_back(products, self.ring, activation, weights, cotangents)
+            else:
+                back, to_weight = scattering_back(
+                    products[0], self.ring, activation, weights[0], cotangents[0]
+                )
+                sums = (to_weight,)
+            return back, *(
+                product.parts.plan.apply(partial, self.machine)
+                for product, partial in zip(products, sums, strict=True)
+            )
+
+        specs = (
+            self.activation,
+            *(member.held for member in self.members),
+            *(member.result for member in self.members),
+        )
+        weight_specs = (self.activation, *(product.parts.kept for product in products))
+        return self.machine.manual(local, specs, weight_specs)(
+            activation, *self._gathered(weights), *cotangents
+        )
+
+
+def _member(match: Found, parameter: ParameterLayout, machine: Machine) -> Member:
+    use = match.matmul.use
+    cuts: Cuts = {
+        dim: (TENSOR,)
+        for dim, source in enumerate(use.view.dims)
+        if source is not None and parameter.compute[source]
+    }
+    partial = tuple(axis for dim in match.dims.own for axis in match.result[dim] if axis != TENSOR)
+    plan, rank = reduction(use, parameter.gradient, partial, machine, cuts), len(use.shape)
+    specs = (
+        machine.spec(dict(enumerate(match.activation)), len(match.activation)),
+        machine.spec(dict(enumerate(match.result)), len(match.result)),
+    )
+    parts = Contraction(
+        use=use,
+        plan=plan,
+        held=cuts,
+        partial=partial,
+        arguments=specs,
+        kept=machine.spec(
+            {dim: (*cuts.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(rank)}, rank
+        ),
+        local_shape=tuple(
+            size // machine.ways(cuts.get(dim, ())) for dim, size in enumerate(use.shape)
+        ),
+    )
+    return Member(
+        product=Product(parts=parts, activation=match.rows[0], result=match.rows[1]),
+        weight=use.operand,
+        gather=in_use(use, parameter, machine),
+        held=machine.spec(cuts, rank),
+        result=specs[1],
+    )

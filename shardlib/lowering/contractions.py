@@ -1,0 +1,944 @@
+"""How does a contraction run in the layouts that were chosen for it, forward and backward?
+
+Its operands are pinned where it reads them, and so are the cotangent that its gradients are made of
+and these gradients. What the backward pass finds saved are the operands as they come, so that a
+weight that is stored sharded is gathered again, and not kept gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.findings import Finding
+from shardlib.graph import Window
+from shardlib.jax_types import Aval, EqnParam
+from shardlib.layout import Layout, MeshShape
+from shardlib.lowering import collectives as eightbit
+from shardlib.lowering.collectives import Machine, is_eight_bit
+from shardlib.lowering.mesh import held, named_sharding
+from shardlib.propagation.contractions import arriving, used
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rewriting import Run, Walk, bind
+
+# --------------------------------------------------------------------------------------------------
+
+#: Primitives that multiply and add up; linear in each of their first two operands.
+CONTRACTIONS: frozenset[str] = frozenset(
+    {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """The layouts of one contraction while it runs.
+
+    Attributes:
+        operands: of every operand.
+        result: of the result, and so of the cotangent that gradients are made of.
+        settles: whether the result is pinned to that before anything else is asked of it.
+        arriving: of every operand before it is gathered; None where it is not.
+    """
+
+    operands: tuple[NamedSharding, ...]
+    result: NamedSharding
+    settles: bool
+    arriving: tuple[NamedSharding | None, ...] = (None, None)
+
+    @staticmethod
+    def of(
+        equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh
+    ) -> Pins | None:
+        """The pins of an equation; None where it is no contraction, or the plan has no layouts for
+        it.
+        """
+        if equation.name not in CONTRACTIONS:
+            return None
+        layouts = [
+            layout
+            for position in range(len(equation.inputs) + 1)
+            if (layout := placements.get(used(equation.path, position))) is not None
+        ]
+        if len(layouts) <= len(equation.inputs):
+            return None
+        *operands, result = layouts
+        return Pins(
+            operands=tuple(named_sharding(mesh, operand) for operand in operands),
+            result=named_sharding(mesh, result),
+            settles=not follows(placements.get((equation.path, 0)), operands, result),
+            arriving=tuple(
+                None if layout is None else named_sharding(mesh, layout)
+                for layout in (
+                    placements.get(arriving(equation.path, position)) for position in (0, 1)
+                )
+            ),
+        )
+
+    def read(self, position: int, value: jax.Array) -> jax.Array:
+        """An operand as the contraction reads it; also the gradient of that operand."""
+        return held(value, self.operands[position])
+
+    def scattered(self, position: int, gradient: jax.Array) -> jax.Array:
+        """The gradient of an operand, sharded as that operand was before it was gathered."""
+        before = self.arriving[position]
+        return gradient if before is None else held(gradient, before)
+
+    def made(self, value: jax.Array) -> jax.Array:
+        """The result as the contraction makes it."""
+        return held(value, self.result) if self.settles else value
+
+    def cotangent(self, value: jax.Array) -> jax.Array:
+        """The cotangent of the result as gradients read it."""
+        return held(value, self.result)
+
+
+def follows(planned: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
+    """Whether the layout that is asked of a result is that of the operation, but for partial sums
+    that are scattered.
+
+    That the partitioner does right in every form there is; where other axes move as well, not in
+    all of them.
+    """
+    if planned is None:
+        return False
+    partial = {axis for operand in operands for axis in operand.axes} - result.axes
+    return all(
+        planned_axes[: len(axes)] == axes and partial.issuperset(planned_axes[len(axes) :])
+        for planned_axes, axes in zip(planned, result, strict=True)
+    )
+
+
+#: Operands of a contraction; the one whose gradient is asked for may be missing.
+Operands = Sequence[jax.Array | None]
+
+
+class Contraction(Protocol):
+    """An operation that is linear in each of its first two operands."""
+
+    def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
+        """The operation."""
+        ...
+
+    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
+        """Whether gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
+        result, and rounded after that.
+        """
+        ...
+
+    def summed(
+        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
+    ) -> jax.Array:
+        """The gradient of one operand as `slope` has it, of that shape, before it is rounded: in
+        the dtype of the cotangent.
+        """
+        ...
+
+    def slope(
+        self,
+        position: int,
+        operands: Operands,
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct,
+        /,
+    ) -> jax.Array:
+        """The gradient of one operand, in the dtype of `like`; among `operands`, that one is not
+        looked at.
+
+        Args:
+            like: shape and dtype of the gradient.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsWritten:
+    """An equation as the model has it."""
+
+    equation: Equation
+
+    def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
+        """The operation."""
+        return bind(self.equation, operands)[0]
+
+    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
+        """See `Contraction`."""
+        return self.equation.name == "dot_general" and wide.itemsize > read.itemsize
+
+    def summed(
+        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
+    ) -> jax.Array:
+        """See `Contraction`."""
+        return self.slope(
+            position, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype)
+        )
+
+    def slope(
+        self,
+        position: int,
+        operands: Operands,
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct,
+        /,
+    ) -> jax.Array:
+        """The gradient of one operand.
+
+        Args:
+            like: shape and dtype of the gradient.
+        """
+        left = operands[0]
+        if position == 1 and self.equation.name == "dot_general" and left is not None:
+            return _slope_of_right(self.equation, left, cotangent).astype(like.dtype)
+
+        def linear(variable: jax.Array) -> jax.Array:
+            return self.run(
+                [
+                    variable if operand is None or index == position else operand
+                    for index, operand in enumerate(operands)
+                ]
+            )
+
+        return jax.linear_transpose(linear, like)(cotangent)[0]
+
+
+def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """The gradient of the right operand of a product, with the left operand on the left.
+
+    JAX has the cotangent on the left and transposes what comes out. The compiler for CPUs then
+    makes the cotangent transposed, with all that is fused into it, column after column: a quarter
+    of the step of a small GPT-2.
+    """
+    (of_left, of_right), (batch_left, batch_right) = equation.eqn.params["dimension_numbers"]
+    free_left = [dim for dim in range(left.ndim) if dim not in (*of_left, *batch_left)]
+    batch = range(len(batch_left))
+    product = jax.lax.dot_general(
+        left,
+        cotangent,
+        ((free_left, range(len(batch), len(batch) + len(free_left))), (batch_left, batch)),
+        precision=equation.eqn.params["precision"],
+        preferred_element_type=equation.eqn.params["preferred_element_type"],
+    )
+    summed = [right for _, right in sorted(zip(of_left, of_right, strict=True))]
+    free = [dim for dim in range(product.ndim) if dim not in (*batch_right, *summed)]
+    order = [*batch_right, *summed, *free]
+    return jax.lax.transpose(product, [order.index(dim) for dim in range(product.ndim)])
+
+
+def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) -> jax.Array:
+    """The result of a contraction that runs in its own layouts, and whose gradients do."""
+    like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
+
+    def made(*operands: jax.Array) -> jax.Array:
+        return pins.made(
+            contraction.run(
+                [pins.read(position, operand) for position, operand in enumerate(operands)]
+            )
+        )
+
+    run = jax.custom_vjp(made)
+
+    def forward(*operands: Any) -> Any:
+        values = [operand.value for operand in operands]
+        left, right = (operand.perturbed for operand in operands[:2])
+        # Not `run`: what a policy of rematerialisation saves it must see.
+        return made(*values), (
+            values[0] if right else None,
+            values[1] if left else None,
+            values[2:],
+        )
+
+    def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+        left, right, others = saved
+        if isinstance(cotangent, SymbolicZero):
+            return (None,) * len(like)
+        reads = [
+            None if value is None else pins.read(position, value)
+            for position, value in enumerate((left, right, *others))
+        ]
+        back = pins.cotangent(cotangent)
+
+        def gradient(position: int) -> Any:
+            if reads[1 - position] is None:
+                return None
+            aval = like[position]
+            if pins.arriving[position] is None or not contraction.sums_in(back.dtype, aval.dtype):
+                return pins.read(position, contraction.slope(position, reads, back, aval))
+            # Rounded first, partial sums would be added up whole before they are scattered.
+            summed = pins.read(position, contraction.summed(position, reads, back, aval.shape))
+            return pins.scattered(position, summed).astype(aval.dtype)
+
+        return gradient(0), gradient(1), *(None for _ in others)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(*operands)
+
+
+# --------------------------------------------------------------------------------------------------
+# How is a fused dim sharded so that each of its pieces is?
+#
+# Where the tensor axis shards a fused dim (`shardlib.propagation.colours`), the program works on
+# it in another order: device t of T has part t of the first piece, then part t of the second, and
+# so on. That is the order of Megatron-LM's fused weights, here for any pieces:
+#
+#     as the model has it    q0 q1 q2 q3 k0 k1 k2 k3
+#     interleaved over T=2   q0 q1 k0 k1 | q2 q3 k2 k3
+#
+# A split of the interleaved dim takes from every device what it has of the piece; nothing moves.
+# Ops that treat all positions alike (products, sums, activations) run as they are. Parameters are
+# stored as the model has them, and are interleaved where the program takes them: a weight of which
+# a device has a part of the columns is dealt out by rows first, so that the order changes on each
+# device alone (two all-to-alls of the device's part of the weight). Whatever else reads or makes
+# the dim has it in the model's order, and pays for that.
+
+#: Sizes of the pieces of a dim, in the model's order.
+Sizes = tuple[int, ...]
+#: Dims of an array that are interleaved.
+Orders = Mapping[int, Sizes]
+
+
+def interleaved(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> jax.Array:
+    """A value with the positions of a dim in the interleaved order.
+
+    >>> interleaved(jnp.arange(8), 0, (4, 4), 2).tolist()
+    [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    return joined(cut(value, dim, sizes), dim, shards)
+
+
+def in_order(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> jax.Array:
+    """The reverse of `interleaved`."""
+    return jnp.concatenate(pieces(value, dim, sizes, shards), axis=dim)
+
+
+def cut(value: jax.Array, dim: int, sizes: Sizes) -> list[jax.Array]:
+    """The pieces of a dim in the model's order."""
+    return jnp.split(value, list(accumulate(sizes))[:-1], axis=dim)
+
+
+def pieces(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> list[jax.Array]:
+    """The pieces of an interleaved dim; where each device has its part of the dim, it has its part
+    of every piece, and nothing moves.
+    """
+    seen = _seen(value, dim, (shards, value.shape[dim] // shards))
+    parts = cut(seen, dim + 1, tuple(size // shards for size in sizes))
+    return [
+        part.reshape(*value.shape[:dim], size, *value.shape[dim + 1 :])
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def joined(values: Sequence[jax.Array], dim: int, shards: int) -> jax.Array:
+    """The reverse of `pieces`."""
+    parts = [_seen(value, dim, (shards, value.shape[dim] // shards)) for value in values]
+    fused = jnp.concatenate(parts, axis=dim + 1)
+    return fused.reshape(*fused.shape[:dim], shards * fused.shape[dim + 1], *fused.shape[dim + 2 :])
+
+
+def _seen(value: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
+    return value.reshape(*value.shape[:dim], *sizes, *value.shape[dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """An op that takes a fused dim apart or makes one of its pieces.
+
+    Attributes:
+        dim: the fused dim.
+        sizes: its pieces.
+        windows: of the op.
+    """
+
+    dim: int
+    sizes: Sizes
+    windows: tuple[Window, ...]
+
+    def run(
+        self, equation: Equation, operands: Sequence[jax.Array], shards: int
+    ) -> list[jax.Array]:
+        """The results of the op; the long dim is interleaved, the short ones are not."""
+        if equation.name in ("split", "slice"):
+            parts = pieces(operands[0], self.dim, self.sizes, shards)
+            return [self._covered(parts, window) for window in self.windows]
+        if equation.name == "concatenate":
+            return [
+                joined(
+                    [
+                        piece
+                        for operand, window in zip(operands, self.windows, strict=True)
+                        for piece in self._cut(operand, window)
+                    ],
+                    self.dim,
+                    shards,
+                )
+            ]
+        assert equation.name == "pad", equation.name
+        (window,) = self.windows
+        before, after = window.start, sum(self.sizes) - window.start - window.size
+        filled = [
+            jnp.full(
+                (*operands[0].shape[: self.dim], size, *operands[0].shape[self.dim + 1 :]),
+                operands[1],
+            )
+            for size in (before, after)
+        ]
+        filled_dim = jnp.concatenate([filled[0], operands[0], filled[1]], axis=self.dim)
+        return [joined(cut(filled_dim, self.dim, self.sizes), self.dim, shards)]
+
+    def _covered(self, parts: Sequence[jax.Array], window: Window) -> jax.Array:
+        covered = [parts[index] for index in self._inside(window)] or [
+            cut(parts[0], self.dim, (0, 0))[0]
+        ]
+        return covered[0] if len(covered) == 1 else jnp.concatenate(covered, axis=self.dim)
+
+    def _cut(self, operand: jax.Array, window: Window) -> list[jax.Array]:
+        return cut(operand, self.dim, tuple(self.sizes[index] for index in self._inside(window)))
+
+    def _inside(self, window: Window) -> list[int]:
+        starts = [0, *accumulate(self.sizes)]
+        return [
+            index
+            for index in range(len(self.sizes))
+            if window.start <= starts[index] < window.start + window.size
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshaped:
+    """A reshape between a fused dim of n equal pieces and a dim that counts them.
+
+    Attributes:
+        dim: the fused dim, of the operand or of the result; the counting dim has the same place on
+            the other side.
+        sizes: its pieces.
+        apart: whether the fused dim is the operand's.
+    """
+
+    dim: int
+    sizes: Sizes
+    apart: bool
+
+    def run(
+        self, equation: Equation, operands: Sequence[jax.Array], shards: int
+    ) -> list[jax.Array]:
+        """The result of the reshape; the fused dim is interleaved."""
+        (value,), shape = operands, tuple(equation.eqn.outvars[0].aval.shape)
+        count, size = len(self.sizes), self.sizes[0]
+        if self.apart:
+            seen = _seen(value, self.dim, (shards, count, size // shards))
+            return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
+        outside = shape[: self.dim]
+        inside = shape[self.dim + 1 :]
+        seen = value.reshape(*outside, count, shards, size // shards, *inside)
+        return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interleaving:
+    """What a program does otherwise where fused dims are interleaved.
+
+    Attributes:
+        ways: parts of every piece.
+        parameters: dims of parameters that the program takes interleaved, by number.
+        slices: the same for slices of stacked ones, by the path of the slice.
+        special: ops that take fused dims apart, by path.
+        operands: dims of operands in another order than they come in: path -> operand -> dim ->
+            (pieces, whether they are to be interleaved).
+        results: dims of results to be interleaved, by path and index.
+        findings: fused dims that are sharded in the model's order.
+    """
+
+    ways: int = 1
+    parameters: Mapping[int, Orders] = field(default_factory=dict)
+    slices: Mapping[str, Orders] = field(default_factory=dict)
+    special: Mapping[str, Taken | Reshaped] = field(default_factory=dict)
+    operands: Mapping[str, Mapping[int, Mapping[int, tuple[Sizes, bool]]]] = field(
+        default_factory=dict
+    )
+    results: Mapping[tuple[str, int], Orders] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    def around(self, walk: Walk) -> Walk:
+        """A walk that does what another does, on interleaved dims."""
+        return (
+            replace(walk, place=self._place(walk), run=self._run(walk.run))
+            if self.ways > 1
+            else walk
+        )
+
+    def _place(self, walk: Walk) -> Callable[[str, int, jax.Array], jax.Array]:
+        def place(path: str, index: int, value: jax.Array) -> jax.Array:
+            placed = value
+            for dim, sizes in self.results.get((path, index), {}).items():
+                placed = interleaved(placed, dim, sizes, self.ways)
+            return walk.put(path, index, placed)
+
+        return place
+
+    def _run(self, inner: Run | None) -> Run:
+        def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+            changed = self.operands.get(equation.path)
+            if changed is None and equation.path not in self.special:
+                return None if inner is None else inner(equation, operands)
+            values = [
+                self._turned(value, (changed or {}).get(position, {}))
+                for position, value in enumerate(operands)
+            ]
+            if equation.path in self.special:
+                return self.special[equation.path].run(equation, values, self.ways)
+            results = None if inner is None else inner(equation, values)
+            return bind(equation, values) if results is None else results
+
+        return run
+
+    def _turned(self, value: jax.Array, dims: Mapping[int, tuple[Sizes, bool]]) -> jax.Array:
+        for dim, (sizes, to_interleaved) in dims.items():
+            value = (interleaved if to_interleaved else in_order)(value, dim, sizes, self.ways)
+        return value
+
+
+#: Nothing is interleaved.
+AS_WRITTEN = Interleaving()
+
+
+def taken(
+    value: jax.Array,
+    orders: Orders,
+    shards: int,
+    forth: tuple[NamedSharding, NamedSharding],
+    back: tuple[NamedSharding, NamedSharding],
+) -> jax.Array:
+    """A parameter as the program takes it, with interleaved dims."""
+
+    def moved(value: Any, change: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
+        stored, during = shardings
+        # Pinned on both sides: otherwise the compiler makes the gradient in the layout in between,
+        # and gathers activations for it.
+        value = jax.lax.with_sharding_constraint(
+            jax.lax.with_sharding_constraint(value, stored), during
+        )
+        for dim, sizes in orders.items():
+            value = change(value, dim, sizes, shards)
+        return jax.lax.with_sharding_constraint(
+            jax.lax.with_sharding_constraint(value, during), stored
+        )
+
+    @jax.custom_vjp
+    def function(value: jax.Array) -> jax.Array:
+        return moved(value, interleaved, forth)
+
+    function.defvjp(
+        lambda value: (function(value), None),
+        lambda _, cotangent: (moved(cotangent, in_order, back),),
+    )
+    return function(value)
+
+
+def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape) -> Layout:
+    """The layout in which a parameter changes the order of its fused dims: nothing shards them;
+    what did cuts another dim, where one divides.
+
+    >>> str(dealt(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
+    '[tensor, -]'
+    """
+    left = [() if dim in orders else axes for dim, axes in enumerate(layout)]
+    for axis in (axis for dim in orders for axis in layout[dim]):
+        fits = [
+            dim
+            for dim, axes in enumerate(left)
+            if dim not in orders and shape[dim] % (mesh.ways(axes) * mesh[axis]) == 0
+        ]
+        if fits:
+            left[fits[0]] = (*left[fits[0]], axis)
+    return Layout(*left)
+
+
+# --------------------------------------------------------------------------------------------------
+# Convolutions in groups, of which sums over rows are taken one device at a time.
+#
+# Left to automatic partitioning, the gradient of such a kernel is wrong: XLA adds the partial sums
+# of all devices up, those of devices that have the same rows, too. With rows sharded over data in
+# a mesh of data=4 x tensor=2, the gradient of a depthwise kernel that tensor does not shard is
+# doubled (jaxlib 0.10.2 and 0.12.0.1, in plain JAX). So these sums stand in a manual region.
+
+
+@dataclass(frozen=True, kw_only=True)
+class InGroups:
+    """A contraction that is a convolution in groups.
+
+    Attributes:
+        contraction: it, as it is partitioned automatically.
+        equation: it, as the model has it.
+        pins: its layouts.
+        changed: parameters of the primitive that are others than in the model.
+    """
+
+    contraction: Contraction
+    equation: Equation
+    pins: Pins
+    changed: dict[str, EqnParam]
+
+    def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
+        """The operation. In groups of the batch it is a gradient that the user's step has inside:
+        the features that it sums over are rows.
+        """
+        numbers, groups = self._numbers, self.equation.params["batch_group_count"]
+        rows = _axes(self.pins.operands[0], numbers.lhs_spec[1])
+        if groups == 1 or not rows:
+            return self.contraction.run(operands)
+        channels = self._channels(groups)
+
+        def local(left: jax.Array, right: jax.Array) -> jax.Array:
+            count = groups // self._ways(channels)
+            results = bind(self.equation, (left, right), batch_group_count=count, **self.changed)
+            return jax.lax.psum(results[0], rows)
+
+        left, right = operands
+        sharded = (
+            _spec(left.ndim, {numbers.lhs_spec[0]: channels, numbers.lhs_spec[1]: rows}),
+            _spec(right.ndim, {numbers.rhs_spec[0]: channels, numbers.rhs_spec[1]: rows}),
+        )
+        result_spec = _spec(left.ndim, {numbers.out_spec[1]: channels})
+        return self._machine.manual(local, sharded, result_spec)(left, right)
+
+    def slope(
+        self,
+        position: int,
+        operands: Operands,
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct,
+        /,
+    ) -> jax.Array:
+        """See `Contraction`."""
+        numbers, groups = self._numbers, self.equation.params["feature_group_count"]
+        rows, left = _axes(self.pins.operands[0], numbers.lhs_spec[0]), operands[0]
+        if position == 0 or left is None or groups == 1 or not rows:
+            return self.contraction.slope(position, operands, cotangent, like)
+        channels = self._channels(groups)
+        shards, out = self._ways(channels), numbers.rhs_spec[0]
+        shape = tuple(size // shards if dim == out else size for dim, size in enumerate(like.shape))
+
+        def local(left: jax.Array, cotangent: jax.Array) -> jax.Array:
+            def linear(kernel: jax.Array) -> jax.Array:
+                count = groups // shards
+                return bind(
+                    self.equation, (left, kernel), feature_group_count=count, **self.changed
+                )[0]
+
+            aval = jax.ShapeDtypeStruct(shape, like.dtype)
+            return jax.lax.psum(jax.linear_transpose(linear, aval)(cotangent)[0], rows)
+
+        sharded = (
+            _spec(left.ndim, {numbers.lhs_spec[0]: rows, numbers.lhs_spec[1]: channels}),
+            _spec(left.ndim, {numbers.out_spec[0]: rows, numbers.out_spec[1]: channels}),
+        )
+        result_spec = _spec(left.ndim, {out: channels})
+        return self._machine.manual(local, sharded, result_spec)(left, cotangent)
+
+    def sums_in(self, wide: object, read: object, /) -> bool:
+        """See `Contraction`: gradients of convolutions are summed in their own dtype."""
+        return False
+
+    def summed(
+        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
+    ) -> jax.Array:
+        """See `Contraction`."""
+        return self.slope(
+            position, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype)
+        )
+
+    @property
+    def _numbers(self) -> jax.lax.ConvDimensionNumbers:
+        return self.equation.params["dimension_numbers"]
+
+    @property
+    def _machine(self) -> Machine:
+        return Machine(mesh=self.pins.result.mesh, torus=False)
+
+    def _channels(self, groups: int) -> tuple[str, ...]:
+        """Mesh axes over which devices have whole groups of their own."""
+        axes = _axes(self.pins.result, self._numbers.out_spec[1])
+        return axes if groups % self._ways(axes) == 0 else ()
+
+    def _ways(self, axes: Sequence[str]) -> int:
+        return math.prod(self.pins.result.mesh.shape[axis] for axis in axes)
+
+
+def by_groups(
+    contraction: Contraction, equation: Equation, pins: Pins, **changed: EqnParam
+) -> Contraction:
+    """A contraction with its sums over rows apart, where it is a convolution in groups; others as
+    they are.
+    """
+    if equation.name != "conv_general_dilated" or pins.result.mesh.size == 1:
+        return contraction
+    counts = equation.params["feature_group_count"], equation.params["batch_group_count"]
+    if max(counts) == 1:
+        return contraction
+    return InGroups(contraction=contraction, equation=equation, pins=pins, changed=changed)
+
+
+def _axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
+    """Mesh axes that shard a dim."""
+    entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _spec(rank: int, axes: dict[int, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(dim) or None for dim in range(rank)))
+
+
+# --------------------------------------------------------------------------------------------------
+# An operation that uses a parameter, in the dtypes and layouts of a plan, and its gradients.
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A value that holds the elements of one parameter, or of one layer of it.
+
+    Attributes:
+        parameter: index of the parameter.
+        dims: for every dim of the value the dim of the parameter whose major part it is; None where
+            it is none.
+        lengths: of the scans whose slices it is, the outermost first.
+    """
+
+    parameter: int
+    dims: tuple[int | None, ...]
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dims of the value in the order of the parameter's; () where they are, or where some are
+        no dim of it.
+
+        >>> View(parameter=0, dims=(1, 0)).order
+        (1, 0)
+        >>> View(parameter=0, dims=(0, 1)).order
+        ()
+        """
+        dims = [dim for dim in self.dims if dim is not None]
+        if len(dims) < len(self.dims) or dims == sorted(dims):
+            return ()
+        return tuple(sorted(range(len(dims)), key=lambda dim: dims[dim]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """An operation that uses a parameter.
+
+    Attributes:
+        equation: the operation.
+        operand: which operand of the operation the parameter is.
+        view: how the operand relates to the parameter.
+        rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
+        product: for a matmul in a dtype that is not the traced one, that dtype.
+        rests: dtype of the stored parameter, where it is not the traced one.
+        pins: for a contraction, the layouts in which it runs.
+        again: whether the backward pass makes the other operand anew (rematerialisation).
+    """
+
+    equation: Equation
+    operand: int
+    view: View
+    rows: Any = None
+    product: Any = None
+    rests: Any = None
+    pins: Pins | None = None
+    again: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the operand."""
+        return tuple(self.equation.eqn.invars[self.operand].aval.shape)
+
+    @property
+    def other(self) -> Aval:
+        """Abstract value of the other operand of two."""
+        return self.equation.eqn.invars[1 - self.operand].aval
+
+    def run(self, operands: Sequence[jax.Array]) -> jax.Array:
+        """The operation, in the dtype of the product; its result has the traced dtype."""
+        if self.product is None:
+            return bind(
+                self.equation,
+                [
+                    as_dtype(operand, variable.aval.dtype)
+                    for operand, variable in zip(operands, self.equation.eqn.invars, strict=True)
+                ],
+            )[0]
+        if is_eight_bit(self.product):
+            return eightbit.product(
+                *self._dims, self.product, self.equation.eqn.outvars[0].aval.dtype
+            )(*operands)
+        narrow = [as_dtype(operand, self.product) for operand in operands]
+        return bind(self.equation, narrow, preferred_element_type=self.product)[0].astype(
+            self.equation.eqn.outvars[0].aval.dtype
+        )
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The traced dtype of the operand."""
+        return self.equation.eqn.invars[self.operand].aval.dtype
+
+    @property
+    def _dims(self) -> tuple[eightbit.Numbers, tuple[int, int]]:
+        left, right = self.equation.eqn.invars
+        return self.equation.params["dimension_numbers"], (left.aval.ndim, right.aval.ndim)
+
+    def gradient(
+        self,
+        position: int,
+        other: jax.Array,
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct | jax.Array,
+    ) -> jax.Array:
+        """The gradient of one operand of a contraction, from the other one and the cotangent of the
+        result; in the dtype of `like`.
+
+        Args:
+            like: shape and dtype of the gradient.
+        """
+        if is_eight_bit(self.product):
+            return eightbit.gradient(*self._dims, position, other, cotangent, self.product).astype(
+                like.dtype
+            )
+        return jax.linear_transpose(
+            lambda variable: self.run((other, variable) if position else (variable, other)), like
+        )(cotangent)[0]
+
+    def slope(
+        self,
+        position: int,
+        operands: Sequence[jax.Array | None],
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct,
+    ) -> jax.Array:
+        """The gradient of one operand, see `gradient`; among `operands`, that one is not looked
+        at.
+
+        Args:
+            like: shape and dtype of the gradient.
+        """
+        operand = operands[1 - position]
+        assert operand is not None, "a gradient is made of the other operand"
+        return self.gradient(position, operand, cotangent, like)
+
+    def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
+        """The operation in its own layouts."""
+        pins = self.pins
+        return (
+            self.run(operands)
+            if pins is None
+            else pins.made(
+                self.run(
+                    [pins.read(position, operand) for position, operand in enumerate(operands)]
+                )
+            )
+        )
+
+    def to_activation(
+        self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
+    ) -> jax.Array:
+        """The gradient of the other operand, in the operation's own layouts."""
+        pins, position = self.pins, 1 - self.operand
+        if pins is None:
+            return self.gradient(position, weight, cotangent, activation)
+        weight, cotangent = pins.read(self.operand, weight), pins.cotangent(cotangent)
+        if pins.arriving[position] is None or not self.sums_in(cotangent.dtype, activation.dtype):
+            return pins.read(position, self.gradient(position, weight, cotangent, activation))
+        gradient = pins.read(
+            position, self.summed(position, (weight, weight), cotangent, activation.shape)
+        )
+        return pins.scattered(position, gradient).astype(activation.dtype)
+
+    def sums_in(self, wide: np.dtype, read: np.dtype) -> bool:
+        """Whether gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
+        result, and rounded after that.
+
+        Args:
+            wide: dtype of the result.
+            read: dtype of an operand.
+        """
+        return (
+            self.product is None
+            and self.equation.name == "dot_general"
+            and wide.itemsize > read.itemsize
+        )
+
+    def summed(
+        self,
+        position: int,
+        operands: Sequence[jax.Array | None],
+        cotangent: jax.Array,
+        shape: tuple[int, ...],
+    ) -> jax.Array:
+        """The gradient of one operand in the dtype of the cotangent, see `sums_in`; among
+        `operands`, that one is not looked at.
+        """
+        operand = operands[1 - position]
+        assert operand is not None, "a gradient is made of the other operand"
+        operand = as_dtype(operand, self.equation.eqn.invars[1 - position].aval.dtype)
+        like = jax.ShapeDtypeStruct(shape, cotangent.dtype)
+        return jax.linear_transpose(
+            lambda variable: bind(
+                self.equation, (operand, variable) if position else (variable, operand)
+            )[0],
+            like,
+        )(cotangent)[0]
+
+    def kept(self, activation: jax.Array) -> jax.Array:
+        """The other operand as the backward pass keeps it."""
+        return (
+            activation
+            if self.product is None or is_eight_bit(self.product)
+            else as_dtype(activation, self.product)
+        )
+
+    def found_again(self, activation: jax.Array) -> jax.Array:
+        """The other operand as the backward pass finds it. What is made anew is found gathered, as
+        the operation read it: products of one activation (queries, keys and values) and the
+        gradients of their weights gather it once together. What is kept is kept sharded.
+        """
+        return (
+            self.pins.read(1 - self.operand, activation)
+            if self.again and self.pins is not None
+            else activation
+        )
+
+    def moved(self, weight: jax.Array) -> jax.Array:
+        """The operand in the narrowest dtype that it can be gathered in with no change of the
+        result.
+        """
+        narrow = weight
+        for dtype in (self.rows, self.product, self.rests):
+            if (
+                dtype is not None
+                and not is_eight_bit(dtype)
+                and dtype.itemsize < narrow.dtype.itemsize
+            ):
+                narrow = narrow.astype(dtype)
+        return narrow
+
+    def narrowed(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The operands in the dtypes that they are moved in."""
+        return [
+            self.moved(value) if position == self.operand else self.kept(value)
+            for position, value in enumerate(operands)
+        ]
+
+
+def as_dtype(value: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A value in a dtype; itself where it is in that one.
+
+    Args:
+        dtype: wanted.
+    """
+    return value if value.dtype == dtype else value.astype(dtype)

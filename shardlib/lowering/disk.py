@@ -1,0 +1,993 @@
+"""Optimizer state that rests in files: a step in parts, each of which reads a part of the state,
+updates it, and writes it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import math
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+
+from shardlib import _jax_compat
+from shardlib.annotation.tree import no_mesh
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.errors import DiskError
+from shardlib.findings import Finding
+from shardlib.jax_types import Function, Value
+from shardlib.lowering.mesh import owned, shapes_of
+from shardlib.lowering.runtime import Draft, Executable, TrainState, sums
+from shardlib.tracing.program import Equation, Program, flatten
+from shardlib.tracing.rewriting import Labels, dependence, needed
+
+# --------------------------------------------------------------------------------------------------
+# A function of arrays as compiled programs that are called one after the other.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A piece that is compiled. Values are numbers of what was traced.
+
+    Attributes:
+        program: from the values of `reads` to those of `made`.
+        reads, made: values.
+        stored: those of `reads` that are on disk.
+        last: those of `reads` that nothing reads after it.
+        beside: bytes per device of arrays that it does not read and that are there while it runs.
+    """
+
+    program: Executable
+    reads: tuple[int, ...]
+    made: tuple[int, ...]
+    stored: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    beside: int = 0
+
+    def __call__(self, values: Mapping[int, Value]) -> dict[int, Value]:
+        """Its results."""
+        return dict(
+            zip(self.made, self.program([values[number] for number in self.reads]), strict=True)
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device, see `Program.memory`; the peak has what lies beside it."""
+        sizes = _jax_compat.compiled_memory(self.program.call)
+        return {**sizes, "peak": sizes["peak"] + self.beside}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls:
+    """A function of arrays in shards.
+
+    Attributes:
+        inputs, outputs: values.
+        results: structure of the outputs, but for the sums at their end.
+        calls: in order; what the first makes, the others read.
+        sums: of every output that goes to disk, the value of its sums; None where the function
+            makes none.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    results: jax.tree_util.PyTreeDef
+    calls: tuple[Call, ...]
+    sums: Mapping[int, int | None]
+
+    def tree(self, values: Mapping[int, Value]) -> Tree:
+        """The outputs as the function returns them; each is an array of its own, since a step
+        deletes them one by one.
+        """
+        seen: set[int] = set()
+        leaves: list[Any] = []
+        for number in self.outputs[: self.results.num_leaves]:
+            leaf = values[number]
+            leaves.append(leaf.copy() if number in seen else leaf)
+            seen.add(number)
+        return jax.tree.unflatten(self.results, leaves)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where do arrays on disk lie? In files of a folder that is this process's own, and goes when the
+# process does.
+#
+# The files hold the state of a run as memory would: after a crash they are worth nothing, and
+# checkpoints are what a run goes on from. Room is taken before anything is written, and files are
+# used again: a step writes as many bytes as it frees.
+
+#: Variable of the environment that names the folder for state on disk.
+VARIABLE = "SHARDLIB_DISK_DIR"
+PREFIX = "shardlib-state-"
+#: Kinds of file systems that are memory (Linux, /proc/mounts).
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@dataclass(kw_only=True, eq=False)
+class File:
+    """A file of a certain size, and what is known of its content.
+
+    Attributes:
+        path: of the file.
+        size: in bytes.
+        sum: CRC-32 of what was written last.
+        holders: how many read it still.
+    """
+
+    path: Path
+    size: int
+    sum: int = 0
+    holders: int = 1
+
+    def write(self, data: np.ndarray) -> None:
+        """Writes all of the file."""
+        raw = _raw(data)
+        try:
+            with self.path.open("r+b") as file:
+                file.write(raw)
+        except OSError as error:
+            raise DiskError(
+                f"state on disk could not be written to {self.path} ({error})\nTry: another disk;"
+                " the newest checkpoint is as before"
+            ) from error
+        self.sum = zlib.crc32(raw)
+
+    def read(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Reads all of the file.
+
+        Args:
+            dtype: of the array.
+        """
+        try:
+            raw = np.fromfile(self.path, np.uint8)
+        except OSError as error:
+            raise DiskError(
+                f"state on disk could not be read from {self.path} ({error})\nTry: another disk;"
+                " the newest checkpoint is as before"
+            ) from error
+        if raw.nbytes != self.size or zlib.crc32(raw.data) != self.sum:
+            raise DiskError(
+                f"state on disk is not what was written: {self.path} has changed\nTry: another"
+                " disk; the newest checkpoint is as before"
+            )
+        return raw.view(dtype).reshape(shape)
+
+
+def _raw(data: np.ndarray) -> memoryview:
+    """The bytes of an array, in the order of its elements."""
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+
+
+@dataclass(kw_only=True, eq=False)
+class Folder:
+    """Files for arrays.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+    _free: dict[int, list[File]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _count: int = 0
+
+    def file(self, size: int) -> File:
+        """A file of some size that nothing reads: one that was let go of, or a new one."""
+        with self._lock:
+            if self._free.get(size):
+                free = self._free[size].pop()
+                free.holders = 1
+                return free
+            self._count += 1
+            path = self.path / f"{self._count}.bin"
+        try:
+            with path.open("xb") as file:
+                if size:
+                    _take(file.fileno(), size)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise DiskError(
+                f"there is no room for {size / 2**20:.1f} MiB of state in {self.path}"
+                f" ({error})\nTry: make room, or another disk: {VARIABLE}=/path or compile(...,"
+                " disk='/path'); the newest checkpoint is as before"
+            ) from error
+        return File(path=path, size=size)
+
+    def hold(self, file: File) -> None:
+        """Says that one more reads a file."""
+        with self._lock:
+            file.holders += 1
+
+    def release(self, file: File) -> None:
+        """Says that one fewer reads a file; the last one lets go of it."""
+        with self._lock:
+            file.holders -= 1
+            if not file.holders:
+                self._free.setdefault(file.size, []).append(file)
+
+
+def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
+    """A new folder of this process below some other one; folders that killed processes left there
+    are deleted.
+
+    Args:
+        parent: a folder on a disk of this host; by default what `VARIABLE` says, or else the
+            system's folder for temporary files.
+    """
+    root = Path(parent or os.environ.get(VARIABLE) or tempfile.gettempdir())
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
+        lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # held as long as the process lives
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path = draft.rename(
+            root / draft.name[1:]
+        )  # others delete folders of this name that nobody holds
+    except OSError as error:
+        raise DiskError(
+            f"the folder for state on disk cannot be used: {root} ({error})\nTry: another one:"
+            f" {VARIABLE}=/path or compile(..., disk='/path')"
+        ) from error
+    created = Folder(path=path)
+    weakref.finalize(created, _gone, path, lock)
+    return created
+
+
+def _take(file: int, size: int) -> None:
+    """Takes room for a file, where the system can."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
+
+
+def in_memory(path: Path) -> str:
+    """The kind of the file system that holds a path where that is memory, not a disk; "" otherwise,
+    and where the system does not say.
+    """
+    with contextlib.suppress(OSError):
+        mounts = [
+            line.split()[1:3]
+            for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        ]
+        holding = [(place, kind) for place, kind in mounts if path.resolve().is_relative_to(place)]
+        kind = max(holding, key=lambda mount: len(mount[0]), default=("", ""))[1]
+        return kind if kind in IN_MEMORY else ""
+    return ""
+
+
+def _gone(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+def _sweep(root: Path) -> None:
+    """Deletes folders whose process is gone: nobody holds their lock."""
+    for left in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# An array that rests in files: what a step holds in place of a `jax.Array` of optimizer state.
+#
+# Its values do not change: a step reads it, writes a new one beside it, and deletes it, as it
+# deletes the buffers that it is given. Every process has the pieces of its own devices, each once.
+
+#: Where a piece of an array begins and ends, for every dim.
+Index = tuple[tuple[int, int], ...]
+
+
+class DiskArray:
+    """An array on disk, a leaf of trees.
+
+    Attributes:
+        shape, dtype, sharding: of the array, as those of a `jax.Array`.
+        sums: uint32 [2], see `shardlib.lowering.runtime`.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        like: jax.Array | DiskArray,
+        files: Mapping[Index, File],
+        written: Future[None] | None,
+        sums: Any,
+    ) -> None:
+        self.shape, self.dtype, self.sharding, self.sums = (
+            tuple(like.shape),
+            np.dtype(like.dtype),
+            like.sharding,
+            sums,
+        )
+        self._folder, self._files, self._written = folder, dict(files), written
+        self._end = weakref.finalize(self, _release, folder, tuple(self._files.values()), written)
+        self._end.atexit = False
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes in files of this process."""
+        return sum(file.size for file in self._files.values())
+
+    def __repr__(self) -> str:
+        return f"DiskArray(shape={self.shape}, dtype={self.dtype}, sharding={self.sharding})"
+
+    def array(self, memory_kind: str | None = None) -> jax.Array:
+        """Reads it: an array of the same layout on the devices.
+
+        Args:
+            memory_kind: the memory of the devices; by default that of the layout.
+        """
+        return self.placed(self.read(), memory_kind)
+
+    def read(self) -> dict[Index, np.ndarray]:
+        """Reads the pieces of this process into memory of the host; errors as those of `array`."""
+        if self.is_deleted():
+            raise DiskError(
+                f"state on disk was deleted: {self!r}\nTry: the state that the last step returned;"
+                " a step deletes the state that it is given"
+            )
+        if self._written is not None:
+            self._written.result()
+        return {
+            index: file.read(tuple(stop - start for start, stop in index), self.dtype)
+            for index, file in self._files.items()
+        }
+
+    def placed(self, read: Mapping[Index, np.ndarray], memory_kind: str | None = None) -> jax.Array:
+        """What was read as an array on the devices.
+
+        Args:
+            memory_kind: memory of the devices; by default that of the sharding.
+        """
+        sharding = (
+            self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
+        )
+        pieces = [
+            jax.device_put(
+                read[_index(index, self.shape)],
+                jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind),
+                may_alias=False,
+            )
+            for device, index in sharding.addressable_devices_indices_map(self.shape).items()
+        ]
+        return jax.make_array_from_single_device_arrays(
+            self.shape, sharding, pieces, dtype=self.dtype
+        )
+
+    def held(self) -> DiskArray:
+        """The same array once more: its files stay until both are deleted."""
+        if self.is_deleted():
+            raise DiskError(
+                f"state on disk was deleted: {self!r}\nTry: the state that the last step returned"
+            )
+        for file in self._files.values():
+            self._folder.hold(file)
+        return DiskArray(self._folder, self, self._files, self._written, self.sums)
+
+    def delete(self) -> None:
+        """Lets go of its files, as soon as they are written."""
+        self._end()
+
+    def is_deleted(self) -> bool:
+        """Whether it was deleted."""
+        return not self._end.alive
+
+
+def _release(folder: Folder, files: tuple[File, ...], written: Future[None] | None) -> None:
+    def release(_: Any = None) -> None:
+        for file in files:
+            folder.release(file)
+
+    if written is None:
+        release()
+    else:
+        written.add_done_callback(release)
+
+
+def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
+    assert index is not None  # of devices of this process
+    return tuple(
+        (start, stop)
+        for start, stop, _ in (cut.indices(dim) for cut, dim in zip(index, shape, strict=True))
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class Writer:
+    """Writes arrays to files in a thread, some behind the program that makes them.
+
+    Attributes:
+        folder: of the files.
+        behind: how many arrays may wait to be written; then `put` waits.
+    """
+
+    folder: Folder
+    behind: int = 4
+    _pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-on-disk")
+    )
+    _under_way: deque[Future[None]] = field(default_factory=deque)
+
+    def put(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
+        """Copies an array to memory of the host, begins to write it, and returns what stands for
+        it; to be called from one thread.
+        """
+        while len(self._under_way) >= self.behind:
+            self._under_way.popleft().result()
+        copies: dict[Index, np.ndarray] = {}
+        for shard in array.addressable_shards:
+            index = _index(shard.index, array.shape)
+            if index not in copies:
+                copies[index] = np.asarray(shard.data)
+        files: dict[Index, File] = {}
+        try:
+            for index, data in copies.items():
+                files[index] = self.folder.file(data.nbytes)
+        except DiskError:
+            for file in files.values():
+                self.folder.release(file)
+            raise
+
+        def write() -> None:
+            for index, data in copies.items():
+                files[index].write(data)
+
+        written = self._pool.submit(write)
+        self._under_way.append(written)
+        return DiskArray(self.folder, array, files, written, sums)
+
+
+# --------------------------------------------------------------------------------------------------
+# How does a step fall into pieces, each of which needs a part of the optimizer's state alone?
+#
+# What the step makes without the state on disk comes first: loss, gradients, norms. The rest falls
+# apart by itself where the optimizer treats parameters one by one: two arrays of state are of one
+# piece only where something is made from both. What is shared by all, such as the norm that clips,
+# is made first and handed on. An optimizer that mixes everything gives one piece, which is right
+# too, and saves no memory while it runs.
+
+#: Name of the gradients that the optimizer is given: made in the first piece, and handed on as they
+#: are.
+GRADIENT = "shardlib: gradient of a parameter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a step. Values are numbers of the program.
+
+    Attributes:
+        stored: arrays on disk that it reads.
+        given: what else it reads: inputs of the step, and results of the first piece.
+        made: outputs of the step that it makes.
+        equations: what it does.
+    """
+
+    stored: tuple[int, ...]
+    given: tuple[int, ...]
+    made: tuple[int, ...]
+    equations: tuple[Equation, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """A step in parts.
+
+    Attributes:
+        first: what needs nothing from disk: it makes the other outputs, and what the rest reads.
+        rest: the others, in the order in which their arrays stand in the state.
+    """
+
+    first: Piece
+    rest: tuple[Piece, ...]
+
+
+def pieces(program: Program, stored: Collection[int]) -> Pieces:
+    """Cuts a step."""
+    labels = dependence(
+        program,
+        [
+            frozenset({str(number)}) if number in stored else frozenset()
+            for number in program.inputs
+        ],
+    )
+    available = {*program.inputs, *_handed_on(program, labels)}
+    others = tuple(
+        _piece(program, group, labels, available)
+        for group in _together(
+            program.equations,
+            labels,
+            [str(number) for number in program.inputs if number in stored],
+        )
+    )
+    handed = {number for piece in others for number in piece.given}.difference(program.inputs)
+    outputs = tuple(
+        dict.fromkeys(
+            (*(number for number in program.outputs if not labels[number]), *sorted(handed))
+        )
+    )
+    equations, reads = needed(program.equations, outputs)
+    first = Piece(
+        stored=(),
+        given=tuple(number for number in program.inputs if number in reads),
+        made=outputs,
+        equations=tuple(equations),
+    )
+    return Pieces(first=first, rest=others)
+
+
+def _handed_on(program: Program, labels: Mapping[int, Labels]) -> set[int]:
+    """Values that need nothing from disk and are not made again where they are read: gradients, and
+    numbers.
+    """
+    return {
+        number
+        for equation in program.equations
+        for number in equation.outputs
+        if not labels[number] and (_is_gradient(equation) or _size(program, number) == 1)
+    }
+
+
+def _is_gradient(equation: Equation) -> bool:
+    return equation.name == "name" and equation.params["name"] == GRADIENT
+
+
+def _size(program: Program, number: int) -> int:
+    return math.prod(getattr(program.avals[number], "shape", ()))
+
+
+def _piece(
+    program: Program, group: Labels, labels: Mapping[int, Labels], available: Collection[int]
+) -> Piece:
+    outputs = tuple(dict.fromkeys(number for number in program.outputs if labels[number] & group))
+    equations, _ = needed(
+        program.equations, [number for number in outputs if number not in available], available
+    )
+    reads = {number for equation in equations for number in equation.inputs}.union(
+        outputs
+    ).intersection(available)
+    stored = tuple(number for number in program.inputs if str(number) in group)
+    return Piece(
+        stored=stored,
+        given=tuple(sorted(reads.difference(stored))),
+        made=outputs,
+        equations=tuple(equations),
+    )
+
+
+def _together(
+    equations: Iterable[Equation], labels: Mapping[int, Labels], stored: Iterable[str]
+) -> list[Labels]:
+    """Arrays on disk that are of one piece, by their labels."""
+    groups: dict[str, set[str]] = {label: {label} for label in stored}
+    for equation in equations:
+        members = frozenset[str]().union(*(labels[number] for number in equation.outputs))
+        joined_groups = {id(groups[label]): groups[label] for label in members}
+        if len(joined_groups) > 1:
+            joined = set[str]().union(*joined_groups.values())
+            groups.update(dict.fromkeys(joined, joined))
+    return [frozenset(group) for group in {id(group): group for group in groups.values()}.values()]
+
+
+# --------------------------------------------------------------------------------------------------
+# The programs of a step whose optimizer state is on disk, and of its first state.
+
+#: Name of what goes to disk.
+STORED = "shardlib: stored on disk"
+
+
+def on_disk(state: TrainState) -> dict[int, str]:
+    """What of a state rests on disk, arrays of the optimizer's state that have a parameter's shape:
+    positions among its leaves, and paths.
+    """
+    shapes = shapes_of(state.params)
+    owners = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: owned(path, leaf, shapes) is not None, state.opt_state
+    )
+    marked = replace(jax.tree.map(lambda _: False, state), opt_state=owners)
+    return {
+        place: path_text(path)
+        for place, (path, chosen) in enumerate(jax.tree_util.tree_leaves_with_path(marked))
+        if chosen
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """What the programs are compiled for.
+
+    Attributes:
+        mesh: of the devices.
+        state: abstract, with shardings.
+        whole: sharding of what every device has whole.
+        digest: of the plan, for the names of the programs.
+    """
+
+    mesh: Mesh
+    state: TrainState
+    whole: NamedSharding
+    digest: str
+
+    @cached_property
+    def stored(self) -> tuple[int, ...]:
+        """Positions of the leaves of the state that rest on disk."""
+        return tuple(on_disk(self.state))
+
+    def traced(
+        self,
+        context: AbstractContextManager[object],
+        function: Function,
+        *inputs: Tree,
+        summed: bool,
+    ) -> tuple[Program, jax.tree_util.PyTreeDef]:
+        """A function to a state, or to a tuple of which that is the first, over leaves of its
+        inputs; and the structure of its results.
+
+        What goes to disk is no other value of the function too. Behind the results are its sums,
+        where they are asked for.
+        """
+        leaves, structure = jax.tree.flatten(inputs)
+        treedefs: list[Any] = []
+        cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
+
+        def flat(*arguments: Any) -> list[Any]:
+            results, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, arguments)))
+            treedefs.append(treedef)
+            for k in self.stored:
+                results[k] = checkpoint_name(results[k], STORED)
+            return [
+                *results,
+                *(sums({"": results[k]}, {"": cuts[k]})[0] for k in self.stored if summed),
+            ]
+
+        with context:
+            program = flatten(jax.make_jaxpr(flat)(*leaves))
+        return program, treedefs[0]
+
+    def shardings(self, program: Program) -> dict[int, NamedSharding]:
+        """Of all outputs, the leaves of the state first."""
+        cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
+        return {
+            number: cuts[k] if k < len(cuts) else self.whole
+            for k, number in reversed(list(enumerate(program.outputs)))
+        }
+
+
+def total(array: jax.Array, replicated: NamedSharding) -> jax.Array:
+    """The sums of an array, see `shardlib.lowering.runtime`."""
+    return _total(array.sharding, replicated)(array)
+
+
+@functools.cache
+def _total(sharding: NamedSharding, replicated: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: sums({"": array}, {"": sharding})[0], out_shardings=replicated)
+
+
+def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
+    """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the
+    pieces of the update.
+    """
+    program, results = target.traced(
+        _jax_compat.in_mesh(target.mesh), step, target.state, batch, summed=True
+    )
+    leaves, count = jax.tree.leaves((target.state, batch)), len(jax.tree.leaves(target.state))
+    stored = [program.inputs[k] for k in target.stored]
+    cut = pieces(program, stored)
+    avals: dict[int, Any] = dict(zip(program.inputs, leaves, strict=True))
+    readers = Counter(number for piece in cut.rest for number in piece.given)
+    state = set(program.inputs[:count])
+
+    def compiled(piece: Piece, name: str, last: set[int]) -> Call:
+        reads = (*piece.stored, *piece.given)
+        draft = Draft.of_program(
+            replace(program, inputs=reads, outputs=piece.made, equations=piece.equations),
+            [avals[number] for number in reads],
+        )
+        cuts = target.shardings(program)
+        built = draft.compiled(
+            f"shardlib_{name}_{target.digest}",
+            target.mesh,
+            shardings=[cuts.get(number) for number in piece.made],
+            donated=_taken_over(program, reads, last & state, piece.made),
+        )
+        return Call(
+            program=built,
+            reads=reads,
+            made=piece.made,
+            stored=piece.stored,
+            last=tuple(sorted(last.intersection(reads))),
+        )
+
+    def spent(piece: Piece) -> set[int]:
+        return {
+            *piece.stored,
+            *(number for number in piece.given if readers[number] == 1),
+        }.difference(program.outputs)
+
+    first = compiled(cut.first, "step", state.difference(program.outputs, readers, stored))
+    avals.update(zip(first.made, first.program.results, strict=True))
+    calls, resting = (
+        [first],
+        state.union(readers).difference(stored),
+    )  # what a piece makes of parameters takes their place
+    for k, piece in enumerate(cut.rest):
+        call = compiled(piece, f"update_{k}", spent(piece))
+        calls.append(
+            replace(
+                call, beside=sum(_bytes(avals[number]) for number in resting.difference(call.reads))
+            )
+        )
+        resting = resting.difference(set(call.last).difference(state))
+    return Calls(
+        inputs=program.inputs,
+        outputs=program.outputs,
+        results=results,
+        calls=tuple(calls),
+        sums=dict(
+            zip(
+                (program.outputs[k] for k in target.stored),
+                program.outputs[results.num_leaves :],
+                strict=True,
+            )
+        ),
+    )
+
+
+def _taken_over(
+    program: Program, reads: Sequence[int], spare: Collection[int], results: Sequence[int]
+) -> list[int]:
+    """Positions of what is read whose buffers results can have: those that nothing else reads, as
+    far as there are results of their shape.
+    """
+
+    def kind(number: int) -> tuple[Any, ...]:
+        return program.avals[number].shape, program.avals[number].dtype
+
+    spare_results, positions = Counter(kind(number) for number in results), list[int]()
+    for k, number in enumerate(reads):
+        if number in spare and spare_results[kind(number)] > 0:
+            spare_results[kind(number)] -= 1
+            positions.append(k)
+    return positions
+
+
+def init_calls(
+    target: Where, init: Callable[[jax.Array], TrainState], seed: jax.ShapeDtypeStruct
+) -> Calls:
+    """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
+
+    Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made,
+    while it compiles.
+
+    Args:
+        init: seed -> state.
+    """
+    program, results = target.traced(no_mesh(), init, seed, summed=False)
+    stored, cuts = [program.outputs[k] for k in target.stored], target.shardings(program)
+
+    def compiled(numbers: Sequence[int], name: str) -> Call:
+        draft = Draft.of_program(replace(program, outputs=tuple(numbers)), [seed])
+        built = draft.compiled(
+            f"shardlib_{name}_{target.digest}",
+            target.mesh,
+            shardings=[cuts[number] for number in numbers],
+        )
+        return Call(program=built, reads=program.inputs, made=tuple(numbers), stored=())
+
+    resting = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
+    calls = [
+        compiled(resting, "init"),
+        *(compiled((number,), f"init_{k}") for k, number in enumerate(stored)),
+    ]
+    return Calls(
+        inputs=program.inputs,
+        outputs=program.outputs,
+        results=results,
+        calls=tuple(calls),
+        sums=dict.fromkeys(stored),
+    )
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an abstract array on each device."""
+    shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
+    return int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
+
+
+# --------------------------------------------------------------------------------------------------
+# A step whose optimizer state is on disk: one program for what comes before the update, and one
+# for every piece of the update.
+#
+#     gradients        | piece 1 | piece 2 | piece 3 | ...
+#     read 1, read 2   |         | read 3  | read 4  |
+#                                | write 1 | write 2 | write 3
+#
+# Reading is ahead by some pieces and writing behind by some arrays: so much of the state is in
+# memory of the host at a time, and one piece of it in that of the devices.
+
+#: Pieces that are read before they are needed.
+AHEAD = 2
+
+
+def writer(parent: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding, ...]]:
+    """What puts arrays on disk, in a new folder below another one, and what is to be said of
+    that.
+    """
+    created = folder(parent)
+    kind = in_memory(created.path)
+    finding = Finding(
+        code="disk-in-memory",
+        severity="warning",
+        where=str(created.path.parent),
+        message=(
+            f"the folder for state on disk is memory of the host ({kind}): nothing is saved there"
+        ),
+        hint=f"a folder on a disk: {VARIABLE}=/path or compile(..., disk='/path')",
+    )
+    return Writer(folder=created), (finding,) if kind else ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DiskStep:
+    """All programs of a training step, and of the first state.
+
+    Attributes:
+        where: what they are compiled for.
+        batch: abstract, with shardings.
+        function: (state, batch) -> (state, metrics), as a whole.
+        first: seed -> state, as a whole.
+        writer: puts arrays on disk.
+    """
+
+    where: Where
+    batch: Tree
+    function: Callable[[TrainState, Tree], Tree]
+    first: Callable[[jax.Array], TrainState]
+    writer: Writer
+    _inits: dict[tuple[int, ...], Calls] = field(default_factory=dict[tuple[int, ...], Calls])
+    _reader: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-from-disk")
+    )
+
+    @cached_property
+    def _step(self) -> Calls:
+        return step_calls(self.where, self.function, self.batch)
+
+    def prepare(self) -> None:
+        """Compiles the step."""
+        _ = self._step
+
+    def init(self, seed: np.ndarray | np.int32) -> TrainState:
+        """The state before the first step, of a seed or of the data of a key."""
+        shape = np.shape(seed)
+        if shape not in self._inits:
+            abstract = jax.ShapeDtypeStruct(shape, seed.dtype)
+            self._inits[shape] = init_calls(self.where, self.first, abstract)
+        calls = self._inits[shape]
+        values: dict[int, Any] = {calls.inputs[0]: seed}
+        for call in calls.calls:
+            values.update(self._to_host(calls, call(values)))
+        return calls.tree(values)
+
+    def fresh(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
+        """The optimizer's state before the first step for parameters that are there, one array at a
+        time where it goes to disk.
+
+        Args:
+            init: parameters -> optimizer state.
+        """
+        abstract, structure = jax.tree.flatten(self.where.state.opt_state)
+        first = len(
+            jax.tree.leaves(
+                (self.where.state.step, self.where.state.params, self.where.state.model_state)
+            )
+        )
+        stored = {place - first for place in on_disk(self.where.state)}
+        leaves: list[Any] = []
+        for k, leaf in enumerate(abstract):
+            array = jax.jit(
+                lambda params, k=k: jax.tree.leaves(init(params))[k], out_shardings=leaf.sharding
+            )(params)
+            leaves.append(self._put(array) if k in stored else array)
+        return structure.unflatten(leaves)
+
+    def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step; deletes the state that it is given."""
+        calls = self._step.calls
+        values: dict[int, Any] = dict(
+            zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True)
+        )
+        waiting = deque(calls[1:])
+        reading = deque(
+            self._read(waiting.popleft(), values) for _ in range(min(AHEAD, len(waiting)))
+        )
+        values.update(self._to_host(self._step, calls[0](values)))
+        for call in calls[1:]:
+            read = reading.popleft().result()
+            if waiting:
+                reading.append(self._read(waiting.popleft(), values))
+            results = call(
+                {
+                    **values,
+                    **{number: values[number].placed(pieces) for number, pieces in read.items()},
+                }
+            )
+            for number in read:
+                values[number].delete()
+            for number in call.last:
+                del values[number]
+            values.update(self._to_host(self._step, results))
+        return self._step.tree(values)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the program that needs the most, with parameters and gradients that
+        lie beside it.
+        """
+        return max((call.memory() for call in self._step.calls), key=lambda sizes: sizes["peak"])
+
+    def _read(self, call: Call, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
+        """Begins to read the arrays of a piece that are on disk; a state that comes from elsewhere
+        may have them in memory.
+        """
+        on_disk = {
+            number: values[number]
+            for number in call.stored
+            if isinstance(values[number], DiskArray)
+        }
+        return self._reader.submit(
+            lambda: {number: leaf.read() for number, leaf in on_disk.items()}
+        )
+
+    def _to_host(self, calls: Calls, results: Mapping[int, Any]) -> dict[int, Any]:
+        """Results, with those on disk that rest there."""
+
+        def put(number: int, leaf: Any) -> Any:
+            if number not in calls.sums:
+                return leaf
+            sums_number = calls.sums[number]
+            return (
+                self._put(leaf)
+                if sums_number is None
+                else self.writer.put(leaf, results[sums_number])
+            )
+
+        return {number: put(number, leaf) for number, leaf in results.items()}
+
+    def _put(self, array: jax.Array) -> DiskArray:
+        """An array on disk, summed first."""
+        return self.writer.put(array, total(array, self.where.whole))

@@ -1,1 +1,0 @@
-"""State and activations in host memory, and optimizer state on disk."""

@@ -1,0 +1,553 @@
+r"""Islands whose outer gradients cross beside their next steps.
+
+    island 0   step 8 | send | step 9   step 10 | arrive | step 11
+                          \  copies from island to island  /
+    island 1   step 8 | send | step 9   step 10 | arrive | step 11
+
+call.py      a program of one island that is no step
+sending.py   outer gradients of a fragment, and as they cross
+arriving.py  the outer update by what has come, and what an island goes on from
+flights.py   copies that are on the way
+program.py   what a user holds
+
+Each island runs programs of its own alone; what crosses are copies of arrays, which the runtime
+makes beside programs. A second program over all devices would hide nothing, since a device runs one
+program after another.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.annotation.trees import Tree
+from shardlib.errors import StateError
+from shardlib.exchanges import DiLoCo, spaces, wire_bytes
+from shardlib.jax_types import Value
+from shardlib.lowering.islands import meeting
+from shardlib.lowering.islands import meeting as layers
+from shardlib.lowering.islands.meeting import (
+    Rows,
+    Shared,
+    joined,
+    local,
+    outer_update,
+    over_islands,
+    packed,
+    replaced,
+    shared_of,
+    split,
+    stacked,
+    stacked_shape,
+    stacked_sharding,
+    unpacked,
+    unstacked,
+)
+from shardlib.lowering.islands.program import (
+    FlyingState,
+    IslandsProgram,
+    IslandsState,
+    OuterState,
+    require_islands,
+    zeros,
+)
+from shardlib.lowering.mesh import held
+from shardlib.lowering.program import Program
+from shardlib.lowering.runtime import TrainState
+
+# --------------------------------------------------------------------------------------------------
+# A program of one island that is no step.
+
+Arrays = list[jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IslandCall(ABC):
+    """A program over the devices of one island, about some parameters.
+
+    Attributes:
+        exchange: how islands meet.
+        mesh: of the island.
+        about: the parameters of a fragment.
+    """
+
+    #: How many of the first arguments are donated.
+    donated: ClassVar[int] = 0
+
+    exchange: DiLoCo
+    mesh: Mesh | AbstractMesh
+    about: Sequence[Shared]
+
+    @abstractmethod
+    def arguments(self) -> tuple[list[Tree], ...]:
+        """Abstract arguments, each leaf with its sharding."""
+
+    @abstractmethod
+    def results(self) -> tuple[list[Tree], ...]:
+        """Abstract results; of those that are donated what takes their place."""
+
+    @abstractmethod
+    def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
+        """The program, traceable."""
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program lowered for its mesh, which need not be here."""
+        arguments, results = self.arguments(), self.results()
+        return jax.jit(
+            self.function,
+            donate_argnums=tuple(range(self.donated)),
+            in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, results),
+        ).lower(*arguments)
+
+    def __call__(self, *arguments: Arrays) -> tuple[Arrays, ...]:
+        """Runs it; see `function`."""
+        return self._compiled(*arguments)
+
+    def prepare(self) -> None:
+        """Compiles it, if that has not been done."""
+        _ = self._compiled
+
+    @cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+    @property
+    def rows(self) -> list[Rows]:
+        """Of each parameter, on every device."""
+        return [one.rows for one in self.about]
+
+    @cached_property
+    def states(self) -> list[NamedSharding]:
+        """Of the parameters, sharded as optimizer state is."""
+        return [NamedSharding(self.mesh, one.state.spec) for one in self.about]
+
+    @cached_property
+    def rests(self) -> list[NamedSharding]:
+        """Of the parameters, as they rest."""
+        return [_on(self.mesh, one.leaf.sharding) for one in self.about]
+
+    def thetas(self) -> list[Tree]:
+        """Abstract parameters."""
+        return [
+            jax.ShapeDtypeStruct(one.leaf.shape, one.leaf.dtype, sharding=sharding)
+            for one, sharding in zip(self.about, self.rests, strict=True)
+        ]
+
+    def wide(self) -> list[Tree]:
+        """Abstract float32 arrays, sharded as optimizer state is."""
+        return [
+            jax.ShapeDtypeStruct(one.leaf.shape, jnp.float32, sharding=sharding)
+            for one, sharding in zip(self.about, self.states, strict=True)
+        ]
+
+
+def _on(mesh: Mesh | AbstractMesh, sharding: jax.sharding.Sharding | None) -> NamedSharding:
+    assert isinstance(sharding, NamedSharding)
+    return NamedSharding(mesh, sharding.spec)
+
+
+# --------------------------------------------------------------------------------------------------
+# Copies of what islands send, on their way to the others.
+
+
+def delivered(rows: Sequence[jax.Array]) -> list[list[jax.Array]]:
+    """What every island has of all: each device sends what it holds to the device in its place on
+    every other island. Nothing waits for the copies but what uses them.
+    """
+    places = [_sharding(one) for one in rows]
+    return [[_copied(one, place) for one in rows] for place in places]
+
+
+def _sharding(array: jax.Array) -> NamedSharding:
+    assert isinstance(array.sharding, NamedSharding)
+    return array.sharding
+
+
+def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
+    """The array on the devices of another island, shard by shard."""
+    own = _sharding(array)
+    if own == place:
+        return array
+    here, there = own.mesh, place.mesh
+    assert isinstance(here, Mesh) and isinstance(there, Mesh)
+    target = dict(zip(here.devices.flat, there.devices.flat, strict=True))
+    shards = list(array.addressable_shards)
+    copies = jax.device_put(
+        [shard.data for shard in shards], [target[shard.device] for shard in shards]
+    )
+    return jax.make_array_from_single_device_arrays(array.shape, place, copies)
+
+
+@dataclass(kw_only=True)
+class Flights:
+    """The copies that are on the way; of a state that comes from elsewhere, none are.
+
+    Attributes:
+        sent: an array of the state that they were made for.
+        rows: for each island the rows of all.
+    """
+
+    sent: Any = None
+    rows: list[list[jax.Array]] = field(default_factory=list)
+
+    def start(self, sent: jax.Array, rows: Sequence[jax.Array]) -> None:
+        """Starts copies."""
+        self.sent, self.rows = sent, delivered(rows)
+
+    def land(self, sent: jax.Array) -> list[list[jax.Array]]:
+        """For each island the rows of all; empty where there are no copies for this state."""
+        rows = self.rows if self.sent is sent else []
+        self.sent, self.rows = None, []
+        return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# What an island sends of a fragment: outer gradients, and what they are as they cross.
+
+
+class Sending(IslandCall):
+    """Outer gradients of an island: outer parameters less its own, in the place of those that it
+    sent before.
+    """
+
+    donated = 1
+
+    def arguments(self) -> tuple[list[Tree], list[Tree], list[Tree]]:
+        """Abstract: what was sent before, parameters, outer parameters."""
+        return self.wide(), self.thetas(), self.wide()
+
+    def results(self) -> tuple[list[Tree]]:
+        """Abstract: what is sent."""
+        return (self.wide(),)
+
+    def function(self, *arguments: Arrays) -> tuple[Arrays]:
+        """(sent before, parameters, outer parameters) -> sent now."""
+        before, thetas, outer = arguments
+        taken = meeting.taken(self.mesh, thetas, self.rests, self.rows)
+        mine = [held(one, state) for one, state in zip(taken, self.states, strict=True)]
+        specs = [one.spec for one in self.states]
+        sent = jax.shard_map(
+            self._sent, mesh=self.mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False
+        )(before, mine, outer)
+        return (sent,)
+
+    def _sent(self, before: Arrays, mine: Arrays, outer: Arrays) -> Arrays:
+        """On one device."""
+        pairs = zip(meeting.rows_of(self.rows, outer), mine, strict=True)
+        gradients = [theta - own.astype(jnp.float32) for theta, own in pairs]
+        return meeting.with_rows(self.rows, before, gradients)
+
+
+class Packing(IslandCall):
+    """Outer gradients as they cross: of every device a row of numbers in the dtype of the wire."""
+
+    def arguments(self) -> tuple[list[Tree]]:
+        """Abstract: what is sent."""
+        return (self.wide(),)
+
+    def results(self) -> tuple[list[Tree]]:
+        """Abstract: the rows."""
+        return ([wire(self)],)
+
+    def function(self, *arguments: Arrays) -> tuple[Arrays]:
+        """(sent) -> as it crosses."""
+        specs = [one.spec for one in self.states]
+        out = over_all(self).spec
+        rows = jax.shard_map(
+            self._packed, mesh=self.mesh, in_specs=(specs,), out_specs=out, check_vma=False
+        )(*arguments)
+        return ([rows],)
+
+    def _packed(self, sent: Arrays) -> Value:
+        """On one device."""
+        kind = self.exchange.wire
+        row = joined(meeting.rows_of(self.rows, sent), kind, 1)
+        return row if kind == "float32" else packed(row, kind)
+
+
+def over_all(call: IslandCall) -> NamedSharding:
+    """How rows of all devices of an island are sharded: each has its own."""
+    return NamedSharding(call.mesh, PartitionSpec(tuple(call.mesh.axis_names)))
+
+
+def wire(call: IslandCall) -> jax.ShapeDtypeStruct:
+    """What an island sends of a fragment, abstract."""
+    kind = call.exchange.wire
+    count = sum(spaces(kind, [math.prod(shape) for shape in shards(call)]))
+    dtypes = {"float32": jnp.float32, "bfloat16": jnp.uint16}
+    dtype = jnp.dtype(dtypes.get(kind, jnp.uint8))
+    size = wire_bytes(kind, count) // dtype.itemsize
+    return jax.ShapeDtypeStruct((call.mesh.size, size), dtype, sharding=over_all(call))
+
+
+def shards(call: IslandCall) -> list[tuple[int, ...]]:
+    """Shapes of what a device holds of the parameters of a fragment, sharded as optimizer state
+    is.
+    """
+    found: list[tuple[int, ...]] = []
+    for one, state in zip(call.about, call.states, strict=True):
+        shape = state.shard_shape(one.leaf.shape)
+        if one.rows is not None:
+            shape = (len(range(one.rows[0], shape[0], one.rows[1])), *shape[1:])
+        found.append(shape)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# The outer update by what has come from all islands, and what an island goes on from.
+
+
+class Arriving(IslandCall):
+    """What an island does when the outer gradients of all are there. All islands add them up in the
+    same order, so that what is outer stays alike, bit for bit.
+    """
+
+    donated = 3
+
+    def arguments(self) -> tuple[list[Tree], ...]:
+        """Abstract: parameters, outer parameters, momentum; what every island sent."""
+        return self.thetas(), self.wide(), self.wide(), [wire(self)] * self.exchange.islands
+
+    def results(self) -> tuple[list[Tree], ...]:
+        """Abstract: what takes the place of the first three."""
+        return self.arguments()[:3]
+
+    def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
+        """(parameters, outer parameters, momentum, what all sent) -> the first three afterwards."""
+        thetas, outer, momentum, sent = arguments
+        taken = layers.taken(self.mesh, thetas, self.rests, self.rows)
+        mine = [held(one, state) for one, state in zip(taken, self.states, strict=True)]
+        own, row = [one.spec for one in self.states], over_all(self).spec
+        after, outer, momentum = jax.shard_map(
+            self._updated,
+            mesh=self.mesh,
+            in_specs=(own, own, own, [row] * len(sent)),
+            out_specs=(own,) * 3,
+            check_vma=False,
+        )(mine, outer, momentum, sent)
+        back = [held(one, rest) for one, rest in zip(after, self.rests, strict=True)]
+        return layers.put(self.mesh, thetas, back, self.rests, self.rows), outer, momentum
+
+    def _updated(
+        self, mine: Arrays, outer: Arrays, momentum: Arrays, sent: Arrays
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """On one device."""
+        kind, like = self.exchange.wire, [jnp.zeros(shape, jnp.float32) for shape in shards(self)]
+        every = [
+            split(row if kind == "float32" else unpacked(row, kind), like, kind) for row in sent
+        ]
+        means = [_mean(list(one)) for one in zip(*every, strict=True)]
+        theta, v = outer_update(
+            self.exchange,
+            means,
+            layers.rows_of(self.rows, outer),
+            layers.rows_of(self.rows, momentum),
+        )
+        part = self.exchange.mixing
+        after = [
+            (part * old.astype(jnp.float32) + (1 - part) * new).astype(old.dtype)
+            for old, new in zip(mine, theta, strict=True)
+        ]
+        return (
+            after,
+            layers.with_rows(self.rows, outer, theta),
+            layers.with_rows(self.rows, momentum, v),
+        )
+
+
+def _mean(arrays: list[Value]) -> Value:
+    return sum(arrays[1:], arrays[0]) / len(arrays)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a user holds of islands whose outer gradients cross beside their next steps.
+
+#: Of a fragment: outer gradients, as they cross, and the outer update.
+Calls = tuple[Sending, Packing, Arriving]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DelayedProgram(IslandsProgram):
+    """The programs of islands that meet by outer gradients which arrive some steps after they were
+    sent.
+    """
+
+    exchange: DiLoCo
+
+    def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
+        """Refused: a meeting begins after one step, and ends after another."""
+        raise StateError(
+            f"islands under {self.exchange} meet by their steps: what they send arrives"
+            f" {self.exchange.delay} steps later"
+        )
+
+    def prepare(self) -> None:
+        """Compiles all that steps run, if that has not been done."""
+        for program in self.programs:
+            program.prepare()
+        for calls in self.calls:
+            for call in (one for mine in calls for one in mine):
+                call.prepare()
+
+    @cached_property
+    def calls(self) -> tuple[tuple[Calls, ...], ...]:
+        """For each fragment what each island runs for it."""
+        every = [calls_of(self.exchange, program, program.mesh) for program in self.programs]
+        return tuple(zip(*every, strict=True))
+
+    @cached_property
+    def _flights(self) -> Flights:
+        return Flights()
+
+    def _require(self, state: IslandsState) -> None:
+        require_islands(state, len(self.programs))
+        flying_of(state)
+
+    def _between(self, state: IslandsState, step: int) -> IslandsState:
+        """What is done after a step: what has arrived, and what is sent."""
+        flying = flying_of(state)
+        if flying.sent_at and step >= int(flying.sent_at) + self.exchange.delay:
+            state = self._arrived(state)
+        due = self.exchange.due(step)
+        return state if due is None else self._sent(state, due, step)
+
+    def _sent(self, state: IslandsState, fragment: int, step: int) -> IslandsState:
+        """The state whose outer gradients of a fragment are on the way."""
+        outer, calls = flying_of(state), self.calls[fragment]
+        places = [one.place for one in calls[0][0].about]
+        before = self._apart(outer.sent, places)
+        sent: list[list[jax.Array]] = []
+        for number, (sending, _, _) in enumerate(calls):
+            mine = self._trained(state.islands[number])
+            theta = self._local(outer.params, places, number)
+            (found,) = sending(before[number], [mine[place] for place in places], theta)
+            sent.append(found)
+        together = [stacked(one, self.mesh) for one in zip(*sent, strict=True)]
+        self._flights.start(together[0], self._rows(calls, sent))
+        exchange = replace(
+            outer, sent=replaced(outer.sent, places, together), sent_at=np.int32(step)
+        )
+        return replace(state, exchange=exchange)
+
+    def _arrived(self, state: IslandsState) -> IslandsState:
+        """The state after what was sent is there; of a state that was saved on the way it is sent
+        again.
+        """
+        outer = flying_of(state)
+        nothing = replace(outer, sent_at=np.int32(0))
+        fragment = self.exchange.due(int(outer.sent_at))
+        if fragment is None:  # sent by islands that met after other steps
+            return replace(state, exchange=nothing)
+        calls = self.calls[fragment]
+        places = [one.place for one in calls[0][0].about]
+        rows = self._flights.land(outer.sent[places[0]]) or delivered(
+            self._rows(calls, self._apart(outer.sent, places))
+        )
+        outers = [
+            (self._local(outer.params, places, k), self._local(outer.momentum, places, k))
+            for k in range(len(calls))
+        ]
+        found = [
+            arriving([mine[place] for place in places], *own, arrived)
+            for (_, _, arriving), mine, own, arrived in zip(
+                calls, map(self._trained, state.islands), outers, rows, strict=True
+            )
+        ]
+        islands = [
+            self._with_trained(one, replaced(self._trained(one), places, thetas))
+            for one, (thetas, _, _) in zip(state.islands, found, strict=True)
+        ]
+        exchange = replace(
+            nothing,
+            params=replaced(outer.params, places, self._alike([one[1] for one in found])),
+            momentum=replaced(outer.momentum, places, self._alike([one[2] for one in found])),
+        )
+        return replace(state, islands=tuple(islands), exchange=exchange)
+
+    @staticmethod
+    def _rows(calls: Sequence[Calls], sent: Sequence[list[jax.Array]]) -> list[jax.Array]:
+        """What each island sends, as it crosses."""
+        return [packing(own)[0][0] for (_, packing, _), own in zip(calls, sent, strict=True)]
+
+    def _local(
+        self, arrays: Sequence[jax.Array], places: Sequence[int], number: int
+    ) -> list[jax.Array]:
+        """What an island holds of some arrays that are alike on all."""
+        specs = jax.tree.leaves(self.programs[number].parts.params.state)
+        return [local(arrays[place], specs[place]) for place in places]
+
+    def _alike(self, arrays: Sequence[list[jax.Array]]) -> list[jax.Array]:
+        """Arrays of islands, which are alike, over the devices of all."""
+        return [over_islands(one, self.mesh) for one in zip(*arrays, strict=True)]
+
+    def _apart(self, arrays: Sequence[jax.Array], places: Sequence[int]) -> list[list[jax.Array]]:
+        """For each island its arrays of some that are stacked."""
+        found: list[list[jax.Array]] = [[] for _ in self.programs]
+        for place in places:
+            like = [self._wide(program, place) for program in self.programs]
+            for mine, array in zip(found, unstacked(arrays[place], like), strict=True):
+                mine.append(array)
+        return found
+
+    def _wide(self, program: Program, place: int) -> jax.ShapeDtypeStruct:
+        leaf = jax.tree.leaves(self._partition(program.state.params))[place]
+        sharding = jax.tree.leaves(program.parts.params.state)[place]
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
+
+    def _kept(self) -> FlyingState:
+        outer: OuterState = super()._kept()
+        islands, whole = len(self.programs), NamedSharding(self.mesh, PartitionSpec())
+        sent = [
+            jax.ShapeDtypeStruct(
+                stacked_shape(one.shape, islands),
+                jnp.float32,
+                sharding=stacked_sharding(spec, self.mesh),
+            )
+            for one, spec in zip(outer.params, self._states, strict=True)
+        ]
+        at = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+        return FlyingState(**vars(outer), sent=sent, sent_at=at)
+
+    def _first(self, states: tuple[TrainState, ...]) -> FlyingState:
+        outer: OuterState = super()._first(states)
+        sent = [zeros(one) for one in self._kept().sent]
+        return FlyingState(**vars(outer), sent=sent, sent_at=np.int32(0))
+
+
+def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> tuple[Calls, ...]:
+    """What an island runs for each fragment."""
+
+    def made(about: list[Shared]) -> Calls:
+        return (
+            Sending(exchange=exchange, mesh=mesh, about=about),
+            Packing(exchange=exchange, mesh=mesh, about=about),
+            Arriving(exchange=exchange, mesh=mesh, about=about),
+        )
+
+    return tuple(map(made, shared_of(exchange, program)))
+
+
+def checked_calls(exchange: DiLoCo, program: Program) -> tuple[IslandCall, ...]:
+    """What an island runs beside steps and what its devices could communicate in, abstract."""
+    every = calls_of(exchange, program, program.mesh)
+    return tuple(one for sending, _, arriving in every for one in (sending, arriving))
+
+
+def flying_of(state: IslandsState) -> FlyingState:
+    """What is outer, and what is on the way."""
+    if not isinstance(state.exchange, FlyingState):
+        raise StateError(
+            "the state has nothing that is on the way between islands, and the program meets with a"
+            " delay\nTry: program.init(), or a checkpoint of this exchange"
+        )
+    return state.exchange

@@ -1,0 +1,558 @@
+"""What crosses between islands that train apart, and what is made of it:
+
+wires.py     means over islands in the dtype that crosses
+updates.py   what a device does at a meeting
+meeting.py   a meeting as a compiled program
+meetings.py  all of them, as the plan has them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.exchanges import BLOCK, DiLoCo, Gossip, Meets, blocks, padded, spaces
+from shardlib.jax_types import Value
+from shardlib.layout import ISLAND
+from shardlib.lowering.mesh import held as mesh_held
+from shardlib.lowering.program import Program
+from shardlib.planner.islands import fragments_of
+
+# --------------------------------------------------------------------------------------------------
+# Layers of a fragment: of a stack of layers some rows of the first dim, on each device its own.
+
+#: Rows of the first dim on a device: (first, step between them); None for all.
+Rows = tuple[int, int] | None
+
+
+def taken(
+    mesh: Mesh | AbstractMesh,
+    arrays: Sequence[jax.Array],
+    shardings: Sequence[NamedSharding],
+    rows: Sequence[Rows],
+) -> list[jax.Array]:
+    """The rows of arrays."""
+    return [
+        array
+        if some is None
+        else jax.shard_map(
+            partial(_rows, some), mesh=mesh, in_specs=own.spec, out_specs=own.spec, check_vma=False
+        )(array)
+        for array, own, some in zip(arrays, shardings, rows, strict=True)
+    ]
+
+
+def put(
+    mesh: Mesh | AbstractMesh,
+    arrays: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+    shardings: Sequence[NamedSharding],
+    rows: Sequence[Rows],
+) -> list[jax.Array]:
+    """Arrays with new rows."""
+    return [
+        after
+        if some is None
+        else jax.shard_map(
+            partial(_with_rows, some),
+            mesh=mesh,
+            in_specs=(own.spec, own.spec),
+            out_specs=own.spec,
+            check_vma=False,
+        )(array, after)
+        for array, after, own, some in zip(arrays, new, shardings, rows, strict=True)
+    ]
+
+
+def rows_of(rows: Sequence[Rows], arrays: Sequence[Value]) -> list[Value]:
+    """On one device: the rows of what it holds."""
+    return [_rows(some, array) for some, array in zip(rows, arrays, strict=True)]
+
+
+def with_rows(rows: Sequence[Rows], arrays: Sequence[Value], new: Sequence[Value]) -> list[Value]:
+    """On one device: what it holds, with new rows."""
+    return [_with_rows(*one) for one in zip(rows, arrays, new, strict=True)]
+
+
+def _rows(rows: Rows, array: Value) -> Value:
+    return array if rows is None else array[rows[0] :: rows[1]]
+
+
+def _with_rows(rows: Rows, array: Value, some: Value) -> Value:
+    return some if rows is None else array.at[rows[0] :: rows[1]].set(some)
+
+
+# --------------------------------------------------------------------------------------------------
+# Means over islands, in the dtype that crosses.
+#
+# A narrower dtype than float32 is summed in float32: each island gets its part of the numbers of
+# all (all-to-all), and the means of the parts of all (all-gather). Numbers and their scales cross
+# as integers of their bits, which no compiler widens.
+
+#: The largest number of so many bits, the same with either sign.
+LARGEST = {"int8": 127, "int4": 7}
+
+
+def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
+    """The means over islands of what one device of each holds, in a region that is manual over all
+    mesh axes.
+
+    In float32 each array is reduced by itself, flat: a TPU pads the last two dims of an array to
+    whole tiles, and sends them so.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    if wire == "float32":
+        return [jax.lax.pmean(one.reshape(-1), ISLAND.name).reshape(one.shape) for one in arrays]
+    rows = joined(arrays, wire, islands)
+    mine = jax.lax.all_to_all(packed(rows, wire), ISLAND.name, 0, 0, tiled=True)
+    mean = jnp.mean(unpacked(mine, wire), axis=0, keepdims=True)
+    every = jax.lax.all_gather(packed(mean, wire), ISLAND.name, axis=0, tiled=True)
+    return split(unpacked(every, wire), arrays, wire)
+
+
+def joined(arrays: Sequence[Value], wire: str, islands: int, block: int = BLOCK) -> Value:
+    """Arrays one after the other, each in whole blocks, as rows for every island.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    sizes = [math.prod(one.shape) for one in arrays]
+    room = spaces(wire, sizes, block)
+    rest = padded(wire, sizes, islands, block) - sum(room)
+    flat = [
+        jnp.pad(one.reshape(-1), (0, space - size))
+        for one, size, space in zip(arrays, sizes, room, strict=True)
+    ]
+    return jnp.concatenate([*flat, jnp.zeros(rest, jnp.float32)]).reshape(islands, -1)
+
+
+def split(rows: Value, like: Sequence[Value], wire: str, block: int = BLOCK) -> list[Value]:
+    """The arrays of what `joined` gave.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    flat, found, start = rows.reshape(-1), list[Value](), 0
+    sizes = [math.prod(one.shape) for one in like]
+    for one, size, space in zip(like, sizes, spaces(wire, sizes, block), strict=True):
+        found.append(flat[start : start + size].reshape(one.shape))
+        start += space
+    return found
+
+
+def packed(rows: Value, wire: str, block: int = BLOCK) -> Value:
+    """Rows of numbers as integers that cross: of each row the numbers, then their scales.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    if not blocks(wire):
+        return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+    grouped = rows.reshape(rows.shape[0], -1, block)
+    scale = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) / LARGEST[wire]
+    number = jnp.round(grouped / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
+    bits = jax.lax.bitcast_convert_type(number, jnp.uint8).reshape(rows.shape[0], -1)
+    if wire == "int4":
+        bits = (bits[:, ::2] & 15) | (bits[:, 1::2] << 4)
+    scales = jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8).reshape(rows.shape[0], -1)
+    return jnp.concatenate([bits, scales], axis=1)
+
+
+def unpacked(rows: Value, wire: str, block: int = BLOCK) -> Value:
+    """The float32 numbers of what `packed` gave.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    if not blocks(wire):
+        return jax.lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
+    each = block if wire == "int8" else block // 2
+    groups = rows.shape[1] // (each + 4)
+    bits, scales = rows[:, : groups * each], rows[:, groups * each :]
+    if wire == "int4":
+        low, high = bits & 15, bits >> 4
+        bits = jnp.stack([low, high], axis=-1).reshape(rows.shape[0], -1)
+        number = jnp.where(bits > 7, bits.astype(jnp.int32) - 16, bits.astype(jnp.int32))
+    else:
+        number = jax.lax.bitcast_convert_type(bits, jnp.int8)
+    scale = jax.lax.bitcast_convert_type(scales.reshape(-1, groups, 4), jnp.float32)
+    grouped = number.reshape(-1, groups, block).astype(jnp.float32) * scale[..., None]
+    return grouped.reshape(rows.shape[0], -1)
+
+
+# --------------------------------------------------------------------------------------------------
+# What one device does at a meeting, with what it holds of each parameter.
+#
+# Each update takes the device's shards of its island's parameters, float32, and those of what is
+# outer, and gives both afterwards.
+
+#: Shards of one device: of parameters, of outer parameters and of their momentum.
+Shards = list[Value]
+#: (parameters, outer parameters, momentum) -> the same afterwards; where nothing is outer the
+#: latter are empty.
+Update = Callable[[Shards, Shards, Shards], tuple[Shards, Shards, Shards]]
+
+
+def update_of(exchange: Meets, meeting: int) -> Update:
+    """What a device does at a meeting."""
+    if isinstance(exchange, Gossip):
+        return partial(_averaged, exchange, meeting)
+    return partial(_outer_step, exchange)
+
+
+def _outer_step(
+    exchange: DiLoCo, mine: Shards, outer: Shards, momentum: Shards
+) -> tuple[Shards, Shards, Shards]:
+    """The outer update (arXiv:2311.08105, algorithm 1): all islands go on from its parameters."""
+    apart = [theta - own for theta, own in zip(outer, mine, strict=True)]
+    gradients = means(apart, exchange.wire, exchange.islands)
+    outer, momentum = outer_update(exchange, gradients, outer, momentum)
+    return outer, outer, momentum
+
+
+def outer_update(
+    exchange: DiLoCo, gradients: Shards, outer: Shards, momentum: Shards
+) -> tuple[Shards, Shards]:
+    """Outer parameters and momentum after an update, in Nesterov's form."""
+    decay, rate = exchange.momentum, exchange.rate
+    momentum = [g + decay * v for g, v in zip(gradients, momentum, strict=True)]
+    outer = [
+        theta - rate * (g + decay * v)
+        for theta, g, v in zip(outer, gradients, momentum, strict=True)
+    ]
+    return outer, momentum
+
+
+def _averaged(
+    exchange: Gossip, meeting: int, mine: Shards, outer: Shards, momentum: Shards
+) -> tuple[Shards, Shards, Shards]:
+    """The mean of what an island has and of what it hears."""
+    distances = exchange.distances(meeting)
+    heard = [[_from(one, distance, exchange.islands) for one in mine] for distance in distances]
+    return (
+        [_mean([own, *others]) for own, *others in zip(mine, *heard, strict=True)],
+        outer,
+        momentum,
+    )
+
+
+def _from(array: Value, distance: int, islands: int) -> Value:
+    """The array of the island so far before this one, flat on the way."""
+    pairs = [(k, (k + distance) % islands) for k in range(islands)]
+    return jax.lax.ppermute(array.reshape(-1), ISLAND.name, pairs).reshape(array.shape)
+
+
+def _mean(arrays: Sequence[Value]) -> Value:
+    return sum(arrays[1:], arrays[0]) / len(arrays)
+
+
+# --------------------------------------------------------------------------------------------------
+# Arrays of islands as one array over the devices of all, and back; no byte is copied.
+#
+# Along their first dim the arrays stand one after the other, island by island: a dim of d rows
+# becomes one of K d, sharded over the islands outside of what shards it already. A device holds
+# the same bytes either way. Arrays without dims are given one first.
+
+
+def mesh_of_all(meshes: Sequence[Mesh]) -> Mesh:
+    """The mesh of all islands: those of the islands, one after the other."""
+    devices, first = np.stack([mesh.devices for mesh in meshes]), meshes[0]
+    names = (ISLAND.name, *first.axis_names)
+    return Mesh(devices, names, axis_types=(AxisType.Auto, *first.axis_types))
+
+
+def abstract_mesh_of_all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMesh:
+    """The same without devices."""
+    sizes = (islands, *mesh.shape.values())
+    names = (ISLAND.name, *mesh.axis_names)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto, *mesh.axis_types))
+
+
+def stacked_sharding(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """How the stacked array of all islands is sharded."""
+    first, *others = sharding.spec or (None,)
+    inner = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    return NamedSharding(mesh, PartitionSpec((ISLAND.name, *inner), *others))
+
+
+def stacked_shape(shape: Sequence[int], islands: int) -> tuple[int, ...]:
+    """The shape of the stacked array."""
+    first, *others = shape or (1,)
+    return islands * first, *others
+
+
+def stacked(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """The arrays of all islands as one."""
+    one = [array if array.ndim else array.reshape(1) for array in arrays]
+    first = one[0].sharding
+    assert isinstance(first, NamedSharding)
+    spec = stacked_sharding(first, mesh).spec
+    return jax.make_array_from_single_device_arrays(
+        stacked_shape(one[0].shape, len(one)),
+        NamedSharding(mesh, spec, memory_kind=first.memory_kind),
+        [shard.data for array in one for shard in array.addressable_shards],
+    )
+
+
+def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """The array of each island of a stacked one."""
+    return [_of_island(array, one) for one in like]
+
+
+def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """Arrays of all islands, which are alike, as one over the devices of all."""
+    first = arrays[0].sharding
+    assert isinstance(first, NamedSharding)
+    shards = [shard.data for array in arrays for shard in array.addressable_shards]
+    sharding = NamedSharding(mesh, first.spec, memory_kind=first.memory_kind)
+    return jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, shards)
+
+
+def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The array of one island out of one that is the same on all."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, held(array, mesh))
+
+
+def held(array: jax.Array, mesh: Mesh) -> list[jax.Array]:
+    """What the devices of one island hold of an array."""
+    found = {shard.device: shard.data for shard in array.addressable_shards}
+    return [found[device] for device in mesh.devices.flat if device in found]
+
+
+def _of_island(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding: Any = like.sharding
+    mine = held(array, sharding.mesh)
+    array = jax.make_array_from_single_device_arrays(
+        like.shape or (1,),
+        sharding if like.shape else NamedSharding(sharding.mesh, PartitionSpec()),
+        mine,
+    )
+    return array if like.shape else array.reshape(())
+
+
+# --------------------------------------------------------------------------------------------------
+# The meeting of islands as a compiled program over the devices of all.
+#
+# in use parameters as they rest, those of all islands stacked rows of a stack the layers of the
+# fragment, each device its own sharded as optimizer state is: an island's devices exchange a shard
+# each update what crosses, and what is made of it (`updates.py`) back gathered where parameters
+# rest less sharded; the layers put into their stack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A parameter that islands meet about.
+
+    Attributes:
+        place: among the trained parameters.
+        leaf: of one island, abstract, with the sharding that it rests in.
+        state: sharding of its optimizer state on one island.
+        rows: of it, on each device.
+    """
+
+    place: int
+    leaf: jax.ShapeDtypeStruct
+    state: NamedSharding
+    rows: Rows = None
+
+    def of(self, rows: Rows) -> Shared:
+        """The same about some rows."""
+        return replace(self, rows=rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Meeting:
+    """What islands do when they meet.
+
+    Attributes:
+        exchange: how they meet.
+        number: which of its meetings.
+        mesh: of all islands.
+        about: the parameters.
+    """
+
+    exchange: Meets
+    number: int
+    mesh: Mesh | AbstractMesh
+    about: Sequence[Shared]
+
+    def arguments(self) -> tuple[list[Tree], list[Tree], list[Tree]]:
+        """Abstract arguments: parameters of all islands, outer parameters, momentum; nothing is
+        outer where the exchange keeps nothing.
+        """
+        outer = [
+            jax.ShapeDtypeStruct(one.leaf.shape, jnp.float32, sharding=sharding)
+            for one, sharding in zip(self.about, self._outer, strict=True)
+            if self.exchange.keeps
+        ]
+        thetas = [
+            jax.ShapeDtypeStruct(
+                stacked_shape(one.leaf.shape, self.exchange.islands),
+                one.leaf.dtype,
+                sharding=sharding,
+            )
+            for one, sharding in zip(self.about, self._rest, strict=True)
+        ]
+        return thetas, outer, outer
+
+    def results(self) -> tuple[list[Tree], ...]:
+        """Abstract results: what takes the place of the arguments."""
+        return self.arguments()
+
+    def lower(self) -> jax.stages.Lowered:
+        """The meeting lowered for its mesh, which need not be here."""
+        arguments = self.arguments()
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
+        return jax.jit(
+            self.function, donate_argnums=(0, 1, 2), in_shardings=shardings, out_shardings=shardings
+        ).lower(*arguments)
+
+    def function(
+        self, thetas: list[jax.Array], outer: list[jax.Array], momentum: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """(parameters of all islands, outer parameters, momentum) -> the same after the meeting."""
+        sharded = [NamedSharding(self.mesh, s.spec) for s in self._sharded]
+        rows = [one.rows for one in self.about]
+        thetas_taken = taken(self.mesh, thetas, self._rest, rows)
+        mine = [mesh_held(one, s) for one, s in zip(thetas_taken, sharded, strict=True)]
+        alike = [one.spec for one in self._outer] if self.exchange.keeps else []
+        specs = ([one.spec for one in sharded], alike, alike)
+        after, outer, momentum = jax.shard_map(
+            self._updated, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
+        )(mine, outer, momentum)
+        back = [mesh_held(one, rest) for one, rest in zip(after, self._rest, strict=True)]
+        return put(self.mesh, thetas, back, self._rest, rows), outer, momentum
+
+    def __call__(
+        self, thetas: list[jax.Array], outer: list[jax.Array], momentum: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """Does the meeting; donates all that it is given, see `function`."""
+        return self._compiled(thetas, outer, momentum)
+
+    def prepare(self) -> None:
+        """Compiles it, if that has not been done."""
+        _ = self._compiled
+
+    @cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+    @cached_property
+    def _rest(self) -> list[NamedSharding]:
+        """Of the stacked parameters, as they rest."""
+        return [_stacked_of(one.leaf, self.mesh) for one in self.about]
+
+    @cached_property
+    def _sharded(self) -> list[NamedSharding]:
+        """Of the stacked parameters, sharded as optimizer state is."""
+        return [stacked_sharding(one.state, self.mesh) for one in self.about]
+
+    @cached_property
+    def _outer(self) -> list[NamedSharding]:
+        """Of what is outer: alike on all islands."""
+        return [NamedSharding(self.mesh, one.state.spec) for one in self.about]
+
+    def _updated(
+        self, thetas: Shards, outer: Shards, momentum: Shards
+    ) -> tuple[Shards, Shards, Shards]:
+        """The meeting on one device."""
+        rows = [one.rows for one in self.about]
+        kept = rows if self.exchange.keeps else []
+        mine = [
+            theta.astype(jnp.float32).reshape(theta.shape if one.leaf.ndim else ())
+            for one, theta in zip(self.about, thetas, strict=True)
+        ]
+        after, *news = update_of(self.exchange, self.number)(
+            mine, rows_of(kept, outer), rows_of(kept, momentum)
+        )
+        back = [
+            new.astype(theta.dtype).reshape(theta.shape)
+            for new, theta in zip(after, thetas, strict=True)
+        ]
+        return (
+            back,
+            with_rows(kept, outer, news[0]),
+            with_rows(kept, momentum, news[1]),
+        )
+
+
+def _stacked_of(leaf: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return stacked_sharding(leaf.sharding, mesh)
+
+
+# --------------------------------------------------------------------------------------------------
+# The meetings of islands, as their plan has them.
+
+
+def meetings_of(
+    exchange: Meets, program: Program, mesh: Mesh | AbstractMesh
+) -> tuple[Meeting, ...]:
+    """All meetings that differ."""
+    return tuple(
+        Meeting(exchange=exchange, number=number, mesh=mesh, about=about)
+        for number, about in enumerate(shared_of(exchange, program))
+    )
+
+
+def shared_of(exchange: Meets, program: Program) -> list[list[Shared]]:
+    """The parameters of each meeting."""
+    trained = program.model.partition.trained(program.state.params)
+    leaves = jax.tree_util.tree_leaves_with_path(trained)
+    states = jax.tree.leaves(program.parts.params.state)
+    shared = {
+        path_text(path): Shared(place=place, leaf=leaf, state=state)
+        for place, ((path, leaf), state) in enumerate(zip(leaves, states, strict=True))
+    }
+    plan = program.plan
+    return [
+        [shared[part.parameter.path].of(part.rows) for part in fragment]
+        for fragment in fragments_of(plan.parameters, plan.mesh, exchange)
+    ]
+
+
+def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array]:
+    """The mean of the parameters of all islands, sharded as optimizer state is and alike on all
+    islands.
+    """
+    mesh = meeting.mesh
+    stacks = [stacked_sharding(one.state, mesh) for one in meeting.about]
+    alike = [NamedSharding(mesh, one.state.spec) for one in meeting.about]
+
+    def mean(mine: list[jax.Array]) -> list[jax.Array]:
+        return [
+            jax.lax.pmean(own.astype(jnp.float32), ISLAND.name).reshape(
+                own.shape if one.leaf.ndim else ()
+            )
+            for one, own in zip(meeting.about, mine, strict=True)
+        ]
+
+    def function(thetas: list[jax.Array]) -> list[jax.Array]:
+        return jax.shard_map(
+            mean,
+            mesh=mesh,
+            in_specs=([one.spec for one in stacks],),
+            out_specs=[one.spec for one in alike],
+            check_vma=False,
+        )([mesh_held(theta, own) for theta, own in zip(thetas, stacks, strict=True)])
+
+    return jax.jit(function)(thetas)
+
+
+def replaced(arrays: list[jax.Array], places: list[int], new: list[jax.Array]) -> list[jax.Array]:
+    """Arrays with others in some places."""
+    changed = dict(zip(places, new, strict=True))
+    return [changed.get(place, array) for place, array in enumerate(arrays)]

@@ -1,0 +1,800 @@
+"""The user's loss with the plan's layouts in it: constraints, custom calls replaced, remat, and
+contributions of batch shards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardlib.annotation.names import Model, PureLoss
+from shardlib.annotation.trees import Tree
+from shardlib.errors import BatchError, PlanError
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import Graph, Op, Parameter, Place, Problem
+from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.lowering.contractions import Interleaving, Orders, Reshaped, Sizes, Taken
+from shardlib.lowering.mesh import ParameterShardings
+from shardlib.lowering.placing import Placements, Placing
+from shardlib.lowering.uses import LossJaxpr, LossReading, operands, stacked_parameters, trace_loss
+from shardlib.planner.layouts import batch_layouts
+from shardlib.planner.plan import Plan
+from shardlib.planner.workload import names_of_classes
+from shardlib.propagation.colours import Colouring, colour
+from shardlib.propagation.contractions import followed_layouts, placements
+from shardlib.rules import Rules
+from shardlib.tracing.jaxpr_to_graph import graph_from_program
+from shardlib.tracing.program import (
+    CUSTOM,
+    REMAT,
+    Equation,
+    Program,
+    callee,
+    find_repeats,
+    flatten,
+    has_matmul,
+    with_frozen,
+)
+from shardlib.tracing.rewriting import Walk, as_array, evaluate_program
+from shardlib.tracing.trace import describe_batch, named
+
+# --------------------------------------------------------------------------------------------------
+# Paths of the equations of a loss, by what lowering can do with them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class EquationPaths:
+    """Paths of equations.
+
+    Attributes:
+        run: those that are run one by one.
+        closed: those that have results and gradients of their own making: custom gradients and
+            custom calls; also what they call.
+    """
+
+    run: frozenset[str]
+    closed: frozenset[str]
+
+    @staticmethod
+    def of(program: Program) -> EquationPaths:
+        """Walks a program and the bodies that the interpreter walks."""
+        run, closed = set[str](), set[str]()
+        for equation in _equations(program):
+            if (
+                equation.call is not None
+                or equation.name == "custom_vjp_call"
+                or equation.name == "custom_vjp_call_jaxpr"
+            ):
+                closed.add(equation.path)
+            elif equation.name not in CUSTOM:
+                run.add(equation.path)
+        return EquationPaths(run=frozenset(run), closed=frozenset(closed))
+
+    def is_closed(self, path: str) -> bool:
+        """Whether an op belongs to something closed."""
+        parts = path.split("/")
+        return any("/".join(parts[:end]) in self.closed for end in range(1, len(parts) + 1))
+
+
+def _equations(program: Program) -> Iterator[Equation]:
+    """The equations of a program and of its loops, branches and rematerialised layers."""
+    for equation in program.equations:
+        yield equation
+        if equation.name == "scan":
+            yield from _equations(
+                flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+            )
+        elif equation.name == "while":
+            for word in ("cond", "body"):
+                yield from _equations(
+                    flatten(
+                        equation.params[f"{word}_jaxpr"], f"{equation.path}/{word}/", equation.scope
+                    )
+                )
+        elif equation.name == "cond":
+            for number, branch in enumerate(equation.params["branches"]):
+                yield from _equations(
+                    flatten(branch, f"{equation.path}/branch{number}/", equation.scope)
+                )
+        elif equation.name in REMAT:
+            yield from _equations(
+                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# How is a loss laid out that is evaluated on another number of rows than a step is compiled for,
+# or that is another loss?
+#
+# The plan says how parameters rest and which mesh axes shard which logical axes. The loss is
+# traced for the rows at hand, its values get the colours of the plan through the parameters and
+# the batch that they are made of, and the plan's rules lay them out. Where the rows do not divide
+# over all axes that shard the batch, those that divide the most ways do.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """A loss for certain rows, and the layouts of its values.
+
+    Attributes:
+        traced: the loss.
+        placements: of activations.
+        batch: of every array of the batch, by path.
+        axes: logical axes of every array of the batch, by path.
+        plan: the plan, as it is carried out for these rows.
+        findings: what the user should know.
+    """
+
+    traced: LossJaxpr
+    placements: Placements
+    batch: tuple[tuple[str, Layout], ...]
+    axes: Mapping[str, LogicalAxes]
+    plan: Plan
+    findings: tuple[Finding, ...]
+
+
+def laid_out_for(
+    plan: Plan,
+    model: Model,
+    loss: PureLoss,
+    batch: Tree,
+    batch_axes: Tree,
+    axes_by_path: Mapping[str, LogicalAxes],
+) -> LaidOut:
+    """Traces a loss and lays it out.
+
+    Args:
+        batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
+            else by convention.
+    """
+    described = _described(batch, batch_axes, axes_by_path)
+    if not described or any(
+        shape[axes.index("batch") if "batch" in axes else 0] == 0
+        for _, shape, _, axes in described
+        if shape
+    ):
+        raise BatchError(
+            "a batch to evaluate has no rows:"
+            f" {', '.join(f'{path} {list(shape)}' for path, shape, *_ in described) or 'no arrays'}"
+            "\nTry: at least one row"
+        )
+    traced = trace_loss(loss, model.params, model.state, batch, what="an evaluation of")
+    program = traced.program
+    inputs = [(path or "params", "parameter") for path, _ in named(model.params, "")]
+    count = len(inputs)
+    inputs += [(path, "state") for path, _ in named(model.state, "state")] + [
+        (path, "batch") for path, _ in named(batch, "batch")
+    ]
+    graph = graph_from_program(program, inputs)
+    problem = Problem(
+        model=model.name,
+        forward=graph,
+        steps={},
+        parameters=_coloured(plan),
+        batch=described,
+        state_bytes=0,
+        tokens=0,
+        compute_dtype="float32",
+    )
+    colouring = colour(problem)
+    rules, findings = _divided(plan.rules, colouring, described, plan.mesh)
+    layouts = placements(
+        graph,
+        colouring.forward,
+        rules,
+        plan.mesh,
+        colouring.batch_colour,
+        operands(traced.read(count).calls),
+    )
+    if findings and plan.experts != "none":
+        plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())
+    return LaidOut(
+        traced=traced,
+        placements=layouts,
+        batch=batch_layouts(problem, colouring.batch, plan.mesh, rules),
+        axes={path: axes for path, _, _, axes in described},
+        plan=plan,
+        findings=findings,
+    )
+
+
+def _described(
+    batch: Tree, batch_axes: Tree, axes_by_path: Mapping[str, LogicalAxes]
+) -> tuple[Any, ...]:
+    if batch_axes is not None:
+        return describe_batch(batch, batch_axes)
+    leaves = named(batch, "batch")
+    if all(
+        len(axes_by_path.get(path, ())) == len(leaf.shape)
+        and (path in axes_by_path or not leaf.shape)
+        for path, leaf in leaves
+    ):
+        return tuple(
+            (path, tuple(leaf.shape), leaf.dtype.name, tuple(axes_by_path.get(path, ())))
+            for path, leaf in leaves
+        )
+    return describe_batch(batch)
+
+
+def _coloured(plan: Plan) -> tuple[Parameter, ...]:
+    """The parameters under the names that the plan's rules have for their dims."""
+    return tuple(
+        Parameter(
+            path=parameter.path,
+            shape=parameter.shape,
+            dtype=parameter.dtype,
+            axes=parameter.colours
+            if len(parameter.colours) == len(parameter.shape)
+            else (None,) * len(parameter.shape),
+            state_bytes_per_element=0.0,
+            state_arrays=0,
+        )
+        for parameter in plan.parameters
+    )
+
+
+def _divided(
+    rules: Rules, colouring: Colouring, described: tuple[Any, ...], mesh: MeshShape
+) -> tuple[Rules, tuple[Finding, ...]]:
+    """The rules, where the batch is sharded over as many devices as its rows divide over; a finding
+    where that is not all.
+    """
+    name = colouring.batch_colour
+    rows = math.gcd(
+        *(
+            shape[dim]
+            for path, shape, _, _ in described
+            for dim, colour in enumerate(colouring.batch[path])
+            if name is not None and colour == name
+        )
+    )
+    rows = rows or 1  # a single row has no colour
+    batch_names = {name, "batch"} if name is not None else {"batch"}
+    fewer: dict[tuple[str, ...], tuple[str, ...]] = {}
+    entries: list[tuple[str, tuple[str, ...]]] = []
+    for logical, axes in rules.entries:
+        if logical in batch_names:
+            dividing = _most(tuple(axis for axis in axes if axis in mesh), rows, mesh)
+            if mesh.ways(dividing) < mesh.ways(tuple(axis for axis in axes if axis in mesh)):
+                fewer[axes] = dividing
+            entries.append((logical, dividing))
+        else:
+            entries.append((logical, axes))
+    if not fewer:
+        return rules, ()
+    axes, kept_axes = max(fewer.items(), key=lambda item: len(item[0]))
+    finding = Finding(
+        code="evaluation-replicated",
+        severity="info",
+        where=f"{rows} rows",
+        message=(
+            f"{rows} rows do not divide over {'·'.join(axes)}"
+            f" ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are"
+            f" {'sharded over ' + '·'.join(kept_axes) + ' alone' if kept_axes else 'replicated'},"
+            " and the devices along the rest compute the same."
+        ),
+        hint="rows that divide",
+    )
+    return Rules(tuple(entries)), (finding,)
+
+
+def _most(axes: tuple[str, ...], rows: int, mesh: MeshShape) -> tuple[str, ...]:
+    """Those of some axes that divide the rows the most ways; of equals, the first."""
+    subsets = [
+        subset
+        for count in range(len(axes), -1, -1)
+        for subset in itertools.combinations(axes, count)
+        if rows % mesh.ways(subset) == 0
+    ]
+    return max(subsets, key=mesh.ways)
+
+
+def _experts_as_written() -> Finding:
+    return Finding(
+        code="experts-as-written",
+        severity="info",
+        where="experts=none",
+        message=(
+            "rows that do not divide over the devices are not exchanged between experts: these are"
+            " computed as the model is written."
+        ),
+    )
+
+
+def abstract_batch(
+    batch: Tree, laid_out: LaidOut, shard: Callable[[Layout], NamedSharding]
+) -> Tree:
+    """A batch with the shardings that `shard` makes of its layouts.
+
+    Args:
+        shard: layout -> sharding.
+    """
+    layouts = [layout for _, layout in laid_out.batch]
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten(
+        [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shard(layout))
+            for leaf, layout in zip(leaves, layouts, strict=True)
+        ]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# In which layouts do the contractions of a loss run that is not the one that was planned?
+
+
+def followed(
+    plan: Plan,
+    traced: LossJaxpr,
+    order: Sequence[int],
+    states: int,
+    handed: Sequence[Layout] = (),
+) -> Placements:
+    """Layouts that are followed from the parameters and the batch on, where those of the plan have
+    no equations any more.
+    """
+    program = traced.program
+    ranks = [len(program.avals[number].shape) for number in program.inputs]
+    input_layouts = [plan.parameters[i].compute for i in order]
+    input_layouts += [
+        Layout.replicated(rank) for rank in ranks[len(input_layouts) : len(input_layouts) + states]
+    ]
+    input_layouts += [*(layout for _, layout in plan.batch_layouts), *handed]
+    inputs = [
+        layout if len(layout) == rank else Layout.replicated(rank)
+        for layout, rank in zip(input_layouts, ranks, strict=True)
+    ]
+    return followed_layouts(
+        graph_from_program(program, [("", "internal")] * len(ranks)), inputs, plan.mesh
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Which ops of a program run otherwise where its fused dims are interleaved?
+#
+# Read from the graph of the loss and a plan: the fused dims that the tensor axis shards
+# (`shardlib.propagation.colours`), the ops that take them apart, and the ops that do not treat all
+# positions alike, whose operands are put in the model's order before and whose results are
+# interleaved after (`shardlib.lowering.contractions`). A fused dim that something reads that
+# lowering has no hand on (a custom gradient, a custom call, a result of the loss) stays in the
+# model's order everywhere, and is a finding.
+
+#: Fused dims of one colour and with the same pieces; what is said of one is said of all.
+Group = tuple[str, Sizes]
+
+
+def interleaving(
+    graph: Graph,
+    pieces: Mapping[tuple[int, int], Sizes],
+    names: tuple[LogicalAxes, ...],
+    plan: Plan,
+    program: Program,
+    parameters: int,
+) -> Interleaving:
+    """What a loss does otherwise under a plan."""
+    shards = plan.mesh["tensor"]
+    cut = {
+        (value, dim): (name, sizes)
+        for (value, dim), sizes in pieces.items()
+        if (name := names[value][dim]) is not None and "tensor" in plan.rules.axes_of(name)
+    }
+    groups = {
+        group
+        for group in cut.values()
+        if shards > 1 and not any(size % shards for size in group[1])
+    }
+    if plan.mesh["stage"] > 1:
+        return Interleaving(findings=tuple(map(_finding, sorted(groups))))
+    left: set[Group] = set()
+    paths, stacked = EquationPaths.of(program), stacked_parameters(program, parameters)
+    while groups:
+        reading = _Reading(
+            graph=graph,
+            dims={place: group for place, group in cut.items() if group in groups},
+            where=paths,
+            stacked=stacked,
+            parameters=parameters,
+        )
+        result = reading.read()
+        if not reading.refused:
+            return replace(result, ways=shards, findings=tuple(map(_finding, sorted(left))))
+        groups -= reading.refused
+        left |= reading.refused
+    return Interleaving(findings=tuple(map(_finding, sorted(left))))
+
+
+def _finding(group: Group) -> Finding:
+    name, sizes = group
+    return Finding(
+        code="fused-in-order",
+        severity="warning",
+        where=name,
+        message=(
+            f"a dim of {len(sizes)} pieces ({' + '.join(map(str, sizes))}) is sharded over tensor"
+            " as a whole and not piece by piece: the plan has stages, or a custom gradient, a"
+            " custom call, a loop or a result of the loss reads it. What takes it apart"
+            " gathers activations, which the estimate does not count."
+        ),
+        hint="split it before that, or make its pieces parameters of their own",
+    )
+
+
+@dataclass(kw_only=True)
+class _Reading:
+    """One reading of a graph.
+
+    Attributes:
+        graph: of the loss.
+        dims: fused dims that are interleaved, by (value, dim).
+        where: paths of equations.
+        stacked: path of a slice -> number of the stacked parameter.
+        parameters: how many inputs are parameters.
+        refused: groups that cannot be interleaved.
+    """
+
+    graph: Graph
+    dims: Mapping[tuple[int, int], Group]
+    where: EquationPaths
+    stacked: Mapping[str, int]
+    parameters: int
+    refused: set[Group] = field(default_factory=set)
+
+    def read(self) -> Interleaving:
+        """What is done otherwise; `refused` gains what cannot be."""
+        graph = self.graph
+        leaves = graph.inputs[: self.parameters]
+        taken = {
+            value: number
+            for number, value in enumerate(leaves)
+            if graph.values[value].role == "parameter" and number not in self.stacked.values()
+        }
+        stored = {value for value in graph.inputs if value not in taken} | {
+            value for value, described in enumerate(graph.values) if described.role == "constant"
+        }
+        slices: dict[str, Orders] = {}
+        special: dict[str, Taken | Reshaped] = {}
+        operands: dict[str, dict[int, dict[int, tuple[Sizes, bool]]]] = {}
+        results: dict[tuple[str, int], Orders] = {}
+        for op in graph.ops:
+            if not any(self._orders(value) for value in (*op.operands, *op.results)):
+                continue
+            if op.kind == "enter" and op.path in self.stacked:
+                slices[op.path] = self._orders(op.results[0])
+                continue
+            fresh = {
+                position: dict(orders)
+                for position, value in enumerate(op.operands)
+                if value in stored and (orders := self._orders(value))
+            }
+            if op.category == "boundary":
+                self._refuse(op, fresh)
+                continue
+            replacement, uneven = self._special(op), self._uneven(op)
+            if self.where.is_closed(op.path) or (
+                (replacement or uneven or fresh) and op.path not in self.where.run
+            ):
+                self._refuse(op, range(len(op.operands)), True)
+                continue
+            if replacement is not None:
+                special[op.path] = replacement
+                uneven = {place for place in uneven if not self._handled(op, replacement, place)}
+            turned: dict[int, dict[int, tuple[Sizes, bool]]] = defaultdict(dict)
+            for operand_position, orders in fresh.items():
+                turned[operand_position] = {
+                    dim: (sizes, True)
+                    for dim, sizes in orders.items()
+                    if (False, operand_position, dim) not in uneven
+                }
+            for result, position, dim in uneven:
+                sizes = self._orders(op.value(result, position))[dim]
+                if result:
+                    results[op.path, position] = {
+                        **results.get((op.path, position), {}),
+                        dim: sizes,
+                    }
+                elif op.operands[position] not in stored:
+                    turned[position][dim] = (sizes, False)
+            if any(turned.values()):
+                operands[op.path] = dict(turned)
+        for value in graph.outputs:
+            self.refused |= {self.dims[value, dim] for dim in self._orders(value)}
+        return Interleaving(
+            parameters={
+                number: orders for value, number in taken.items() if (orders := self._orders(value))
+            },
+            slices=slices,
+            special=special,
+            operands=operands,
+            results=results,
+        )
+
+    def _orders(self, value: int) -> Orders:
+        return {
+            dim: self.dims[value, dim][1]
+            for dim in range(len(self.graph.values[value].shape))
+            if (value, dim) in self.dims
+        }
+
+    def _refuse(self, op: Op, operands: Iterable[int], results: bool = False) -> None:
+        for value in (
+            *(op.operands[position] for position in operands),
+            *(op.results if results else ()),
+        ):
+            self.refused |= {self.dims[value, dim] for dim in self._orders(value)}
+
+    def _formed(self, op: Op) -> Mapping[Place, Sizes]:
+        places = ((place, (op.value(place[0], place[1]), place[2])) for place, _ in op.rule.dims())
+        return {place: self.dims[dim][1] for place, dim in places if dim in self.dims}
+
+    def _special(self, op: Op) -> Taken | Reshaped | None:
+        formed = self._formed(op)
+        windows = op.rule.windows
+        if (
+            windows
+            and windows[0].long in formed
+            and op.kind in ("split", "slice", "concatenate", "pad")
+        ):
+            return Taken(dim=windows[0].long[2], sizes=formed[windows[0].long], windows=windows)
+        if op.kind != "reshape" or not op.rule.outer:
+            return None
+        counting = [
+            (place, formed[place])
+            for place, dim in op.rule.dims()
+            if place in formed and dim[0] in op.rule.outer
+        ]
+        if (
+            len(counting) == 1
+            and len(set(counting[0][1])) == 1
+            and len(counting[0][1]) == op.rule.sizes[next(iter(op.rule.outer))]
+        ):
+            (result, _, dim), sizes = counting[0]
+            return Reshaped(dim=dim, sizes=sizes, apart=not result)
+        return None
+
+    @staticmethod
+    def _handled(op: Op, replacement: Taken | Reshaped, place: Place) -> bool:
+        return (
+            place == op.rule.windows[0].long
+            if isinstance(replacement, Taken)
+            else place == (not replacement.apart, 0, replacement.dim)
+        )
+
+    def _uneven(self, op: Op) -> set[Place]:
+        """Interleaved dims that the op does not treat position by position with all others that
+        share their index.
+        """
+        formed, rule = self._formed(op), op.rule
+        dims = dict(rule.dims())
+        scaled = {
+            place: _scaled(sizes, math.prod(rule.sizes[factor] for factor in dims[place][1:]))
+            for place, sizes in formed.items()
+        }
+
+        def even(place: Place) -> bool:
+            factor, sizes = dims[place][0], scaled[place]
+            shared = [(neighbour, dim) for neighbour, dim in dims.items() if factor in dim]
+            return (
+                bool(sizes)
+                and factor not in rule.whole
+                and all(
+                    dim[0] == factor and scaled.get(neighbour) == sizes for neighbour, dim in shared
+                )
+                and _alike(op, [neighbour for neighbour, _ in shared], factor)
+            )
+
+        return {place for place in formed if not even(place)}
+
+
+def _scaled(sizes: Sizes, inner: int) -> Sizes:
+    """Pieces of the major factor of a dim; () where the minor ones are in shards, too."""
+    return () if any(size % inner for size in sizes) else tuple(size // inner for size in sizes)
+
+
+def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
+    """Whether an op treats all positions of a factor alike: what looks positions up, and what makes
+    them from their number, does not.
+    """
+    read, written = (
+        sum(not result for result, _, _ in shared),
+        sum(result for result, _, _ in shared),
+    )
+    if op.category in ("gather", "scatter"):
+        return written > 0 and read > (op.category == "scatter")
+    if not written:
+        return factor in op.rule.summed and op.category in ("matmul", "convolution", "reduction")
+    return read > 0 or op.kind == "broadcast_in_dim"
+
+
+# --------------------------------------------------------------------------------------------------
+# Which layers of a loss recompute, where a plan does not say the same of all of them?
+#
+# A plan names layer groups by what the paths of their parameters begin with, as planning does.
+# Here the loops of the traced loss, and layers that are written out, are found under the same
+# names.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Layers of one class in a traced loss.
+
+    Attributes:
+        path: of their loop, or of the first equation of layers that are written out.
+        count: how many there are.
+        parameters: which they use.
+    """
+
+    path: str
+    count: int
+    parameters: frozenset[int]
+
+
+def apart(
+    plan: Plan, program: Program, loss: LossReading, paths: Sequence[str]
+) -> Mapping[str, tuple[str, int]]:
+    """Policy, and the number of layers that follow it, of all layers by their path; empty where all
+    follow `plan.remat`. With stages, the numbers are of the fullest stage.
+    """
+    if not plan.remat_layers and not plan.remat_classes:
+        return {}
+    groups = layers(program, loss)
+    if not plan.remat_classes:
+        here = [fullest_stage(plan, group.count) for group in groups]
+        share = plan.remat_layers / sum(here)
+        return {
+            group.path: (plan.remat, math.ceil(share * count - 1e-9))
+            for group, count in zip(groups, here, strict=True)
+        }
+    names = names_of_classes([[paths[i] for i in sorted(group.parameters)] for group in groups])
+    classes = {name: (policy, count) for name, policy, count in plan.remat_classes}
+    lost = sorted(classes.keys() ^ set(names))
+    if lost:
+        raise PlanError(
+            f"the plan rematerialises by layer group ({', '.join(classes)}), and the loss of"
+            f" {plan.model} has the classes {', '.join(names) or 'none'}\nTry: another plan for"
+            " this model, or one policy for all layers: remat"
+        )
+    return {group.path: classes[name] for group, name in zip(groups, names, strict=True)}
+
+
+def fullest_stage(plan: Plan, count: int) -> int:
+    """How many of a number of layers the stage has that has the most; all where there are none."""
+    virtual = plan.virtual_stages if plan.mesh["stage"] > 1 else 1
+    return virtual * math.ceil(count / (plan.mesh["stage"] * virtual))
+
+
+def layers(program: Program, loss: LossReading) -> list[Layers]:
+    """The layers of a loss, by loop and by stretch of repeated equations, in their order."""
+    groups: list[Layers] = []
+    reads: dict[str, set[int]] = {}
+    for step in loss.steps:
+        if step.program is loss.program:
+            reads.setdefault(step.equation.path, set()).update(
+                view.parameter for view in step.views if view is not None
+            )
+    runs = {program.equations[run.start].path: run for run in find_repeats(program)}
+    inside = {
+        equation.path
+        for run in runs.values()
+        for equation in program.equations[run.start : run.stop]
+    }
+    for equation in program.equations:
+        if equation.path in runs:
+            run = runs[equation.path]
+            used = frozenset(
+                i
+                for inner in program.equations[run.start : run.stop]
+                for i in reads.get(inner.path, ())
+            )
+            groups.append(Layers(path=equation.path, count=run.count, parameters=used))
+        elif equation.name == "scan" and equation.path not in inside and has_matmul(equation.eqn):
+            groups.append(
+                Layers(
+                    path=equation.path,
+                    count=equation.params["length"],
+                    parameters=frozenset(reads.get(equation.path, ())),
+                )
+            )
+    return [group for group in groups if group.parameters]
+
+
+# --------------------------------------------------------------------------------------------------
+# How does the user's loss become a loss with the plan's layouts in it?
+#
+# The loss is traced once for the shapes of one microbatch, under the plan's mesh, so that
+# annotations of the user's own keep their meaning; then it is evaluated again with a constraint on
+# every value that the plan places. The gradient of a parameter is laid out for the optimizer where
+# it is made: of a stacked one inside the scan, layer by layer.
+#
+# Parameters that are stored sharded (ZeRO 3) are gathered by the operations that use them, and
+# again in the backward pass, see `lowering/weights/gradients.py`.
+
+
+def placed_loss(
+    traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Walk] = lambda walk: walk
+) -> PureLoss:
+    """The traced loss with the plan's layouts and rematerialisation, as a function of stored
+    parameters; `change` has the last word on the walk.
+
+    Args:
+        change: walk -> walk, has the last word.
+
+    Returns:
+        (params, state, batch) -> (loss, (metrics, state)).
+    """
+    plan, program = (
+        placing.plan,
+        with_frozen(
+            traced.program,
+            [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained],
+        ),
+    )
+    policies = apart(plan, program, placing.loss, [plan.parameters[i].path for i in placing.order])
+    walk = change(
+        replace(
+            placing.walk(),
+            remat=plan.remat,
+            apart=policies,
+            offloaded="activations" in plan.offload,
+        )
+    )
+
+    def loss(params: Tree, state: Tree, batch: Tree) -> Any:
+        arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]
+        results = zip(program.outputs, evaluate_program(program, arguments, walk), strict=True)
+        return jax.tree.unflatten(
+            traced.out_tree, [as_array(program, number, leaf) for number, leaf in results]
+        )
+
+    return loss
+
+
+@diagnostic
+def unused_loops(
+    traced: LossJaxpr,
+    plan: Plan,
+    mesh: Mesh | AbstractMesh,
+    params: ParameterShardings,
+    placements: Placements,
+) -> tuple[Finding, ...]:
+    """What the user should know when a plan has loops over the tensor axis, and the program
+    none.
+    """
+    if plan.collective_matmul != "loop" or (
+        plan.mesh["stage"] == 1
+        and Placing.of(traced, plan, mesh, params, placements).together(mesh)
+    ):
+        return ()
+    return (
+        Finding(
+            code="collective-matmul-unused",
+            severity="warning",
+            where="program",
+            message=(
+                "collective_matmul='loop' changes nothing: the program has no matmul of a weight"
+                " that gathers or scatters the sequence over tensor, or it has stages"
+            ),
+            hint="a mesh with tensor and without stages, and sequence_parallel=True",
+        ),
+    )
+
+
+def lost_placements(count: int) -> Finding:
+    """What the user should know when the loss of a microbatch is another program than the loss of
+    the batch.
+    """
+    return Finding(
+        code="placements-lost",
+        severity="warning",
+        message=(
+            "the loss computes other operations on a microbatch than on the whole batch; "
+            f"{count} layouts of activations were left to the compiler."
+        ),
+        hint="pin microbatches to 1",
+    )

@@ -1,3 +1,0 @@
-"""What a microbatch contributes to the loss of the whole batch, and the program that computes
-it.
-"""

@@ -1,0 +1,608 @@
+"""The device mesh, shardings of every array on it, communication in manual regions, and the dtypes
+of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.annotation.names import Model
+from shardlib.annotation.trees import Partition, Tree, path_text
+from shardlib.errors import BatchError, LayoutError, ShardlibError, TopologyError, raise_all
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import STATE
+from shardlib.jax_types import KeyPath, Value
+from shardlib.layout import INNER_AXES, Layout, MeshShape
+from shardlib.machines.topology import device_order
+from shardlib.machines.topology import topology as parse_topology
+from shardlib.planner.plan import ParameterLayout, Plan
+from shardlib.processes.place import let_collectives_wait
+from shardlib.processes.values import idle_processes, processes_text
+
+# --------------------------------------------------------------------------------------------------
+# What a user should know of the devices that a program runs on.
+
+#: What JAX calls the devices of a chip's vendor.
+PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
+
+
+@diagnostic
+def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> tuple[Finding, ...]:
+    """A finding where JAX sees more devices than a mesh uses, or where whole processes own none of
+    them.
+    """
+    idle = seen - shape.devices
+    if not idle and not processes:
+        return ()
+    if not idle:
+        return (
+            Finding(
+                code="idle-devices",
+                severity="info",
+                where=str(shape),
+                message=(
+                    f"{processes_text(processes)} own{'s' * (len(processes) == 1)} no device of the"
+                    " mesh, and wait with the others in every step."
+                ),
+                hint="plan for a topology of all devices",
+            ),
+        )
+    return (
+        Finding(
+            code="idle-devices",
+            severity="warning",
+            where=str(shape),
+            message=(
+                f"the plan uses {shape.devices} of the {seen} devices that JAX sees; {idle} stay"
+                f" idle{', all of ' + processes_text(processes) if processes else ''}."
+            ),
+            hint="plan for a topology of all devices",
+        ),
+    )
+
+
+@diagnostic
+def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
+    """A finding where a program runs on devices of another kind than it was planned for.
+
+    Args:
+        topology: spelling of the one that the plan was made for; None where that is not known.
+    """
+    try:
+        chip = None if topology is None else parse_topology(topology).chip
+    except ShardlibError:  # a topology of the user's
+        return ()
+    if chip is None or platform in PLATFORMS[chip.vendor]:
+        return ()
+    return (
+        Finding(
+            code="other-machine",
+            severity="info",
+            where=topology or "",
+            message=(
+                f"the plan is for {chip.name} and the program runs on {platform} devices: predicted"
+                " times and memory are not those of this machine"
+            ),
+            hint="a topology of the devices that JAX sees, unless this is a rehearsal",
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Which device sits where in the mesh?
+#
+# The mesh has all six axes, sizes 1 included, all of them Auto: the compiler propagates layouts
+# from the constraints that the plan places. An axis that runs along several dims of a torus is
+# kept as its physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter on a torus goes along
+# one dim at a time (`lowering/weights/gradients.py`); everything that names a mesh axis goes
+# through `parts_of`.
+#
+# The device order follows the hardware, by `shardlib.machines.topology.device_order`, in planning,
+# verification and here: TPU devices are found by their coordinates, others by their numbers in
+# JAX's order, in which neighbours share the fastest link. A plan may lay its axes on the links in
+# another order than they have in the mesh (`axis_order`).
+
+T = TypeVar("T")
+
+#: Mesh axis -> sizes of its physical parts, the major one first.
+Parts = Mapping[str, tuple[int, ...]]
+
+
+def physical_parts(plan: Plan) -> Parts:
+    """The axes of a plan that run along several dims of which some belong to a torus."""
+    return {
+        axis: tuple(link.ways for link in links)
+        for axis, links in plan.placement
+        if len(links) > 1 and any(link.kind == "torus" for link in links)
+    }
+
+
+def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and sizes of the axes of a program's mesh.
+
+    >>> axis_names(MeshShape(fsdp=256), {"fsdp": (16, 16)})
+    (('stage', 'data', 'fsdp_0', 'fsdp_1', 'expert', 'context', 'tensor'), (1, 1, 16, 16, 1, 1, 1))
+
+    Args:
+        shape: sizes of the mesh axes.
+        parts: sizes of the physical parts of an axis, by its name.
+    """
+    pairs = [
+        (f"{axis}_{i}", size) for axis in INNER_AXES for i, size in enumerate(parts.get(axis, ()))
+    ]
+    undivided = {axis: ((axis, shape[axis]),) for axis in INNER_AXES if axis not in parts}
+    ordered = [
+        pair
+        for axis in INNER_AXES
+        for pair in undivided.get(axis, tuple(p for p in pairs if p[0].rpartition("_")[0] == axis))
+    ]
+    return tuple(name for name, _ in ordered), tuple(size for _, size in ordered)
+
+
+def parts_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """The names that mesh axes have in a program's mesh: themselves, or those of their parts, the
+    major one first.
+    """
+    return tuple(
+        name
+        for axis in axes
+        for name in mesh.axis_names
+        if name == axis or name.rpartition("_")[0] == axis
+    )
+
+
+def abstract_mesh(plan: Plan) -> AbstractMesh:
+    """The mesh of a plan without devices."""
+    names, sizes = axis_names(plan.mesh, physical_parts(plan))
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def device_mesh(
+    shape: MeshShape,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    topology: str | None = None,
+    order: tuple[str, ...] = (),
+    parts: Parts | None = None,
+) -> tuple[Mesh, tuple[Finding, ...]]:
+    """Builds the JAX mesh of a plan.
+
+    Args:
+        devices: exactly the devices to use; by default the first ones that JAX sees.
+    """
+    let_collectives_wait()
+    available = list(jax.devices() if devices is None else devices)
+    if devices is not None and len(available) != shape.devices:
+        raise TopologyError(
+            f"the mesh {shape} has {shape.devices} devices, argument `devices` gives"
+            f" {len(available)}\nTry: pass exactly the devices that the mesh uses"
+        )
+    if len(available) < shape.devices:
+        raise TopologyError(
+            f"the mesh {shape} needs {shape.devices} devices, JAX sees {len(available)}"
+            f" ({available[0].platform})\n"
+            f"Try: simulate them on the CPU: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={shape.devices}"
+            " in the environment, or "
+            f'jax.config.update("jax_num_cpu_devices", {shape.devices}) before JAX is first used'
+        )
+    names, sizes = axis_names(shape, parts or {})
+    ordered = _ordered(shape, available, topology, order)
+    findings = (
+        *idle_devices(shape, len(available), idle_processes(ordered.flat)),
+        *other_machine(topology, available[0].platform),
+    )
+    return Mesh(ordered.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)), findings
+
+
+def _ordered(
+    shape: MeshShape, devices: list[jax.Device], topology: str | None, order: tuple[str, ...]
+) -> np.ndarray:
+    """The devices in mesh order: those at the places of a plan, found by the coordinates that TPU
+    devices carry, others by their numbers.
+    """
+    first = np.array(devices[: shape.devices], dtype=object)
+    if len(first) == 1:
+        return first
+    if getattr(devices[0], "coords", None) is None:
+        numbers = _numbers(shape, topology, order)
+        if numbers is None:
+            return first
+        all_devices = np.array(devices, dtype=object)
+        return (
+            all_devices[numbers]
+            if numbers.max() < len(devices)
+            else first[np.argsort(np.argsort(numbers))]  # the devices of these places were given
+        )
+    by_place = {tpu_place(device): device for device in devices}
+    places = [] if topology is None else tpu_places(shape, topology, order)
+    if places and all(place in by_place for place in places):
+        return np.array([by_place[place] for place in places], dtype=object)
+    return _grid(tuple(shape[axis] for axis in INNER_AXES), list(first)).reshape(-1)
+
+
+def _numbers(shape: MeshShape, topology: str | None, order: tuple[str, ...]) -> np.ndarray | None:
+    """Numbers of the devices of a mesh, in mesh order; None where the topology is not known
+    here.
+    """
+    try:
+        parsed = None if topology is None else parse_topology(topology)
+    except ShardlibError:
+        return None
+    numbers = None if parsed is None else device_order(shape, parsed, order)
+    return None if numbers is None else numbers.reshape(-1)
+
+
+def tpu_place(device: jax.Device) -> tuple[int, ...]:
+    """(slice, coordinates, core on chip) of a TPU device."""
+    return (getattr(device, "slice_index", 0), *device.coords, device.core_on_chip)
+
+
+def tpu_places(
+    shape: MeshShape, topology: str, order: tuple[str, ...] = ()
+) -> list[tuple[int, ...]]:
+    """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or
+    is no TPU's.
+    """
+    try:
+        parsed = parse_topology(topology)
+    except ShardlibError:
+        return []
+    numbers = device_order(shape, parsed, order)
+    torus = [i for i, tier in enumerate(parsed.tiers) if tier.kind == "torus"]
+    if numbers is None or len(torus) != 1:
+        return []
+    dims = parsed.tiers[torus[0]].shape
+    slices = math.prod(tier.devices for tier in parsed.tiers[: torus[0]])
+    cores = math.prod(tier.devices for tier in parsed.tiers[torus[0] + 1 :])
+    coordinates = np.unravel_index(
+        numbers.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores)
+    )
+    return [tuple(int(i) for i in place) for place in zip(*coordinates, strict=True)]
+
+
+def _grid(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+    """The order that JAX gives TPU devices of a topology that is not known here."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    across = _across_slices(sizes, slices)
+    within = tuple(size // outer for size, outer in zip(sizes, across, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
+
+
+def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
+    """How many slices each mesh axis spans: the outermost axes take them.
+
+    >>> _across_slices((1, 2, 8, 1, 1, 4), 4)
+    (1, 2, 2, 1, 1, 1)
+    """
+    across: list[int] = []
+    left = slices
+    for size in sizes:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    if left > 1:
+        raise TopologyError(
+            f"mesh sizes {dict(zip(INNER_AXES, sizes, strict=True))} do not spread over {slices}"
+            " slices\nTry: give the data or stage axis a multiple of the number of slices"
+        )
+    return tuple(across)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memories of host and device, of values inside of a program.
+
+#: Memory of the host that devices read and write by themselves.
+HOST = "pinned_host"
+
+
+def in_host_memory(value: Value) -> bool:
+    """Whether a value is in memory of the host."""
+    return jax.typeof(value).memory_space == jax.memory.Space.Host
+
+
+def to_host_memory(value: Value) -> Value:
+    """The same value in memory of the host."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which parameter does an array of optimizer state belong to?
+
+
+def owned(path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The parameter that an array of optimizer state belongs to: its path ends the array's, and it
+    has the array's shape. None where there is none.
+    """
+    keys = path_text(path).split(".")
+    names = (".".join(keys[start:]) for start in range(len(keys)))  # the longest suffix first
+    return next((name for name in names if shapes.get(name) == tuple(leaf.shape)), None)
+
+
+def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
+    """Shapes of parameters, by path."""
+    return {
+        path_text(path): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Values of a traced function are pinned to shardings; on one device there is nothing to pin.
+
+
+def held(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A value held to a layout, inside a traced function; as it is where there is one device."""
+    if sharding.mesh.size == 1 and sharding.memory_kind != HOST:
+        return value
+    return jax.lax.with_sharding_constraint(value, sharding)
+
+
+def constrain(tree: Tree, shardings: Tree) -> Tree:
+    """Pins the layout of every leaf, inside a traced function."""
+    return jax.tree.map(held, tree, shardings)
+
+
+def moved(tree: Tree, before: Tree, after: Tree) -> Tree:
+    """Pins the leaves that change their layout; the others are laid out already."""
+    return jax.tree.map(
+        lambda leaf, old, new: leaf if old == new else held(leaf, new), tree, before, after
+    )
+
+
+def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """The identity, whose gradient comes back in a layout: that of a parameter laid out for the
+    optimizer, so that the compiler can reduce-scatter it.
+    """
+    if gradient.mesh.size == 1:
+        return lambda leaf: leaf
+
+    @jax.custom_vjp
+    def same(leaf: jax.Array) -> jax.Array:
+        return leaf
+
+    same.defvjp(
+        lambda leaf: (leaf, None),
+        lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),),
+    )
+    return same
+
+
+# --------------------------------------------------------------------------------------------------
+# Where does every array of the training state live, in JAX's words?
+#
+# Every leaf gets an explicit sharding: parameters and their optimizer state from the plan,
+# everything else whole on every device. Nothing is left to propagation, which under Auto axes
+# would put `optimizer.init` on one device.
+
+
+def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
+    """The JAX sharding of a layout."""
+    cuts = (parts_of(mesh, dim) for dim in layout)
+    return NamedSharding(
+        mesh,
+        PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in cuts)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterShardings:
+    """Four shardings for each parameter, as trees like the params.
+
+    Attributes:
+        compute: in use.
+        rest: between steps.
+        gradient: its gradient, as the optimizer reads it.
+        state: its optimizer state, and its update.
+    """
+
+    compute: Tree
+    rest: Tree
+    gradient: Tree
+    state: Tree
+
+    def of(self, partition: Partition) -> ParameterShardings:
+        """Those of the trained parameters alone."""
+        return ParameterShardings(
+            **{name: partition.trained(tree) for name, tree in vars(self).items()}
+        )
+
+
+def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> ParameterShardings:
+    """The shardings of a model's parameters under a plan."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
+    planned = {
+        parameter.path: parameter for parameter in plan.parameters if parameter.role != "updated"
+    }
+    shapes = {path_text(path): leaf.shape for path, leaf in leaves}
+    trained = dict(zip(shapes, model.partition.flags, strict=True))
+    failures = [
+        f"{path} is in the plan, not in the model" for path in planned if path not in shapes
+    ]
+    failures += [
+        f"{path} is in the model, not in the plan" for path in shapes if path not in planned
+    ]
+    failures += [
+        f"{path} has shape {shape}, the plan says {planned[path].shape}"
+        for path, shape in shapes.items()
+        if path in planned and planned[path].shape != tuple(shape)
+    ]
+    failures += [
+        f"{path} is {'trained' if flag else 'frozen'} in the model, not in the plan"
+        for path, flag in trained.items()
+        if path in planned and planned[path].trained != flag
+    ]
+    if failures:
+        raise_all(
+            LayoutError,
+            f"the plan is for another model than {model.name!r}",
+            failures,
+            hint="plan again for this model, and with the same wrt",
+        )
+    failures = [
+        f"{parameter.path}: {problem}"
+        for parameter in plan.parameters
+        for problem in _misfits(parameter, plan.mesh)
+    ]
+    if failures:
+        raise_all(
+            LayoutError,
+            f"layouts of the plan do not fit the mesh {plan.mesh}",
+            failures,
+            hint="choose mesh sizes that divide the dims, or leave the rule for these names out",
+        )
+
+    def tree(which: str) -> Tree:
+        return structure.unflatten(
+            [named_sharding(mesh, getattr(planned[path], which)) for path in shapes]
+        )
+
+    return ParameterShardings(
+        compute=tree("compute"), rest=tree("rest"), gradient=tree("gradient"), state=tree("state")
+    )
+
+
+def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
+    """The sharding of every array of model state: what the loss updates as the plan says,
+    everything else replicated. Stages replicate all of it.
+    """
+    planned = (
+        {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"}
+        if plan.mesh["stage"] == 1
+        else {}
+    )
+
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
+        parameter = planned.get(f"{STATE}.{path_text(path)}")
+        return named_sharding(
+            mesh,
+            Layout()
+            if parameter is None or parameter.shape != tuple(leaf.shape)
+            else parameter.rest,
+        )
+
+    return jax.tree_util.tree_map_with_path(cut, state)
+
+
+def _misfits(parameter: ParameterLayout, mesh: MeshShape) -> list[str]:
+    problems: dict[str, None] = {}
+    for layout in (parameter.compute, parameter.rest, parameter.gradient, parameter.state):
+        try:
+            layout.local_shape(parameter.shape, mesh)
+        except LayoutError as error:
+            problems[str(error)] = None
+    return list(problems)
+
+
+def optimizer_shardings(
+    opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh | AbstractMesh
+) -> tuple[Tree, tuple[Finding, ...]]:
+    """The sharding of every leaf of an optimizer's state.
+
+    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is
+    sharded like that parameter's state. Every other leaf (counts, factored moments) is whole on
+    every device.
+    """
+    shapes = shapes_of(params)
+    cuts = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
+    replicated = named_sharding(mesh, Layout())
+    unowned: list[str] = []
+
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
+        owner = owned(path, leaf, shapes)
+        if owner is None and leaf.size > 1:
+            unowned.append(f"{path_text(path)} {leaf.shape}")
+        return replicated if owner is None else cuts[owner]
+
+    tree = jax.tree_util.tree_map_with_path(cut, opt_state)
+    finding = Finding(
+        code="optimizer-state-whole",
+        severity="info",
+        where=", ".join(unowned[:8]),
+        message=(
+            f"{len(unowned)} arrays of the optimizer state have no parameter's shape and are whole"
+            " on every device."
+        ),
+    )
+    return tree, (finding,) if unowned else ()
+
+
+def batch_path(path: KeyPath) -> str:
+    """How plans and errors call an array of the batch: "batch.tokens", or "batch" where it is one
+    array.
+    """
+    return ".".join(filter(None, ("batch", path_text(path))))
+
+
+def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
+    """The sharding of every array of the batch, as a tree like it."""
+    layouts = dict(plan.batch_layouts)
+    failures: list[str] = []
+
+    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
+        text = batch_path(path)
+        layout = layouts.get(text)
+        if layout is None:
+            failures.append(
+                f"{text} is not in the plan; it has {', '.join(layouts) or 'no batch arrays'}"
+            )
+            return named_sharding(mesh, Layout())
+        try:
+            layout.local_shape(leaf.shape, plan.mesh)
+        except LayoutError as error:
+            failures.append(f"{text}: {error}")
+        return named_sharding(mesh, layout)
+
+    tree = jax.tree_util.tree_map_with_path(cut, batch)
+    if failures:
+        raise_all(BatchError, f"the batch does not fit the plan on the mesh {plan.mesh}", failures)
+    return tree
+
+
+def without_axes(parameter: ParameterLayout, axes: Collection[str]) -> ParameterLayout:
+    """The layouts of a parameter where some mesh axes shard nothing: in a region that is manual
+    over them, or on the devices of one stage.
+    """
+
+    def left(layout: Layout) -> Layout:
+        return Layout(*(tuple(axis for axis in dim if axis not in axes) for dim in layout))
+
+    return replace(
+        parameter,
+        compute=left(parameter.compute),
+        rest=left(parameter.rest),
+        gradient=left(parameter.gradient),
+        state=left(parameter.state),
+    )
+
+
+def with_shardings(tree: Tree, shardings: Tree) -> Tree:
+    """Abstract arrays that carry their shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def batch_dims(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, int | None]:
+    """For each array of the batch, the dim called "batch"; None where it has none."""
+    return {
+        path: names.index("batch") if "batch" in names else None for path, names in axes.items()
+    }
+
+
+def parameter_order(plan: Plan, params: Tree) -> list[int]:
+    """For every leaf of the params the position of its layout in the plan."""
+    position = {parameter.path: i for i, parameter in enumerate(plan.parameters)}
+    return [position[path_text(path)] for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -1,0 +1,1232 @@
+"""What both forms of a pipeline share: where a loss is partitioned, the chunk of a stage, gathered
+weights, embedding and head.
+
+What the layers of a stage save for their backward passes.
+
+A plan says how many layers of the fullest stage are rematerialised, of all or by layer group. In
+lockstep all chunks of all stages are one program, and as many layers of each are; with a program
+for each stage, chunks share that number, those before the others taking one more.
+
+>>> half = StageRemat(policy="full", count=3, layers=4, virtual=2)
+>>> half.alike.count, [half.of_chunk(*one).count for one in ((0, 2), (1, 2), (1, 1))]
+(2, [2, 1, 0])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib._jax_compat import scan_counts
+from shardlib.annotation.trees import Tree
+from shardlib.errors import PlanError
+from shardlib.jax_types import Index, Leaf, Value
+from shardlib.lowering.contractions import as_dtype
+from shardlib.lowering.gradients import DEFERRED, Deferred, deferred
+from shardlib.lowering.loss import apart, fullest_stage, layers
+from shardlib.lowering.placing import Placing
+from shardlib.lowering.uses import LossReading
+from shardlib.planner.plan import Plan
+from shardlib.tracing.folding import Split, split
+from shardlib.tracing.program import Equation, Program, flatten, has_matmul
+from shardlib.tracing.rewriting import (
+    LAYER_INPUT,
+    Labels,
+    Part,
+    Walk,
+    dependence,
+    evaluate_equations,
+    evaluate_program,
+    in_parts,
+    keeping,
+    needed,
+    rematerialised,
+)
+
+# --------------------------------------------------------------------------------------------------
+# The loop over layers of a traced loss, and what its operands are.
+#
+# The loop over layers is the scan that multiplies matrices; of several, one that takes slices of
+# parameters before one that takes none (as over time); of those the one with the most layers, the
+# last of equals. Every value of the loss is labelled with what it is made from (parameters, frozen
+# ones, model state, batch), and every operand of the loop gets a role:
+#
+#     weights      made from trained parameters, one slice a layer: sharded over the stages
+#     tables       made from frozen parameters or from nothing (flags and the like), one slice a
+#                  layer: sharded over the stages
+#     drawn        made from model state, or from keys of the batch, one slice a layer: random keys;
+#                  another value in every microbatch
+#     shared       made from trained parameters, the same for all layers
+#     activations  the loop's carry, and what is made from the batch (masks, positions, encoder
+#                  outputs): hops from stage to stage
+
+PARAMETERS, FROZEN, STATE, BATCH, KEY = "parameters", "frozen parameters", "state", "batch", "key"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """What the operands of the loop are, by position.
+
+    Attributes:
+        weights, tables, drawn: positions among the scanned operands.
+        shared, constant, activations: positions among the constant operands; `constant` are made
+            from frozen parameters or from nothing.
+    """
+
+    weights: tuple[int, ...]
+    tables: tuple[int, ...]
+    drawn: tuple[int, ...]
+    shared: tuple[int, ...]
+    constant: tuple[int, ...]
+    activations: tuple[int, ...]
+
+
+def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation:
+    """The scan over layers."""
+    loops = [
+        equation
+        for equation in program.equations
+        if equation.name == "scan" and has_matmul(equation.eqn)
+    ]
+    if not loops:
+        names = (
+            ", ".join(
+                dict.fromkeys(
+                    equation.name for equation in program.equations if has_matmul(equation.eqn)
+                )
+            )
+            or "none"
+        )
+        raise PlanError(
+            "a pipeline needs layers that repeat, and the loss has none at its top level;"
+            f" operations that multiply matrices: {names}\nTry: layers under one jax.lax.scan"
+            " (nnx.vmap over the constructor, or nn.scan in Linen), or equal layers one after"
+            " another; or a plan without stages"
+        )
+
+    def rank(loop: Equation) -> tuple[bool, int]:
+        sliced = [labels[number] for number in loop.inputs[sum(scan_counts(loop.params)) :]]
+        over_layers = any(PARAMETERS in origins and BATCH not in origins for origins in sliced)
+        return over_layers, loop.params["length"]
+
+    return max(reversed(loops), key=rank)
+
+
+def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int]) -> Roles:
+    """What the operands of the loop over layers are."""
+    constants, carried = scan_counts(loop.params)
+    scanned = {
+        k: _role(number, labels[number], alone, k, loop)
+        for k, number in enumerate(loop.inputs[constants + carried :])
+    }
+    fixed = {
+        k: "shared" if PARAMETERS in labels[number] else "constant"
+        for k, number in enumerate(loop.inputs[:constants])
+        if number in alone
+    }
+
+    def with_role(roles: Mapping[int, str], role: str) -> tuple[int, ...]:
+        return tuple(k for k, assigned in roles.items() if assigned == role)
+
+    return Roles(
+        weights=with_role(scanned, "weights"),
+        tables=with_role(scanned, "tables"),
+        drawn=with_role(scanned, "drawn"),
+        shared=with_role(fixed, "shared"),
+        constant=with_role(fixed, "constant"),
+        activations=tuple(k for k in range(constants) if k not in fixed),
+    )
+
+
+def _role(
+    number: int, origins: Labels, alone: Collection[int], position: int, loop: Equation
+) -> str:
+    if number not in alone and not origins <= {STATE, KEY}:
+        raise PlanError(
+            f"the loop over layers at {loop.scope or loop.path} takes a slice of something made"
+            f" from the batch for every layer (operand {position}); a pipeline hands the same"
+            " values to all its stages\nTry: pass it to the layers whole, or a plan without stages"
+        )
+    if loop.params["reverse"]:
+        raise PlanError(
+            "the loop over layers runs from the last to the first, and stages take layers from the"
+            " first to the last\nTry: reverse the stack of parameters instead"
+        )
+    return "drawn" if number not in alone else "weights" if PARAMETERS in origins else "tables"
+
+
+# --------------------------------------------------------------------------------------------------
+# Where does a traced loss fall apart into what comes before the layers, the layers, and what comes
+# after them?
+#
+# The loop over layers, and what its operands are, stands in `shardlib.lowering.pipeline.layers`.
+# What travels hops from stage to stage; stacked results of the layers that the rest of the loss
+# reads travel too, in a buffer that every stage writes its layers' slices into.
+
+#: Arrays in some order.
+Arrays = list[Any]
+#: Arrays by number of the value in the traced loss.
+Values = dict[int, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A loss around its loop over layers. Values are numbers of `program`.
+
+    Attributes:
+        program: the loss over the leaves of (params, state, batch).
+        loop: the scan over layers.
+        layers: number of layers.
+        labels: what each value is made from.
+        roles: what the operands of the loop are.
+        exits: positions among the stacked results of the loop that are read after it.
+        once: equations that need parameters alone, done once a step.
+        kept: values made from parameters, or from nothing, that the rest reads.
+        before: equations of a microbatch that the loop needs.
+        after: equations of a microbatch that loss and metrics need, those of `before` that they
+            read included; the loop is in neither.
+        results: values of loss and metrics.
+        state: values of the model state after the step.
+    """
+
+    program: Program
+    loop: Equation
+    layers: int
+    labels: Mapping[int, Labels]
+    roles: Roles
+    exits: tuple[int, ...]
+    once: tuple[Equation, ...]
+    kept: tuple[int, ...]
+    before: tuple[Equation, ...]
+    after: tuple[Equation, ...]
+    results: tuple[int, ...]
+    state: tuple[int, ...]
+
+    @property
+    def frozen_tables(self) -> tuple[int, ...]:
+        """Those of `Roles.tables` that are made from frozen parameters."""
+        return tuple(k for k in self.roles.tables if self.labels[self.scanned[k]])
+
+    @property
+    def constants(self) -> tuple[int, ...]:
+        """Constant operands of the loop."""
+        return self.loop.inputs[: scan_counts(self.loop.params)[0]]
+
+    @property
+    def carry(self) -> tuple[int, ...]:
+        """Initial carry of the loop."""
+        constants, carried = scan_counts(self.loop.params)
+        return self.loop.inputs[constants : constants + carried]
+
+    @property
+    def scanned(self) -> tuple[int, ...]:
+        """Scanned operands of the loop."""
+        return self.loop.inputs[sum(scan_counts(self.loop.params)) :]
+
+    @property
+    def entering(self) -> tuple[int, ...]:
+        """Values that enter the first stage: the carry, then what travels with it."""
+        return (*self.carry, *(self.constants[k] for k in self.roles.activations))
+
+    @property
+    def final(self) -> tuple[int, ...]:
+        """Results of the loop that hold the carry after the last layer."""
+        return self.loop.outputs[: len(self.carry)]
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """Results of the loop that hold what is read of the layers' own results."""
+        return tuple(self.loop.outputs[len(self.carry) + k] for k in self.exits)
+
+    @cached_property
+    def read_outside(self) -> frozenset[int]:
+        """Values that are read before and after the loop, and those that enter the first stage or
+        are results.
+        """
+        return frozenset(
+            number for equation in (*self.before, *self.after) for number in equation.inputs
+        ) | {*self.entering, *self.results}
+
+    @cached_property
+    def owners(self) -> Mapping[int, int]:
+        """Value -> position of the parameter that it is, or is a cast of."""
+        positions = {
+            number: position
+            for position, number in enumerate(self.program.inputs)
+            if self.labels[number] in (frozenset({PARAMETERS}), frozenset({FROZEN}))
+        }
+        for equation in self.once:
+            if equation.name == "convert_element_type" and equation.inputs[0] in positions:
+                positions[equation.outputs[0]] = positions[equation.inputs[0]]
+        return positions
+
+
+def cut(
+    program: Program,
+    parameters: int,
+    state: int,
+    results: int,
+    keys: Collection[int] = (),
+    frozen: Collection[int] = (),
+) -> Cut:
+    """Cuts a loss around its loop over layers."""
+    labels = dependence(program, _kinds(len(program.inputs), parameters, state, keys, frozen))
+    loop = loop_over_layers(program, labels)
+    constants, carried = scan_counts(loop.params)
+    outputs, after_state = program.outputs[:results], program.outputs[results:]
+    _require_own_state(labels, after_state)
+    once, alone = _once(program, loop, parameters)
+    done = {loop.path, *(equation.path for equation in once)}
+    mixed = [equation for equation in program.equations if equation.path not in done]
+    roles = roles_of(loop, labels, alone)
+    entering = [
+        *loop.inputs[constants : constants + carried],
+        *(loop.inputs[k] for k in roles.activations),
+    ]
+    before, reads_before = needed(mixed, entering)
+    after, reads_after = needed(mixed, outputs)
+    reads = {*reads_before, *reads_after, *loop.inputs}
+    return Cut(
+        program=program,
+        loop=loop,
+        layers=loop.params["length"],
+        labels=labels,
+        roles=roles,
+        exits=tuple(k for k, number in enumerate(loop.outputs[carried:]) if number in reads_after),
+        once=tuple(once),
+        kept=tuple(
+            sorted(
+                number for number in reads if number in alone and number not in program.constants
+            )
+        ),
+        before=tuple(before),
+        after=tuple(after),
+        results=outputs,
+        state=after_state,
+    )
+
+
+def _kinds(
+    inputs: int, parameters: int, state: int, keys: Collection[int], frozen: Collection[int]
+) -> list[Labels]:
+    """What each input of a loss is, see `cut`."""
+
+    def kind(position: int) -> str:
+        if position in frozen:
+            return FROZEN
+        if position < parameters:
+            return PARAMETERS
+        if position < parameters + state:
+            return STATE
+        return KEY if position in keys else BATCH
+
+    return [frozenset({kind(position)}) for position in range(inputs)]
+
+
+def _require_own_state(labels: Mapping[int, Labels], state: Sequence[int]) -> None:
+    """Raises where the model state after a step is made from more than that before it."""
+    made_from = frozenset[str]().union(*(labels[number] for number in state))
+    if not made_from <= {STATE}:
+        raise PlanError(
+            "the model state that a step leaves is made from"
+            f" {' and '.join(sorted(made_from - {STATE}))}, and microbatches of a pipeline are"
+            " under way together\nTry: a plan without stages (mesh axis stage=1), or a model whose"
+            " state depends on nothing but itself, random streams for example"
+        )
+
+
+def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equation], set[int]]:
+    """The equations that need nothing but parameters, and all values that are known with them."""
+    values = {*program.constants, *program.inputs[:parameters]}
+    equations: list[Equation] = []
+    for equation in program.equations:
+        if equation is not loop and values.issuperset(equation.inputs):
+            equations.append(equation)
+            values.update(equation.outputs)
+    return equations, values
+
+
+# --------------------------------------------------------------------------------------------------
+# The layers of a chunk, one after the other, and what each saves for its backward pass.
+#
+# Some of the layers of a chunk may follow a remat policy, the first ones, and the others keep all
+# that their gradients read:
+#
+# chunk of 4 layers, Saved(policy="full", count=2) layers 0 and 1 keep their inputs alone
+
+#: What layers hand on, and what they read layer by layer: trees of arrays.
+Carry = Tree
+#: (carry, slices) -> (carry, results) of one layer.
+Body = Callable[[Carry, Tree], tuple[Carry, Arrays]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What the layers of a chunk save.
+
+    Attributes:
+        policy: remat policy.
+        count: how many layers follow it, the first ones; None where all do.
+        offloaded: whether what is saved waits in host memory.
+    """
+
+    policy: str
+    count: int | None = None
+    offloaded: bool = False
+
+    def followed(self, layers: int) -> int:
+        """How many of so many layers follow the policy."""
+        if self.policy == "none":
+            return 0
+        return layers if self.count is None else min(layers, self.count)
+
+    def ways(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
+        """What becomes of a layer that follows the policy, and of one that does not."""
+        following, saving_all = (
+            partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
+            for policy in (self.policy, "none")
+        )
+        return following, saving_all
+
+
+def _named(body: Body) -> Body:
+    """A layer that names what it starts from, so that this waits in host memory, too."""
+
+    def named(carry: Carry, sliced: Tree) -> tuple[Carry, Arrays]:
+        return body(tuple(checkpoint_name(leaf, LAYER_INPUT) for leaf in carry), sliced)
+
+    return named
+
+
+def as_loop(
+    body: Body, saved: Saved, layers: int, carry: Carry, scanned: Tree
+) -> tuple[Carry, Arrays]:
+    """Runs the layers as a loop, or as two where only the first of them follow the policy.
+
+    Args:
+        scanned: tree of arrays [layers, ...].
+
+    Returns:
+        What leaves the last, and results [layers, ...].
+    """
+    body = _named(body) if saved.offloaded else body
+    following, saving_all = saved.ways(prevent_cse=False)
+    count = saved.followed(layers)
+    if count in (0, layers):
+        return jax.lax.scan(
+            (following if count else saving_all)(body), carry, scanned, length=layers
+        )
+    parts = [
+        Part(first=0, count=count, kept=following),
+        Part(first=count, count=layers - count, kept=saving_all if saved.offloaded else keeping),
+    ]
+    return in_parts(
+        parts,
+        body,
+        carry,
+        scanned,
+        lambda layer, carry, slices, length: jax.lax.scan(layer, carry, slices, length=length),
+    )
+
+
+def written_out(
+    body: Body, saved: Saved, layers: int, carry: Carry, scanned: Sequence[Tree]
+) -> tuple[Carry, Arrays]:
+    """What `as_loop` gives, with the layers written out; `scanned` may be given layer by layer."""
+    body = _named(body) if saved.offloaded else body
+    following, saving_all = (wrap(body) for wrap in saved.ways(prevent_cse=True))
+    count, exits = saved.followed(layers), list[Arrays]()
+    for layer in range(layers):
+        carry, results = (following if layer < count else saving_all)(
+            carry,
+            tuple(
+                leaves[layer] if hasattr(leaves, "dtype") else [leaf[layer] for leaf in leaves]
+                for leaves in scanned
+            ),
+        )
+        exits.append(results)
+    return carry, [jnp.stack(rows) for rows in zip(*exits, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------
+# A chunk of layers around one microbatch: what leaves it, and what its backward pass wants.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linearised:
+    """A chunk with what its backward pass wants.
+
+    Attributes:
+        left: what leaves the chunk.
+        saved: what the backward pass wants, by number of the value.
+        order: these numbers, in the order in which it wants them.
+        kept: those of them that depend on the microbatch, each once.
+        tree: structure of the backward pass around them.
+        entered: how many gradients of what entered the backward pass gives, after all others.
+    """
+
+    left: Arrays
+    saved: dict[int, Any]
+    order: tuple[int, ...]
+    kept: tuple[int, ...]
+    tree: Any
+    entered: int
+
+    @property
+    def stashed(self) -> Arrays:
+        """What depends on the microbatch."""
+        return [self.saved[number] for number in self.kept]
+
+    def pull(self, stashed: Arrays) -> Callable[[Arrays], Tree]:
+        """The backward pass, with what was stashed in place of what depends on the microbatch
+        here.
+        """
+        return jax.tree.unflatten(self.tree, self._wants(stashed))
+
+    def early(self, stashed: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+        """Of the backward pass in two parts: (gradients of what entered, what the late part has to
+        be given).
+        """
+        return self._halves(cotangents).run_first([*self._wants(stashed), *cotangents])
+
+    def late(self, stashed: Arrays, passed: Arrays) -> Arrays:
+        """The other gradients."""
+        cotangents = [
+            leaf for leaf in self.left if is_floating(leaf)
+        ]  # of any value: the late part does not read them
+        return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], passed)
+
+    def _wants(self, stashed: Arrays) -> Arrays:
+        """What the backward pass wants."""
+        values = {**self.saved, **dict(zip(self.kept, stashed, strict=True))}
+        return [values[number] for number in self.order]
+
+    def _halves(self, cotangents: Arrays) -> Split:
+        """The backward pass, split in what gives gradients of what entered and what gives the
+        others.
+        """
+        count = len(self.order)
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for leaf in [*(self.saved[number] for number in self.order), *cotangents]
+        ]
+        traced = jax.make_jaxpr(
+            lambda *leaves: jax.tree.leaves(
+                jax.tree.unflatten(self.tree, leaves[:count])(list(leaves[count:]))
+            )
+        )(*shapes)
+        program = flatten(traced, remat=True)
+        others = len(program.outputs) - self.entered
+        return split(
+            program, program.outputs[others:], program.outputs[:others], program.inputs[:count]
+        )
+
+
+def is_floating(leaf: Leaf) -> bool:
+    """Whether gradients flow through an array."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+# --------------------------------------------------------------------------------------------------
+# One layer of arrays that have a slot for each of several chunks, [slots, layers, ...].
+
+
+def layer_of(stack: Value, slot: Index, layer: Index) -> Value:
+    """What a layer has in a slot.
+
+    Args:
+        stack: [slots, layers, ...].
+    """
+    shape = stack.shape[2:]
+    start = (slot, layer, *(0 for _ in shape))
+    return jax.lax.dynamic_slice(stack, start, (1, 1, *shape)).reshape(shape)
+
+
+def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
+    """The same with something else for a layer in a slot.
+
+    Args:
+        stack: [slots, layers, ...].
+    """
+    start = (slot, layer, *(0 for _ in leaf.shape))
+    return jax.lax.dynamic_update_slice(stack, leaf[None, None], start)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which weights of the layers are gathered before the ticks that use them, and how do their
+# gradients come back?
+#
+# A weight that is stored sharded over fsdp is gathered by every operation that uses it, forward
+# and backward, for every microbatch, and its gradient is scattered as often. Where the plan
+# gathers once, the operands that matmuls make of weights (casts, transpositions and reshapes of
+# them) are made and gathered beforehand, all ticks use them, every device sums up what its own
+# examples say of their gradients, and these sums are reduced when the last microbatch has gone
+# back. That is less traffic by the number of microbatches, for the memory of whole weights and
+# whole gradients.
+#
+# Where gradients are stored replicated (ZeRO 0 and 1), they are summed and reduced in the same
+# way, with nothing to gather.
+#
+# Everything else that layers read (scales of norms, biases, weights of experts) is left to the
+# operations that use it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """Weights of one layer whose gradients are reduced after all ticks, and which are gathered
+    before. Values are numbers of the loop's body.
+
+    Attributes:
+        mesh: the mesh around.
+        body: what one layer does.
+        sources: position among the loop's scanned operands -> number of the value, of weights that
+            operands are made from.
+        complete: positions of weights that nothing else reads.
+        made: the operands.
+        operands: those that are gathered.
+        uses: path of an operation -> what runs in its place.
+        made_by: the equations that make operands from weights.
+        rest: the equations of a layer for which gathered operands are given.
+    """
+
+    mesh: Mesh | AbstractMesh
+    body: Program
+    sources: Mapping[int, int]
+    complete: frozenset[int]
+    made: tuple[int, ...]
+    operands: tuple[int, ...]
+    uses: Mapping[str, Deferred]
+    made_by: tuple[Equation, ...]
+    rest: tuple[Equation, ...]
+
+    def pieces(self, weights: Sequence[Value]) -> Arrays:
+        """The operands of one layer as they rest, in the order of `made`, for its weights in the
+        order of `sources`.
+        """
+        traced = [
+            as_dtype(weight, self.body.avals[number].dtype)
+            for number, weight in zip(self.sources.values(), weights, strict=True)
+        ]
+        env = {**self.body.constants, **dict(zip(self.sources.values(), traced, strict=True))}
+        evaluate_equations(self.made_by, env, Walk())
+        return [env[number] for number in self.made]
+
+    def gather(self, weights: Sequence[Value]) -> Arrays:
+        """The gathered operands, for stacks of weights [layers, ...]."""
+        if not self.operands:
+            return []
+        return jax.lax.scan(
+            lambda _, weights: (None, self._layer_gathered(weights)), None, list(weights)
+        )[1]
+
+    def gather_over(self, weights: Sequence[Value], slots: Arrays, slot: Index) -> Arrays:
+        """The gathered operands over what was in one slot of arrays, each layer's in its place:
+        zeros, with which a loop stacks up results, would be there from the first to the last loop.
+
+        Args:
+            weights: stacks [layers, ...], in the order of `sources`.
+            slots: arrays [slots, layers, ...], in the order of `operands`.
+        """
+
+        def layer(index: Index, slots: Arrays) -> Arrays:
+            fresh = self._layer_gathered(
+                [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in weights]
+            )
+            return [
+                with_layer(stack, leaf, slot, index)
+                for stack, leaf in zip(slots, fresh, strict=True)
+            ]
+
+        return jax.lax.fori_loop(0, weights[0].shape[0], layer, list(slots))
+
+    def _layer_gathered(self, weights: Sequence[Value]) -> Arrays:
+        """The gathered operands of one layer, in the order of `operands`."""
+        gathers = {operand(use): use.gather for use in self.uses.values()}
+        pieces = dict(zip(self.made, self.pieces(weights), strict=True))
+        return [gathers[number](pieces[number]) for number in self.operands]
+
+    def reduce(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
+        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers,
+        ...] in the order of `uses`.
+        """
+        return jax.lax.scan(
+            lambda _, sums: (None, self._layer_reduced(weights, sums)), None, list(sums)
+        )[1]
+
+    def reduce_out(
+        self, weights: Sequence[Value], sums: Arrays, slot: Index
+    ) -> tuple[Arrays, Arrays]:
+        """(gradients of weights [layers, ...] for the partial sums in one slot, sums with zeros
+        there); emptied layer by layer after it has been read, lest all slots are copied.
+
+        Args:
+            weights: stacks [layers, ...], in the order of `sources`.
+            sums: arrays [slots, layers, ...], in the order of `uses`.
+        """
+
+        def layer(sums: Arrays, index: Value) -> tuple[Arrays, Arrays]:
+            sent = [
+                layer_of(leaf, slot, index).astype(use.sums.dtype)
+                for use, leaf in zip(self.uses.values(), sums, strict=True)
+            ]
+            partial_sums, sums = jax.lax.optimization_barrier((sent, sums))
+            emptied = [
+                with_layer(leaf, jnp.zeros(leaf.shape[2:], leaf.dtype), slot, index)
+                for leaf in sums
+            ]
+            return emptied, self._layer_reduced(weights, partial_sums)
+
+        emptied, gradients = jax.lax.scan(layer, list(sums), jnp.arange(weights[0].shape[0]))
+        return gradients, emptied
+
+    def _layer_reduced(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
+        """Gradients of the weights of one layer, in the order of `sources`."""
+        shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
+        gradients = dict[int, Any]()
+        for use, partial_sum in zip(self.uses.values(), sums, strict=True):
+            gradient = use.reduce(partial_sum.astype(use.sums.dtype))
+            gradients[operand(use)] = (
+                gradients[operand(use)] + gradient if operand(use) in gradients else gradient
+            )
+        return jax.linear_transpose(self.pieces, shapes)(
+            [gradients[number] for number in self.made]
+        )[0]
+
+    def zeros(self, lead: tuple[int, ...]) -> Arrays:
+        """Where partial sums go, [*lead, ...], each device's at the device."""
+        return no_sums(self.uses, self.mesh, lead)
+
+    def walk(self, walk: Walk, sums: Sequence[Value]) -> Walk:
+        """A walk through one layer whose operations leave the gradients of these weights to
+        `sums`.
+        """
+        return leaving_sums(self.uses, walk, sums)
+
+
+def no_sums(
+    uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
+) -> Arrays:
+    """Where partial sums go, [*lead, ...], each device's at the device."""
+    zeros = [
+        (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
+    ]
+    return [
+        jax.lax.with_sharding_constraint(
+            leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *cuts))
+        )
+        for leaf, cuts in zeros
+    ]
+
+
+def leaving_sums(
+    uses: Mapping[str, Deferred],
+    walk: Walk,
+    sums: Sequence[Value],
+    ready: Mapping[str, Value] | None = None,
+) -> Walk:
+    """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in
+    place of these weights where there are any, by path.
+    """
+    places, gathered_by_path = dict(zip(uses, sums, strict=True)), ready or {}
+
+    def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+        if equation.path in places:
+            use, path = uses[equation.path], equation.path
+            weight = use.use.operand
+            return [
+                use.run(
+                    [
+                        gathered_by_path.get(path, operand_value) if k == weight else operand_value
+                        for k, operand_value in enumerate(operands)
+                    ],
+                    places[path],
+                )
+            ]
+        return walk.run(equation, operands) if walk.run is not None else None
+
+    return replace(walk, run=run)
+
+
+def operand(use: Deferred) -> int:
+    """The value that an operation uses."""
+    return use.use.equation.inputs[use.use.operand]
+
+
+def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
+    """What can be gathered beforehand; None where nothing can, or where gradients do not wait
+    for the end of the step.
+    """
+    if placing.reductions.when != DEFERRED:
+        return None
+    loop = cut.loop
+    body = flatten(loop.params["jaxpr"], f"{loop.path}/body/", loop.scope)
+    machine = placing.machine(mesh)
+    here = {equation.path for equation in body.equations}
+    first = sum(scan_counts(loop.params))
+    scanned = {body.inputs[first + k]: k for k in cut.roles.weights}
+    uses: dict[str, Deferred] = {}
+    for path, use in placing.uses.items():
+        if path in here and (path, 0) in placing.placements:
+            deferral = deferred(
+                placing.with_pins(use, mesh),
+                placing.placements[path, 0],
+                placing.parameter(use, mesh),
+                machine,
+            )
+            made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
+            if deferral is not None and reads - {
+                n for equation in made_by for n in equation.outputs
+            } <= {*scanned, *body.constants}:
+                uses[path] = deferral
+    if not uses:
+        return None
+    produced = tuple(dict.fromkeys(operand(use) for use in uses.values()))
+    operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
+    made_by, reads = needed(body.equations, produced)
+    sources = {
+        scanned[number]: number
+        for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])
+    }
+    return Gathered(
+        mesh=mesh,
+        body=body,
+        sources=sources,
+        made=produced,
+        operands=operands,
+        uses=uses,
+        made_by=tuple(made_by),
+        rest=tuple(needed(body.equations, body.outputs, operands)[0]),
+        complete=frozenset(
+            position
+            for position, number in sources.items()
+            if _only_read_by(number, body, made_by, uses)
+        ),
+    )
+
+
+def _only_read_by(
+    weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]
+) -> bool:
+    """Whether all that a layer makes of a weight are operands of certain operations."""
+    derived, views = {weight}, {equation.path for equation in made_by}
+    for equation in body.equations:
+        if derived.intersection(equation.inputs):
+            if equation.path in uses:
+                continue
+            if equation.path not in views:
+                return False
+            derived.update(equation.outputs)
+    return not derived.intersection(body.outputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# What does a stage do with one microbatch?
+#
+# A chunk is a run of consecutive layers. Forward, it is run with `jax.vjp`, and what the backward
+# pass wants of the forward one is told apart: arrays that can be had again from the weights alone
+# (the weights themselves, casts of them, masks that depend on nothing) are made again in the
+# backward tick; the others, which depend on the microbatch, are stashed. What there is to stash
+# follows the remat policy, as in a program without stages.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """What a chunk works with, on one stage.
+
+    Attributes:
+        weights: of each stacked parameter the chunk's layers, [layers, ...].
+        tables: of each constant table the same.
+        drawn: of each array of model state with a slice a layer the same, for one microbatch.
+        shared: parameters that all layers use.
+        constant: arrays made from nothing that all layers use.
+        ready: operands of matmuls that are gathered beforehand, [layers, ...]; see `Gathered`.
+        first: number of the chunk's first layer.
+    """
+
+    weights: Arrays
+    tables: Arrays
+    drawn: Arrays
+    shared: Arrays
+    constant: Arrays
+    ready: Arrays
+    first: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients of what does not travel.
+
+    Attributes:
+        weights: of stacked parameters, in the order of `Chunk.own`.
+        shared: of parameters that all layers use.
+        sums: partial sums of each device for the operands that are gathered beforehand.
+    """
+
+    weights: Arrays
+    shared: Arrays
+    sums: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Some layers as a function.
+
+    Attributes:
+        cut: the loss around its loop.
+        layers: layers of a chunk.
+        padded: whether all chunks together have room for more layers than there are; what comes
+            after the last layer then does nothing.
+        saved: what the layers save for their backward passes.
+        walk: how values are placed, made anew in every trace, since it belongs to the mesh around
+            it.
+        known: what is gathered beforehand; None where nothing is.
+        unrolled: whether layers are written out one after the other; weights may then be given, and
+            their gradients come, layer by layer.
+    """
+
+    cut: Cut
+    layers: int
+    padded: bool
+    saved: Saved
+    walk: Callable[[], Walk]
+    known: Gathered | None = None
+    unrolled: bool = False
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Which weights get a gradient in every tick, as positions among those of `Operands`."""
+        return tuple(
+            k
+            for k, position in enumerate(self.cut.roles.weights)
+            if self.known is None or position not in self.known.complete
+        )
+
+    def run(self, operands: Operands, activations: Arrays, sums: Arrays | None = None) -> Arrays:
+        """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers
+        of the layers' own results, [all layers, ...].
+
+        Args:
+            sums: arrays whose gradients are the partial sums for what is gathered beforehand,
+                [layers, ...]; by default those are lost.
+        """
+        cut, roles, walk, gathered = self.cut, self.cut.roles, self.walk(), self.known
+        sums = self._no_sums() if sums is None else sums
+        constants, carried = scan_counts(cut.loop.params)
+        path = cut.loop.path
+        body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
+        inner = walk.layer() if self.saved.policy != "none" else walk.as_written()
+        fixed = dict(
+            zip(
+                (*roles.shared, *roles.constant),
+                (*operands.shared, *operands.constant),
+                strict=True,
+            )
+        ) | dict(zip(roles.activations, activations[carried:], strict=False))
+
+        def placed(kind: str, values: Sequence[Any]) -> Arrays:
+            return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
+
+        def body(
+            carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]
+        ) -> tuple[tuple[Any, ...], Arrays]:
+            weights, tables, drawn, number, ready, partial_sums = sliced
+            scanned = (
+                dict(zip(roles.weights, weights, strict=True))
+                | dict(zip(roles.tables, tables, strict=True))
+                | dict(zip(roles.drawn, drawn, strict=True))
+            )
+            values = [
+                *(fixed[k] for k in range(constants)),
+                *placed("carry", carry),
+                *placed("enter", [scanned[k] for k in range(len(scanned))]),
+            ]
+            outputs = (
+                evaluate_program(body_program, values, inner)
+                if gathered is None
+                else _given(gathered, values, ready, gathered.walk(inner, partial_sums))
+            )
+            after = outputs[:carried]
+            if self.padded:
+                after = [
+                    jnp.where(number < cut.layers, new, old)
+                    for new, old in zip(after, carry, strict=True)
+                ]
+            return tuple(after), [outputs[carried + k] for k in cut.exits]
+
+        numbers = operands.first + jnp.arange(self.layers)
+        scanned = (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums)
+        final, exits = (written_out if self.unrolled else as_loop)(
+            body, self.saved, self.layers, tuple(activations[:carried]), scanned
+        )
+        buffers = [
+            jax.lax.dynamic_update_slice_in_dim(
+                buffer, part.astype(buffer.dtype), operands.first, 0
+            )
+            for buffer, part in zip(
+                activations[carried + len(roles.activations) :], exits, strict=True
+            )
+        ]
+        return [*final, *activations[carried : carried + len(roles.activations)], *buffers]
+
+    def _wanted(self, operands: Operands) -> Gradients:
+        """What gradients are taken of."""
+        return Gradients(
+            weights=[operands.weights[k] for k in self.own],
+            shared=operands.shared,
+            sums=self._no_sums(),
+        )
+
+    def _no_sums(self) -> Arrays:
+        """Where partial sums of one microbatch go, [layers, ...] or layer by layer."""
+        if self.known is None:
+            return []
+        return (
+            [[leaf] * self.layers for leaf in self.known.zeros(())]
+            if self.unrolled
+            else self.known.zeros((self.layers,))
+        )
+
+    def forward(self, operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
+        """(what leaves the chunk, what its backward pass has to remember)."""
+        line = self._linearised(operands, activations)
+        return line.left, line.stashed
+
+    def backward(
+        self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
+    ) -> tuple[Gradients, Arrays]:
+        """Gradients, and those of the floating-point part of what entered."""
+        return self._linearised(operands, activations).pull(stashed)(cotangents)
+
+    def backward_inputs(
+        self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """The part of `backward` that the stage before waits for."""
+        return self._linearised(operands, activations).early(stashed, cotangents)
+
+    def backward_weights(
+        self, operands: Operands, activations: Arrays, stashed: Arrays, passed: Arrays
+    ) -> Gradients:
+        """The part of `backward` that nothing waits for."""
+        return jax.tree.unflatten(
+            jax.tree.structure(self._wanted(operands)),
+            self._linearised(operands, activations).late(stashed, passed),
+        )
+
+    def _linearised(self, operands: Operands, activations: Arrays) -> Linearised:
+        """The chunk around one microbatch."""
+        floating = [is_floating(leaf) for leaf in activations]
+        shape: dict[str, Any] = {}
+
+        def all_of(operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
+            def run(variables: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
+                remaining = iter(moving)
+                entering = [
+                    next(remaining) if float_ else leaf
+                    for leaf, float_ in zip(activations, floating, strict=True)
+                ]
+                weights = list(operands.weights)
+                for k, leaf in zip(self.own, variables.weights, strict=True):
+                    weights[k] = leaf
+                left = self.run(
+                    replace(operands, weights=weights, shared=variables.shared),
+                    entering,
+                    variables.sums,
+                )
+                return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
+
+            moving = [leaf for leaf, float_ in zip(activations, floating, strict=True) if float_]
+            _, pull, left = jax.vjp(run, self._wanted(operands), moving, has_aux=True)
+            leaves, shape["tree"] = jax.tree.flatten(pull)
+            return left, leaves
+
+        traced = jax.make_jaxpr(all_of)(operands, activations)
+        count, operand_count = len(activations), len(jax.tree.leaves(operands))
+        program = flatten(traced)
+        labels = dependence(
+            program, [frozenset()] * operand_count + [frozenset({"microbatch"})] * count
+        )
+        values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *activations)
+        saved = tuple(program.outputs[count:])
+        return Linearised(
+            left=values[:count],
+            saved=dict(zip(saved, values[count:], strict=True)),
+            order=saved,
+            tree=shape["tree"],
+            kept=tuple(dict.fromkeys(number for number in saved if labels[number])),
+            entered=sum(floating),
+        )
+
+
+def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
+    """Results of a layer whose operands of matmuls are ready."""
+    env = {
+        **gathered.body.constants,
+        **dict(zip(gathered.body.inputs, values, strict=True)),
+        **dict(zip(gathered.operands, ready, strict=True)),
+    }
+    evaluate_equations(gathered.rest, env, walk)
+    return [env[number] for number in gathered.body.outputs]
+
+
+# --------------------------------------------------------------------------------------------------
+# Which weights outside of the layers (embedding, head) are gathered before the ticks, and whose
+# gradients are reduced after them?
+#
+# Those of matmuls and lookups, where the plan reduces gradients of layers once a step, too: every
+# device sums up what its own examples say, and the sums are reduced when the last microbatch has
+# gone back. See `gathered_weights.py`, which does the same inside of the layers.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """Operations outside of the layers whose weights' gradients are reduced after all ticks.
+
+    Attributes:
+        mesh: the mesh of the program.
+        uses: path of an operation -> what runs in its place.
+        complete: values made from parameters that nothing else reads.
+    """
+
+    mesh: Mesh | AbstractMesh
+    uses: Mapping[str, Deferred]
+    complete: frozenset[int]
+
+    def ready(self, outside: Values) -> dict[str, Value]:
+        """The operands that are gathered beforehand, by path of the operation."""
+        return {
+            path: use.gather(outside[operand(use)])
+            for path, use in self.uses.items()
+            if use.gathers
+        }
+
+    def zeros(self) -> Arrays:
+        """Where partial sums go, each device's at the device."""
+        return no_sums(self.uses, self.mesh)
+
+    def walk(self, walk: Walk, ready: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
+        """A walk whose operations use gathered operands and leave gradients to `sums`."""
+        return leaving_sums(self.uses, walk, sums, ready)
+
+    def reduce(self, sums: Sequence[Value]) -> Values:
+        """Gradients of values that operations use, for partial sums in the order of `uses`."""
+        gradients: Values = {}
+        for use, partial_sums in zip(self.uses.values(), sums, strict=True):
+            gradient = use.reduce(partial_sums.astype(use.sums.dtype)).astype(partial_sums.dtype)
+            gradients[operand(use)] = (
+                gradients[operand(use)] + gradient if operand(use) in gradients else gradient
+            )
+        return gradients
+
+
+def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
+    """Finds the operations outside of the layers that can leave their gradients to the end."""
+    machine, derived = placing.machine(mesh), set(cut.kept)
+    equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
+    uses: dict[str, Deferred] = {}
+    for path, use in placing.uses.items():
+        if (
+            path in equations
+            and (path, 0) in placing.placements
+            and use.equation.inputs[use.operand] in derived
+        ):
+            deferral = deferred(
+                placing.with_pins(use, mesh),
+                placing.placements[path, 0],
+                placing.parameter(use, mesh),
+                machine,
+                lookups=True,
+            )
+            if deferral is not None:
+                uses[path] = deferral
+    others = (
+        {
+            number
+            for path, equation in equations.items()
+            if path not in uses
+            for number in equation.inputs
+        }
+        | set(cut.entering)
+        | set(cut.results)
+    )
+    return Ends(
+        mesh=mesh, uses=uses, complete=frozenset(operand(use) for use in uses.values()) - others
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRemat:
+    """What the layers of the fullest stage save.
+
+    Attributes:
+        policy: remat policy.
+        count: how many of the layers follow it; the others save all that their gradients read.
+        layers: how many it has, all chunks together.
+        virtual: chunks.
+        offloaded: whether what is saved waits in host memory.
+        outside: by path of a loop that is not shared out: the policy and how many of its layers
+            follow it.
+    """
+
+    policy: str
+    count: int
+    layers: int
+    virtual: int
+    offloaded: bool = False
+    outside: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def alike(self) -> Saved:
+        """What the layers of every chunk save, where all chunks are one program."""
+        return self._saved(math.ceil(self.count / self.virtual))
+
+    def of_chunk(self, number: int, layers: int) -> Saved:
+        """What the layers of one chunk save, where it has a program of its own."""
+        rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
+        missing = self.layers // self.virtual - layers
+        return self._saved(max(0, rematerialised - missing))
+
+    def _saved(self, count: int) -> Saved:
+        return Saved(policy=self.policy, count=count, offloaded=self.offloaded)
+
+
+def stage_remat(
+    plan: Plan, cut: Cut, program: Program, loss: LossReading, paths: Sequence[str]
+) -> StageRemat:
+    """What the layers of the stages of a plan save."""
+    fullest = fullest_stage(plan, cut.layers)
+    policies = apart(plan, program, loss, paths)
+    uniform = StageRemat(
+        policy=plan.remat,
+        count=fullest,
+        layers=fullest,
+        virtual=plan.virtual_stages,
+        offloaded="activations" in plan.offload,
+    )
+    if not policies:
+        return uniform
+    counts = {group.path: group.count for group in layers(program, loss)}
+    # layers that are written out are one loop in the program that is cut
+    here = (
+        cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)
+    )
+    policy, count = policies[here]
+    outside = {
+        path: (name, math.ceil(number * counts[path] / fullest_stage(plan, counts[path]) - 1e-9))
+        for path, (name, number) in policies.items()
+        if path != here
+    }
+    return replace(uniform, policy=policy if count else "none", count=count, outside=outside)

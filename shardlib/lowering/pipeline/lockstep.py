@@ -1,0 +1,1250 @@
+"""A pipeline as one program for all devices (SPMD): stages, ticks, and sums of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from shardlib.annotation.trees import Tree
+from shardlib.errors import PlanError
+from shardlib.findings import Finding, diagnostic
+from shardlib.jax_types import Leaf, Metrics, Value
+from shardlib.layout import Layout
+from shardlib.lowering.collectives import GradientExchange
+from shardlib.lowering.gradients import DEFERRED, GradientReductions
+from shardlib.lowering.loss import followed
+from shardlib.lowering.mesh import ParameterShardings, parameter_order, parts_of, to_host_memory
+from shardlib.lowering.pipeline.layers import (
+    PARAMETERS,
+    STATE,
+    Arrays,
+    Chunk,
+    Cut,
+    Ends,
+    Gradients,
+    StageRemat,
+    Values,
+    cut,
+    ends,
+    gathered,
+    is_floating,
+    stage_remat,
+)
+from shardlib.lowering.pipeline.stage import (
+    Held,
+    Hop,
+    Stages,
+    dim_of_stages,
+    sharded_dim,
+    stage_activations,
+)
+from shardlib.lowering.placing import Placements, Placing
+from shardlib.lowering.uses import LossJaxpr
+from shardlib.planner.plan import Plan
+from shardlib.schedules import ONE_F_ONE_B, Timetable
+from shardlib.tracing.folding import fold
+from shardlib.tracing.program import has_matmul, with_frozen
+from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, needed
+
+# --------------------------------------------------------------------------------------------------
+# Findings about a pipeline: what every stage does again, and what is gathered at every use.
+
+
+@diagnostic
+def repeated(stages: Stages) -> tuple[Finding, ...]:
+    """A finding where what comes before and after the layers cannot be shared out."""
+    if any(dim is not None for dim in stages.spread):
+        return ()
+    return (
+        Finding(
+            code="ends-repeated",
+            severity="warning",
+            where=f"stage={stages.table.stages}",
+            message=(
+                "no dim of what passes between the layers and the ends of the model divides by the"
+                " stages: every stage computes embedding, head and loss."
+            ),
+            hint=(
+                "a sequence, or a microbatch on each device, that is a multiple of the number of"
+                " stages"
+            ),
+        ),
+    )
+
+
+@diagnostic
+def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
+    """A finding where the plan gathers once, and nothing can be gathered beforehand."""
+    gathered = stages.chunk.known
+    if plan.gather != "once" or (gathered is not None and gathered.operands):
+        return ()
+    return (
+        Finding(
+            code="nothing-gathered-once",
+            severity="warning",
+            where="gather=once",
+            message=(
+                "the layers have no matmul whose weight is stored sharded and could be gathered"
+                " before the ticks: every operation gathers what it uses."
+            ),
+            hint=(
+                "gather='use', or matmuls of parameters that fsdp shards, on a batch that is"
+                " sharded over fsdp or data"
+            ),
+        ),
+    )
+
+
+@diagnostic
+def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
+    """A finding where the plan gathers once, and layers have frozen sharded weights, which are
+    gathered at every use.
+    """
+    if plan.gather != "once" or plan.zero < 3 or not loss_cut.frozen_tables:
+        return ()
+    return (
+        Finding(
+            code="frozen-gathered-at-use",
+            severity="warning",
+            where="gather=once",
+            message=(
+                f"{len(loss_cut.frozen_tables)} stacks of frozen weights are gathered by every"
+                " operation that uses them, for every microbatch; the price has them gathered"
+                " once."
+            ),
+            hint="zero below 3, or a mesh without stages",
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Where does a step sum up gradients over its microbatches, and what do the sums become when the
+# last microbatch has gone back?
+#
+# Sums are made in float32 at least, or in the dtype that the plan says, each where its
+# microbatches leave it: gradients of layers at their stages, one a stage of what all layers use,
+# those of embedding and head as the optimizer reads them. What is reduced once a step is there as
+# partial sums of every device (`gathered_weights.py`, `ends.py`).
+
+#: What ticks hand on, by name.
+Carry = dict[str, Any]
+#: What of it a step sums up over its microbatches: gradients of what stages hold, those of chunks
+#: that are done, those of what is read outside of the layers, partial sums of such, loss and
+#: metrics.
+SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What the loss makes once from trained parameters, or the gradients of it.
+
+    Attributes:
+        outside: what is read outside of the layers, by number of the value.
+        shared: what all layers use.
+        stacks: what has a slice for every layer, [stages, chunks, layers, ...].
+    """
+
+    outside: Values
+    shared: Arrays
+    stacks: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the loss makes once, and no gradient flows through.
+
+    Attributes:
+        constant: arrays that all layers use.
+        ready: operands outside of the layers that are gathered beforehand, by path.
+        tables: what has a slice for every layer, [stages, chunks, layers, ...].
+        values: what is read outside of the layers, by number of the value.
+    """
+
+    constant: Arrays
+    ready: dict[str, Any]
+    tables: Arrays
+    values: Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The sums of a step.
+
+    Attributes:
+        cut: the loss around its loop over layers.
+        stages: the stages.
+        ends: operations outside of the layers whose gradients are reduced after all ticks.
+        gradient: how gradients of parameters are cut, by position of the parameter.
+        reductions: how gradients are reduced.
+    """
+
+    cut: Cut
+    stages: Stages
+    ends: Ends
+    gradient: Sequence[NamedSharding]
+    reductions: GradientReductions
+
+    def zeros(self, leaf: Leaf, lead: tuple[int, ...] = ()) -> Value:
+        """Where gradients of an array are summed, [*lead, ...]."""
+        return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
+
+    def empty(self, derived: Made) -> Carry:
+        """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters
+        alone.
+        """
+        stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.known
+        layers = Gradients(
+            weights=[stages.over_stages(self.zeros(derived.stacks[k])) for k in stages.chunk.own],
+            sums=stages.no_sums(),
+            shared=[stages.over_stages(self.zeros(leaf, (count,))) for leaf in derived.shared],
+        )
+        done = (
+            [
+                stages.over_stages(
+                    self.zeros(derived.stacks[self.cut.roles.weights.index(position)])
+                )
+                for position in gathered.sources
+            ]
+            if gathered and stages.in_rounds
+            else []
+        )
+        ends = [leaf.astype(self.reductions.accumulator(leaf.dtype)) for leaf in self.ends.zeros()]
+        return {
+            "sums": layers,
+            "done": done,
+            "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(derived.outside))),
+            "ends": ends,
+            "totals": self.no_totals(),
+        }
+
+    def no_totals(self) -> Arrays:
+        """Zeros for loss and metrics."""
+        avals = [self.cut.program.avals[number] for number in self.cut.results]
+        return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
+
+    def unreduced(self, outside: Values) -> Values:
+        """Of what is read outside of the layers that whose gradient is made in every tick."""
+        return {
+            number: leaf for number, leaf in outside.items() if number not in self.ends.complete
+        }
+
+    def as_gradients(self, outside: Values) -> Values:
+        """Gradients of what is made once from parameters as the optimizer reads them: of a
+        parameter, and of casts of it.
+        """
+        owners = self.cut.owners
+        return {
+            number: (
+                jax.lax.with_sharding_constraint(leaf, self.gradient[owners[number]])
+                if number in owners
+                else leaf
+            )
+            for number, leaf in outside.items()
+        }
+
+    def gradients(self, resident: Held, sums: Carry) -> Made:
+        """Gradients of what the loss makes from parameters alone, for the sums over all
+        microbatches.
+        """
+        return Made(
+            stacks=self._stacks(resident, sums),
+            shared=[total.sum(0) for total in sums["sums"].shared],
+            outside=self._outside(sums),
+        )
+
+    def _stacks(self, resident: Held, sums: Carry) -> Arrays:
+        """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
+        gathered, positions, summed = self.stages.chunk.known, self.cut.roles.weights, sums["sums"]
+        totals = {
+            positions[k]: total
+            for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)
+        }
+        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(resident, summed.sums)
+        for position, gradient in zip(gathered.sources if gathered else (), done, strict=True):
+            totals[position] = totals[position] + gradient if position in totals else gradient
+        return [totals[position] for position in positions]
+
+    def _outside(self, sums: Carry) -> Values:
+        """Gradients of what is read outside of the layers."""
+        totals = dict(sums["outside"])
+        for number, gradient in self.ends.reduce(sums["ends"]).items():
+            totals[number] = totals[number] + gradient if number in totals else gradient
+        return totals
+
+
+def plus(sums: Tree, more: Tree) -> Tree:
+    """Sums with more added to them, in the dtypes of the sums."""
+    return jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, more)
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss and gradients of a pipeline, as one program.
+#
+# Once a step, what the loss makes from parameters alone is made, and stacks of layers are dealt
+# out to the stages. Then come the ticks of each group of microbatches: scans, one for each run of
+# ticks with the same kinds of work: forward only, both ways, backward only. In every tick what
+# comes before the layers is done for the microbatch that enters the first stage, and what comes
+# after them, with its gradient, for the one that leaves the last. At the end the summed gradients
+# go back through what was made once.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A loss whose layers are spread over stages.
+
+    Attributes:
+        cut: the loss around its loop over layers.
+        stages: the stages.
+        placing: how values are laid out.
+        around: how they are laid out outside of the layers, where the stages may cut them too.
+        exact: whether all layouts outside of the layers are known; else they are left to the
+            compiler where the plan does not cut, and so are gradients.
+        ends: operations outside of the layers whose gradients are reduced after all ticks.
+        traced: the loss.
+        remat: what layers save for their backward passes.
+        groups: of microbatches, that go through the stages one group after the other; the schedule
+            is that of a group.
+        repeated: see `shardlib.lowering.contribution.Contribution`.
+    """
+
+    cut: Cut
+    stages: Stages
+    placing: Placing
+    around: Placing
+    exact: bool
+    ends: Ends
+    traced: LossJaxpr
+    remat: StageRemat
+    groups: int = 1
+    repeated: frozenset[int] = frozenset()
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.groups * self.stages.table.microbatches
+
+    @property
+    def loss_position(self) -> int:
+        """Position of the loss among the results."""
+        return jax.tree.unflatten(self.traced.out_tree, range(self.traced.out_tree.num_leaves))[0]
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What it sums up over microbatches."""
+        return Sums(
+            cut=self.cut,
+            stages=self.stages,
+            ends=self.ends,
+            gradient=self.placing.gradient,
+            reductions=self.placing.reductions,
+        )
+
+    def outside(self) -> Walk:
+        """How values are placed outside of the layers."""
+        return replace(self.around.walk(loose=not self.exact), apart=self.remat.outside)
+
+    def dealt(self, stack: Value) -> Value:
+        """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a
+        chunk, ...]; the last layer stands for those that are missing.
+        """
+        table, each = self.stages.table, self.stages.chunk.layers
+        shape = (table.virtual, table.stages, each)
+        missing = table.virtual * table.stages * each - stack.shape[0]
+        if missing:
+            stack = jnp.concatenate(
+                [stack, jnp.broadcast_to(stack[-1:], (missing, *stack.shape[1:]))]
+            )
+        dealt = stack.reshape(*shape, *stack.shape[1:])
+        dealt = (
+            dealt.reshape(shape[1], 1, each, *stack.shape[1:])
+            if table.virtual == 1
+            else dealt.swapaxes(0, 1)
+        )
+        return self.stages.over_stages(dealt)
+
+    def states(self, state: Tree) -> tuple[Arrays, Arrays]:
+        """Model state before each microbatch, [microbatches, ...], and after the last."""
+        leaves, cut = jax.tree.leaves(state), self.cut
+        if not leaves:
+            return [], []
+        avals = [cut.program.avals[number] for number in cut.program.inputs]
+        first = next(
+            i
+            for i, number in enumerate(cut.program.inputs)
+            if cut.labels[number] == frozenset({STATE})
+        )
+
+        def after(leaves: Arrays) -> Arrays:
+            # Nothing of the new state is made from the other inputs, so their numbers do not
+            # matter, and what reads them is not computed.
+            inputs = [
+                (
+                    leaves[i - first]
+                    if first <= i < first + len(leaves)
+                    else jnp.zeros(aval.shape, aval.dtype)
+                )
+                for i, aval in enumerate(avals)
+            ]
+            equations, _ = needed(cut.program.equations, cut.state)
+            env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
+            evaluate_equations(equations, env, self.outside())
+            return [env[number] for number in cut.state]
+
+        def turn(states: Arrays, _: None) -> tuple[Arrays, Arrays]:
+            entering = [
+                leaves[index] if index in self.repeated else leaf
+                for index, leaf in enumerate(states)
+            ]
+            return after(entering), entering
+
+        last, before = jax.lax.scan(turn, leaves, length=self.microbatches)
+        return before, last
+
+    def gradients(
+        self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
+    ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
+        """((loss, (metrics, state)), gradients), averaged over the microbatches.
+
+        Args:
+            parts: arrays of the batch, [microbatches, ...].
+            join: slices of these -> the batch of one microbatch.
+        """
+        leaves, structure = jax.tree.flatten(params)
+        (derived, fixed), pull = self._once(leaves)
+        states, after = self.states(state)
+        resident = self._held(derived, fixed)
+        sums = self._in_groups(
+            self.sums.empty(derived),
+            states,
+            parts,
+            lambda sums, states, parts: Ticks(
+                self, resident, derived, fixed, states, parts, join
+            ).run(sums),
+        )
+        cotangents = jax.tree.map(
+            lambda total, leaf: (total / self.microbatches).astype(leaf.dtype),
+            self.sums.gradients(resident, sums),
+            derived,
+        )
+        outputs = [total / self.microbatches for total in sums["totals"]]
+        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
+        return (
+            loss,
+            (metrics, jax.tree.unflatten(jax.tree.structure(state), after)),
+        ), structure.unflatten(pull(cotangents))
+
+    def loss(
+        self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
+    ) -> tuple[Value, tuple[Metrics, Tree]]:
+        """(loss, (metrics, state)), averaged over the microbatches: forward ticks alone; arguments
+        as those of `gradients`.
+        """
+        (derived, fixed), _ = self._once(jax.tree.leaves(params))
+        states, after = self.states(state)
+        resident = self._held(derived, fixed)
+        totals = self._in_groups(
+            self.sums.no_totals(),
+            states,
+            parts,
+            lambda totals, states, parts: Ticks(
+                self, resident, derived, fixed, states, parts, join
+            ).look(totals),
+        )
+        avals = self.traced.closed_jaxpr.out_avals
+        outputs = [
+            _in_dtype(total / self.microbatches, aval.dtype)
+            for total, aval in zip(totals, avals, strict=False)
+        ]
+        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
+        return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
+
+    def _held(self, derived: Made, fixed: Fixed) -> Held:
+        """What stages hold through all ticks, but for what belongs to microbatches."""
+        resident = Held(
+            weights=derived.stacks,
+            tables=fixed.tables,
+            drawn=[],
+            shared=derived.shared,
+            constant=fixed.constant,
+            ready=[],
+        )
+        return (
+            resident
+            if self.stages.in_rounds
+            else replace(resident, ready=self.stages.gather(resident))
+        )
+
+    def _in_groups(
+        self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
+    ) -> Any:
+        """Sums over all microbatches; `run` adds those of one group, given model state and batch of
+        its microbatches.
+        """
+        if self.groups == 1:
+            return run(sums, states, parts)
+        grouped = [
+            [leaf.reshape(self.groups, -1, *leaf.shape[1:]) for leaf in leaves]
+            for leaves in (states, parts)
+        ]
+        return jax.lax.scan(lambda sums, group: (run(sums, *group), None), sums, grouped)[0]
+
+    def _once(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
+        """((what gradients flow through, what they do not), gradients of the first -> gradients of
+        the parameters).
+        """
+        cut = self.cut
+
+        def run(leaves: Arrays) -> tuple[Made, Fixed]:
+            env: Values = {
+                **cut.program.constants,
+                **dict(zip(cut.program.inputs, self.placing.start(leaves), strict=False)),
+            }
+            evaluate_equations(cut.once, env, self.outside())
+            moving = {
+                number: env[number]
+                for number in cut.kept
+                if PARAMETERS in cut.labels[number] and is_floating(env[number])
+            }
+            fixed = {number: env[number] for number in cut.kept if number not in moving}
+            stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.roles.weights]
+            outside = {number: moving[number] for number in cut.read_outside if number in moving}
+            shared = [moving[cut.constants[k]] for k in cut.roles.shared]
+            tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.roles.tables]
+            constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.roles.constant]
+            derived = Made(stacks=stacks, shared=shared, outside=outside)
+            return derived, Fixed(values=fixed, tables=tables, constant=constant, ready={})
+
+        derived, pull, fixed = jax.vjp(run, leaves, has_aux=True)
+        return (
+            derived,
+            replace(fixed, ready=self.ends.ready(derived.outside)),
+        ), lambda cotangents: pull(cotangents)[0]
+
+
+def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
+    """An average in the dtype of what was averaged; counts and truth values of a whole batch are
+    whole numbers.
+    """
+    return (average if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(average)).astype(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """What may happen at the ends of a pipeline in some ticks.
+
+    Attributes:
+        opening: microbatches begin: they enter the first stage, or backward, come back to the last
+            one.
+        closing: microbatches end: they leave the last stage, or backward, the first one.
+    """
+
+    opening: bool
+    closing: bool
+
+
+class Ticks:
+    """The scans over the ticks of a step."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        resident: Held,
+        derived: Made,
+        fixed: Fixed,
+        states: Arrays,
+        parts: Arrays,
+        join: Callable[[Arrays], Tree],
+    ) -> None:
+        self.pipeline, self.cut, self.stages, self.table = (
+            pipeline,
+            pipeline.cut,
+            pipeline.stages,
+            pipeline.stages.table,
+        )
+        self.made, self.fixed, self.states, self.parts, self.join = (
+            derived,
+            fixed,
+            states,
+            parts,
+            join,
+        )
+        self.held, self.rounds = replace(resident, drawn=self._drawn()), self.stages.in_rounds
+        self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
+
+    def _left(self, left: Arrays) -> Arrays:
+        """What left the last stage, as it is cut outside of the layers."""
+        return [
+            self.stages.handed_out(leaf, k)
+            for leaf, k in zip(left, self.stages.leaving, strict=True)
+        ]
+
+    def _outside(self, carry: Carry, more: Values, sums: Arrays) -> Carry:
+        """Gradients of what is read outside of the layers, and partial sums of such, with those of
+        one microbatch.
+        """
+        return {
+            "outside": self.sums.as_gradients(plus(carry["outside"], more)),
+            "ends": plus(carry["ends"], sums),
+        }
+
+    def _after(self, carry: Carry, tick: Any, edges: Edges) -> tuple[Carry, Arrays]:
+        """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what
+        it left with.
+        """
+        micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
+        positions = [k for k in self.stages.leaving if k in self.stages.moving]
+        if not edges.opening:
+            return carry, [
+                jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
+                for k in positions
+            ]
+
+        def after() -> tuple[Arrays, tuple[Values, Arrays], Arrays]:
+            left = carry["left"]
+            if self.table.forward_first:
+                left = [
+                    jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left
+                ]
+            else:
+                left = self._left(left)
+
+            def run(outside: Values, sums: Arrays, moving: Arrays) -> tuple[Any, Arrays]:
+                floating = iter(moving)
+                results = self._results(
+                    outside,
+                    micro,
+                    [next(floating) if is_floating(leaf) else leaf for leaf in left],
+                    sums,
+                )
+                return results[self.pipeline.loss_position], results
+
+            moving = [leaf for leaf in left if is_floating(leaf)]
+            _, pull, results = jax.vjp(
+                run, self.unreduced, self.pipeline.ends.zeros(), moving, has_aux=True
+            )
+            outside, sums, moved = pull(jnp.ones((), results[self.pipeline.loss_position].dtype))
+            return (
+                results,
+                (self.sums.as_gradients(outside), sums),
+                [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)],
+            )
+
+        results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
+        return {
+            **carry,
+            "totals": plus(carry["totals"], results),
+            **self._outside(carry, *outside),
+        }, moved
+
+    def _entering(self, tick: Any, edges: Edges) -> Arrays:
+        """What enters the first stage at a tick, whole on every stage; zeros where that goes on
+        with an older microbatch.
+        """
+        if not edges.opening:
+            return [
+                jnp.zeros(leaf.shape, leaf.dtype)
+                for leaf in self.stages.activations[: self.stages.entering]
+            ]
+        micro, chunk, works = self.table.forward(tick, 0)
+        return self._only(
+            (chunk == 0) & works,
+            lambda: [
+                self.stages.whole(leaf, k)
+                for k, leaf in enumerate(self._before(self.made.outside, micro))
+            ],
+        )
+
+    def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
+        """What enters the first stage for a microbatch; by default nobody wants partial sums."""
+        env = self._env(outside, micro)
+        evaluate_equations(self.cut.before, env, self._walk(sums))
+        return [
+            self.stages.spread_out(jnp.asarray(env[number]), k)
+            for k, number in enumerate(self.cut.entering)
+        ]
+
+    def _walk(self, sums: Arrays | None) -> Walk:
+        """A walk outside of the layers, whose operations leave gradients to `sums`."""
+        ends = self.pipeline.ends
+        return ends.walk(
+            self.pipeline.outside(), self.fixed.ready, ends.zeros() if sums is None else sums
+        )
+
+    def _results(
+        self, outside: Values, micro: Any, left: Arrays, sums: Arrays | None = None
+    ) -> Arrays:
+        """Loss and metrics, for what left the last stage; by default nobody wants partial sums."""
+        cut, env = self.cut, self._env(outside, micro)
+        values = [
+            self.stages.spread_out(leaf, k)
+            for leaf, k in zip(left, self.stages.leaving, strict=True)
+        ]
+        env.update(zip(cut.final, values, strict=False))
+        env.update(
+            zip(cut.stacked, (leaf[: cut.layers] for leaf in values[len(cut.final) :]), strict=True)
+        )
+        evaluate_equations(cut.after, env, self._walk(sums))
+        return [as_array(cut.program, number, env[number]) for number in cut.results]
+
+    def _env(self, outside: Values, micro: Any) -> Values:
+        program = self.cut.program
+        state, batch = (
+            self._slices(self.states, micro),
+            jax.tree.leaves(self.join(self._slices(self.parts, micro))),
+        )
+        inputs = program.inputs[len(program.inputs) - len(state) - len(batch) :]
+        return {
+            **program.constants,
+            **self.fixed.values,
+            **self.made.outside,
+            **outside,
+            **dict(zip(inputs, [*state, *batch], strict=True)),
+        }
+
+    def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
+        return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
+
+    def _drawn(self) -> Arrays:
+        """Slices of model state, and of keys of the batch, for the layers, [microbatches, stages,
+        chunks, layers, ...].
+        """
+        cut = self.cut
+        if not cut.roles.drawn:
+            return []
+
+        def of(microbatch: tuple[Arrays, Arrays]) -> Arrays:
+            state, batch = microbatch[0], jax.tree.leaves(self.join(microbatch[1]))
+            env = {
+                **cut.program.constants,
+                **dict(
+                    zip(
+                        cut.program.inputs[len(cut.program.inputs) - len(state) - len(batch) :],
+                        [*state, *batch],
+                        strict=True,
+                    )
+                ),
+            }
+            numbers = [cut.scanned[k] for k in cut.roles.drawn]
+            evaluate_equations(
+                needed(cut.program.equations, numbers)[0], env, self.pipeline.outside()
+            )
+            return [env[number] for number in numbers]
+
+        return [
+            jax.vmap(self.pipeline.dealt)(leaf)
+            for leaf in jax.lax.map(of, (self.states, self.parts))
+        ]
+
+    def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
+        shapes = jax.eval_shape(make)
+        return jax.lax.cond(
+            condition,
+            make,
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+        )
+
+    def run(self, sums: Carry) -> Carry:
+        """Adds up gradients, loss and metrics."""
+        carry, work = (
+            {**self._start(), **sums},
+            {
+                "forward": self._forward,
+                "backward": self._backward,
+                "weights": self._weights,
+            },
+        )
+        for start, stop, kinds in self.table.phases:
+            if "forward" not in kinds:
+                carry.pop("hop", None)  # nothing goes forward any more
+
+            def tick(
+                carry: Carry,
+                tick: Any,
+                resident: Held,
+                edges: Edges,
+                kinds: tuple[str, ...] = kinds,
+            ) -> Carry:
+                for kind in kinds:
+                    carry = work[kind](carry, tick, resident, edges)
+                return carry
+
+            carry = self._ticks(tick, carry, start, stop, going="backward" not in kinds)
+        return {name: carry[name] for name in SUMMED}
+
+    def look(self, totals: Arrays) -> Arrays:
+        """Adds up loss and metrics, with no gradients."""
+
+        def tick(carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+            hop, _, left = self.stages.forward(
+                tick, resident, carry["hop"], self._entering(tick, edges), []
+            )
+            if not edges.closing:
+                return {**carry, "hop": hop}
+            micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+            results = self._only(
+                (chunk == self.table.last_chunk) & works,
+                lambda: self._results(self.made.outside, micro, self._left(left)),
+            )
+            return {**carry, "hop": hop, "totals": plus(carry["totals"], results)}
+
+        start = {
+            "hop": self._activations(range(len(self.stages.activations))),
+            "totals": totals,
+            "ready": self._unready(),
+        }
+        return self._ticks(tick, start, 0, self.table.forward_ticks, going=True)["totals"]
+
+    def _ticks(
+        self,
+        tick: Callable[[Carry, Any, Held, Edges], Carry],
+        carry: Carry,
+        start: int,
+        stop: int,
+        *,
+        going: bool,
+    ) -> Carry:
+        """Runs equal ticks; in rounds, where every round gathers the chunk that its ticks begin,
+        and reduces the gradients of the one that the last round has done.
+        """
+
+        def run(carry: Carry, start: Any, count: int, edges: Edges) -> Carry:
+            resident = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
+            return jax.lax.scan(
+                lambda carry, number: (tick(carry, number, resident, edges), None),
+                carry,
+                start + jnp.arange(count),
+            )[0]
+
+        if not self.rounds:
+            return run(carry, start, stop - start, Edges(opening=True, closing=True))
+
+        def turn(carry: Carry, number: Any, edges: Edges) -> Carry:
+            chunk = number if going else self.table.last_chunk - number
+            slot = chunk % self.stages.window
+            carry = (
+                carry
+                if going or edges.opening
+                else self._reduced(
+                    carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot
+                )
+            )
+            ready = self.stages.gather_over(
+                self.held,
+                carry["ready"],
+                _not_before(
+                    chunk, carry["totals"] if going else (carry["left"], carry["back"].next)
+                ),
+            )
+            return run(
+                {**carry, "ready": ready},
+                start + number * self.table.microbatches,
+                self.table.microbatches,
+                edges,
+            )
+
+        last = self.table.rounds - 1
+        carry = turn(carry, jnp.int32(0), Edges(opening=True, closing=False))
+        if last > 1:
+            carry, _ = jax.lax.scan(
+                lambda carry, number: (
+                    turn(carry, number, Edges(opening=False, closing=False)),
+                    None,
+                ),
+                carry,
+                jnp.arange(1, last),
+            )
+        carry = turn(carry, jnp.int32(last), Edges(opening=False, closing=True))
+        done = self.table.rounds * self.table.microbatches
+        carry = run(carry, start + done, stop - start - done, Edges(opening=False, closing=True))
+        for chunk in () if going else reversed(range(self.stages.window)):
+            carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
+        return carry
+
+    def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
+        """Adds what one slot has of partial sums to the gradients of a chunk, and empties it."""
+        sums: Gradients = carry["sums"]
+        gradients, empty = self.stages.reduce_out(self.held, sums.sums, slot)
+        done = [
+            jax.lax.dynamic_update_index_in_dim(
+                total,
+                jax.lax.dynamic_index_in_dim(total, chunk, 1, keepdims=False) + more,
+                chunk,
+                1,
+            )
+            for total, more in zip(carry["done"], gradients, strict=True)
+        ]
+        return {**carry, "done": done, "sums": replace(sums, sums=empty)}
+
+    def _unready(self) -> Arrays:
+        """Room for the operands that a round gathers, [stages, chunks, layers, ...]."""
+        if not self.rounds:
+            return []
+        shapes = jax.eval_shape(lambda: self.stages.gather(self.held))
+        return [
+            self.stages.over_stages(
+                jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[2:]), leaf.dtype)
+            )
+            for leaf in shapes
+        ]
+
+    def _activations(self, positions: Sequence[int]) -> Hop:
+        """Zeros for what is on its way, of some of what travels."""
+        leaves, count, lag = (
+            [self.stages.activations[k] for k in positions],
+            self.table.stages,
+            self.table.lag,
+        )
+        return Hop(
+            next=[
+                self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
+                for leaf in leaves
+            ],
+            waiting=(
+                [
+                    self.stages.over_stages(jnp.zeros((count, lag, *leaf.shape), leaf.dtype))
+                    for leaf in leaves
+                ]
+                if lag
+                else []
+            ),
+        )
+
+    def _start(self) -> Carry:
+        """What ticks hand on, sums apart."""
+        stages, count = self.stages, self.table.stages
+        like = replace(self.held, ready=self._unready()) if self.rounds else self.held
+
+        def room(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
+
+        ring = [
+            to_host_memory(room(self.table.slots, leaf)) if away else room(self.table.slots, leaf)
+            for leaf, away in zip(stages.stashed(like), stages.in_host_memory(like), strict=True)
+        ]
+        passed = [room(count, leaf) for leaf in stages.passed_on(like)]
+        leaves = [stages.activations[k] for k in stages.leaving]
+        if self.table.forward_first:
+            leaving = [
+                jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves
+            ]
+        else:
+            leaving = [
+                self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
+                for leaf in leaves
+            ]
+        return {
+            "hop": self._activations(range(len(stages.activations))),
+            "back": self._activations(stages.moving),
+            "ring": ring,
+            "passed": passed,
+            "left": leaving,
+            "ready": self._unready(),
+        }
+
+    def _forward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+        hop, ring, left = self.stages.forward(
+            tick, resident, carry["hop"], self._entering(tick, edges), carry["ring"]
+        )
+        if self.table.forward_first:
+            left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
+        return {**carry, "hop": hop, "ring": ring, "left": left}
+
+    def _collected(self, tick: Any, collected: Arrays, left: Arrays) -> Arrays:
+        """What has left the last stage, [microbatches, ...], after a tick."""
+        micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+
+        def more(collected: Arrays, left: Arrays) -> Arrays:
+            return [
+                jax.lax.dynamic_update_index_in_dim(all_, leaf, micro, 0)
+                for all_, leaf in zip(collected, self._left(left), strict=True)
+            ]
+
+        return jax.lax.cond(
+            (chunk == self.table.last_chunk) & works,
+            more,
+            lambda collected, _: collected,
+            collected,
+            left,
+        )
+
+    def _backward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+        carry, leaving = self._after(carry, tick, edges)
+        done = self.stages.backward(
+            tick, resident, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"]
+        )
+        carry = {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed}
+        if not edges.closing:
+            return carry
+        micro, chunk, works = self.table.backward(tick, 0)
+
+        def before() -> tuple[Values, Arrays]:
+            def run(outside: Values, sums: Arrays) -> Arrays:
+                return [
+                    leaf
+                    for k, leaf in enumerate(self._before(outside, micro, sums))
+                    if k in self.stages.moving
+                ]
+
+            entered = [
+                self.stages.handed_out(leaf, k)
+                for leaf, k in zip(done.entered, self.stages.moving, strict=False)
+            ]
+            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.ends.zeros())[1](entered)
+            return self.sums.as_gradients(outside), sums
+
+        return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
+
+    def _weights(self, carry: Carry, tick: Any, resident: Held, _: Edges) -> Carry:
+        return {
+            **carry,
+            "sums": self.stages.weights(
+                tick, resident, carry["ring"], carry["sums"], carry["passed"]
+            ),
+        }
+
+
+def _not_before(number: Any, arrays: Any) -> Any:
+    """A number that is known when other arrays are made.
+
+    A chunk is gathered by it, lest the compiler takes what it gathered going forward, or in the
+    group of microbatches before, and keeps it until then.
+    """
+    return jax.lax.optimization_barrier((number, arrays))[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan's pipeline for a traced loss.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedLayouts:
+    """Layouts of activations in a pipeline.
+
+    Attributes:
+        layers: those of the plan.
+        around: the same outside of the layers, where the stages may shard them too; empty where
+            they are not known.
+        handed: of what the loss takes beside the batch, made of the whole batch before.
+    """
+
+    layers: Placements
+    around: Placements
+    handed: tuple[Layout, ...] = ()
+
+
+def pipeline(
+    plan: Plan,
+    traced: LossJaxpr,
+    state: Tree,
+    mesh: Mesh | AbstractMesh,
+    params: ParameterShardings,
+    layouts: StagedLayouts,
+    keys: Collection[int] = (),
+    exchange: GradientExchange | None = None,
+    same_state: frozenset[int] = frozenset(),
+) -> tuple[Pipeline, tuple[Finding, ...]]:
+    """Cuts a loss into the stages of a plan.
+
+    Args:
+        exchange: how partial sums of gradients are exchanged; by default as the plan says.
+    """
+    written, states = traced, len(jax.tree.leaves(state))
+    traced, layouts, findings = _with_loop(plan, traced, states, params, layouts)
+    placements, around = layouts.layers, layouts.around
+    program = traced.program
+    parameters = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
+    frozen = {i for i, parameter in enumerate(parameters) if not parameter.trained}
+    loss_cut = cut(
+        program,
+        len(jax.tree.leaves(params.compute)),
+        states,
+        len(program.outputs) - states,
+        keys,
+        frozen,
+    )
+    placing = Placing.of(traced, plan, mesh, params, placements, exchange=exchange)
+    remat = stage_remat(
+        plan,
+        loss_cut,
+        with_frozen(written.program, frozen),
+        written.read(len(parameters)),
+        [parameter.path for parameter in parameters],
+    )
+    stages = _stages(plan, loss_cut, placing, mesh, placements, around, remat)
+    exact = bool(around) and all(
+        layout is not None for layout in stages.outside[: len(loss_cut.carry)]
+    )
+    placing_around = replace(placing, placements=around)
+    late = (
+        ends(placing_around, loss_cut, mesh)
+        if exact and placing.reductions.when == DEFERRED and not stages.in_rounds
+        else Ends(mesh=mesh, uses={}, complete=frozenset())
+    )
+    built = Pipeline(
+        cut=loss_cut,
+        stages=stages,
+        placing=placing,
+        around=placing_around if exact else placing,
+        exact=exact,
+        ends=late,
+        traced=traced,
+        remat=remat,
+        groups=plan.accumulation,
+        repeated=same_state,
+    )
+    return built, (
+        *findings,
+        *repeated(stages),
+        *not_gathered(stages, plan),
+        *gathered_at_use(loss_cut, plan),
+    )
+
+
+def _with_loop(
+    plan: Plan,
+    traced: LossJaxpr,
+    states: int,
+    params: ParameterShardings,
+    layouts: StagedLayouts,
+) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
+    """The loss with a loop over its layers, and the layouts of its activations."""
+    looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
+    if looped is traced:
+        return traced, layouts, findings
+    if plan.context in ("ring", "ulysses") or plan.experts != "none":
+        raise PlanError(
+            "attention and experts on their devices need layers under a scan, and those of the loss"
+            " are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh"
+            " without stages"
+        )
+    order = parameter_order(plan, params.compute)
+    layers = followed(plan, looped, order, states, layouts.handed)
+    return looped, replace(layouts, layers=layers, around={}), findings
+
+
+def _timetable(plan: Plan, loss_cut: Cut) -> Timetable:
+    """The schedule of one group of microbatches."""
+    table = Timetable(
+        schedule=plan.schedule,
+        stages=plan.mesh["stage"],
+        microbatches=plan.microbatches // plan.accumulation,
+        virtual=plan.virtual_stages,
+    )
+    looped, chunks = table.virtual > 1, table.stages * table.virtual
+    by = "(stages times virtual_stages)"
+    if chunks > loss_cut.layers:
+        raise PlanError(
+            f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks}"
+            " layers, and the loop over layers "
+            f"at {loss_cut.loop.scope or loss_cut.loop.path} has {loss_cut.layers}\n"
+            f"Try: at most {loss_cut.layers}"
+            f" {f'chunks on all stages together {by}' if looped else 'stages'}"
+        )
+    if looped and table.microbatches < table.stages:
+        raise PlanError(
+            f"stages of several chunks need a microbatch for each of the {table.stages} stages, and"
+            " there are"
+            f" {table.microbatches}{' in each group' if plan.accumulation > 1 else ''}\nTry: more"
+            f" microbatches, or the schedule {ONE_F_ONE_B.name!r}"
+        )
+    return table
+
+
+def _stages(
+    plan: Plan,
+    loss_cut: Cut,
+    placing: Placing,
+    mesh: Mesh | AbstractMesh,
+    placements: Placements,
+    around: Placements,
+    remat: StageRemat,
+) -> Stages:
+    """The stages of a plan for a loss; arguments as those of `pipeline`."""
+    table, axis = _timetable(plan, loss_cut), parts_of(mesh, ("stage",))
+    chunks = table.stages * table.virtual
+    each = -(-loss_cut.layers // chunks)
+    chunk = Chunk(
+        cut=loss_cut,
+        layers=each,
+        padded=each * chunks > loss_cut.layers,
+        saved=remat.alike,
+        walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
+        known=gathered(placing, loss_cut, inside(mesh, axis)),
+    )
+    activations, entering, carried = (
+        stage_activations(loss_cut, chunks * each),
+        len(loss_cut.entering),
+        len(loss_cut.carry),
+    )
+
+    def of_carry(layouts: Placements) -> tuple[Layout | None, ...]:
+        return tuple(
+            layouts.get((f"{loss_cut.loop.path}/carry/{k}", 0)) if k < carried else None
+            for k in range(len(activations))
+        )
+
+    layouts, layouts_around = of_carry(placements), of_carry(around)
+    spread = tuple(
+        sharded_dim(leaf, layout, outside, table.stages, plan)
+        for leaf, layout, outside in zip(activations, layouts, layouts_around, strict=True)
+    )
+    return Stages(
+        table=table,
+        chunk=chunk,
+        mesh=mesh,
+        axis=axis,
+        activations=activations,
+        entering=entering,
+        leaving=(*range(carried), *range(entering, len(activations))),
+        spread=spread,
+        layouts=layouts,
+        outside=tuple(
+            layout if dim_of_stages(layout) is not None or dim is None else None
+            for layout, dim in zip(layouts_around, spread, strict=True)
+        ),
+    )
+
+
+def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
+    """The mesh as it is in a region that is manual over some axes."""
+    return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(
+        dict.fromkeys(axes, AxisType.Manual)
+    )
+
+
+def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:
+    """The loss with a loop over its layers: itself, or where they are written out, the loss that
+    does the same with a scan over stacked parameters.
+    """
+    program = traced.program
+    if any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):
+        return traced, ()
+    folded = fold(program, set(range(parameters)))
+    if not folded.loops:
+        return traced, ()
+    avals = [
+        jax.ShapeDtypeStruct(program.avals[number].shape, program.avals[number].dtype)
+        for number in program.inputs
+    ]
+    again = jax.make_jaxpr(lambda *leaves: folded.evaluate(folded.stack(leaves)))(*avals)
+    finding = Finding(
+        code="layers-stacked",
+        severity="warning",
+        where=f"{sum(loop.run.count for loop in folded.loops)} layers",
+        message=(
+            "the layers are written out one by one: every stage holds all of them between steps,"
+            " they are stacked in every step, and the layouts of activations inside of them are"
+            " left to the compiler."
+        ),
+        hint="one stacked module: nnx.vmap over the constructor, and a scan over the result",
+    )
+    return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), (finding,)

@@ -1,1 +1,0 @@
-"""A pipeline as one program for all devices (SPMD): stages, ticks, and sums of gradients."""

@@ -1,0 +1,1454 @@
+"""Per-stage programs (MPMD): one process drives a pipeline whose stages are programs of their own.
+
+    dealing.py      which layers each chunk has, and how stacks of layers go to the stages and back
+    shards.py       what the devices of one stage hold of a global array, without copies
+    chunk_work.py   what a stage does with one microbatch, as functions that can be compiled
+    prologue.py     what comes before the first microbatch, and after the last: programs over all
+                    devices
+    compiling.py    all programs of a plan
+    around.py       parameters on their way, and the update
+    dispatch.py     one step: the programs called in the order of the schedule
+
+One process sees all devices. Each stage has a mesh of its own, the program's mesh with one place
+along the stage axis, and compiled programs for forward work, backward work and, where the schedule
+does them apart, gradients of weights. A step:
+
+    prologue     over all devices: what the loss makes from parameters alone, the batch in
+                 microbatches, model state before each of them
+    shards       every stage takes its part of parameters, batch and state; no array is copied
+    work         program after program in an order in which none waits for a later one
+                 (`shardlib.schedules.orders`, `simulation`); what a chunk leaves is put onto the
+                 devices of the next one
+    update       over all devices: the sums of gradients of all stages, put together without copies,
+                 and the optimizer, which so sees what it sees without stages
+
+Nothing in this loop waits for a device: programs are compiled beforehand, and calls return when the
+work is queued. So stages wait for nothing but their neighbours, as in MPMD pipelines (JaxPP,
+arXiv:2412.14374), and every stage has as many layers as it is dealt. What a chunk stashes for its
+backward pass is kept by name and let go of when the last program that reads it is queued; sums of
+gradients are donated from program to program. The last chunk goes forward and backward in one
+program where the schedule does one after the other.
+
+Which layers does each chunk have, and how do stacks of layers go to the stages and come back?
+
+Chunk c of stage s is number g = c S + s of all chunks, and takes the layers after those of chunk g
+- 1. Where layers do not divide, the first chunks have one more.
+
+>>> dealing = Dealing(layers=5, stages=2, virtual=2)
+>>> dealing.counts, dealing.rows(0), dealing.rows(1), dealing.places
+((2, 1, 1, 1), (0, 1, 2, 2), (3, 3, 4, 4), (0, 1, 2, 4, 6))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib import _jax_compat
+from shardlib.annotation.trees import Tree
+from shardlib.errors import PlanError
+from shardlib.jax_types import Metrics, Value
+from shardlib.layout import MeshShape
+from shardlib.lowering.accumulation import Microbatches
+from shardlib.lowering.contractions import as_dtype
+from shardlib.lowering.mesh import HOST, ParameterShardings, batch_path, parts_of, without_axes
+from shardlib.lowering.pipeline.chunk_work import Early, First, Held, Late, Work, flat
+from shardlib.lowering.pipeline.layers import (
+    PARAMETERS,
+    Arrays,
+    Chunk,
+    Values,
+    gathered,
+    is_floating,
+)
+from shardlib.lowering.pipeline.lockstep import Pipeline
+from shardlib.lowering.placing import Placing
+from shardlib.lowering.random_keys import BatchDims
+from shardlib.lowering.runtime import Draft, Executable, TrainState
+from shardlib.planner.plan import Plan
+from shardlib.schedules import BACKWARD, FORWARD, WEIGHTS, Durations, Order, Task, orders, simulate
+from shardlib.tracing.rewriting import evaluate_equations
+
+# --------------------------------------------------------------------------------------------------
+# The programs of one chunk, compiled for the devices of its stage.
+#
+# Arguments and results are flat lists, in the order that the fields of `ChunkPrograms` say. Sums
+# come first among the results, so that the buffers that are donated for them become theirs.
+
+Abstracts = tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkPrograms:
+    """The programs of one chunk.
+
+    Attributes:
+        gather: held -> operands of matmuls that are gathered before the first microbatch; None
+            where nothing is.
+        reduce: held, late sums -> the gradients in them, after the last microbatch; None where they
+            are that already.
+        forward: held, microbatch, what enters -> what leaves, what is stashed; None where `both`
+            does it.
+        backward: held, microbatch, what left (last chunk), what is stashed, cotangents (other
+            chunks), sums -> sums, cotangents of what entered, what is passed on; None where `both`
+            does it.
+        both: held, microbatch, what enters, sums -> sums, cotangents of what entered, what is
+            stashed for `weights`, what is passed on.
+        weights: held, microbatch, what is stashed, what is passed on, sums -> sums; None where
+            gradients of weights are not made apart.
+        left: what leaves the chunk, with shardings.
+        stashed: positions of what is stashed that `weights` reads.
+        entered: how many cotangents are sent back.
+    """
+
+    gather: Executable | None = None
+    reduce: Executable | None = None
+    forward: Executable | None = None
+    backward: Executable | None = None
+    both: Executable | None = None
+    weights: Executable | None = None
+    left: Abstracts = ()
+    stashed: tuple[int, ...] = ()
+    entered: int = 0
+
+    @property
+    def all(self) -> tuple[Executable, ...]:
+        """Those that there are."""
+        return tuple(
+            program
+            for program in (
+                self.gather,
+                self.reduce,
+                self.forward,
+                self.backward,
+                self.both,
+                self.weights,
+            )
+            if program is not None
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the programs of a chunk are given, abstract and with shardings.
+
+    Attributes:
+        held: see `Held`.
+        micro: number of a microbatch.
+        entering: what enters; empty for the first chunk.
+        early, late: sums.
+        gradients: of stacked parameters, as they are in the end.
+    """
+
+    held: Held
+    micro: jax.ShapeDtypeStruct
+    entering: Abstracts
+    early: Early
+    late: Late
+    gradients: Abstracts
+
+
+def chunk_programs(
+    work: Work, arguments_in: Inputs, mesh: Mesh, name: str, *, split: bool, at_once: bool
+) -> ChunkPrograms:
+    """Compiles the programs of a chunk."""
+    around, arguments_in = _around(work, arguments_in, mesh, name)
+    start = (arguments_in.held, arguments_in.micro, list(arguments_in.entering))
+    forward = Draft.of(flat(work.forward, start), jax.tree.leaves(start), mesh)
+    hops = len(work.activations)
+    saved = [
+        _on_host(leaf, mesh) if away else leaf
+        for leaf, away in zip(forward.results[hops:], forward.on_host[hops:], strict=True)
+    ]
+    late, stashed = _late(work, arguments_in, saved, mesh) if split else (None, ())
+    sent = [leaf.sharding for leaf in arguments_in.entering if is_floating(leaf)]
+    if at_once:
+        run, arguments, sums = _both(work, arguments_in, stashed, split)
+        draft = Draft.of(flat(run, arguments), jax.tree.leaves(arguments), mesh)
+        both = _with_sums(draft, sums, sent, mesh, f"{name}_both")
+        results = both.results[len(sums) + len(sent) :]
+        saved, passed = results[: len(stashed)], results[len(stashed) :]
+        programs = replace(around, both=both, stashed=stashed, entered=len(sent))
+    else:
+        ahead = forward.compiled(f"{name}_forward", mesh)
+        left, saved = ahead.results[:hops], ahead.results[hops:]
+        draft, sums = _backward(work, arguments_in, left, saved, mesh, split)
+        back = _with_sums(draft, sums, sent, mesh, f"{name}_backward")
+        saved, passed = [saved[k] for k in stashed], back.results[len(sums) + len(sent) :]
+        programs = replace(
+            around,
+            forward=ahead,
+            backward=back,
+            left=tuple(left),
+            stashed=stashed,
+            entered=len(sent),
+        )
+    if late is None:
+        return programs
+    inputs = jax.tree.leaves(
+        (arguments_in.held, arguments_in.micro, list(saved), list(passed), arguments_in.late)
+    )
+    return replace(
+        programs,
+        weights=_with_sums(
+            replace(late, inputs=tuple(inputs)),
+            jax.tree.leaves(arguments_in.late),
+            [],
+            mesh,
+            f"{name}_weights",
+        ),
+    )
+
+
+def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """An abstract array in host memory, of no sharding in particular."""
+    sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _around(work: Work, inputs: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPrograms, Inputs]:
+    """The programs before the first and after the last microbatch, and what the others are
+    given.
+    """
+    if work.chunk.known is None:
+        return ChunkPrograms(), inputs
+    draft = Draft.of(flat(work.gather, (inputs.held,)), jax.tree.leaves(inputs.held), mesh)
+    gather = draft.compiled(f"{name}_gather", mesh) if draft.sources else None
+    inputs = replace(
+        inputs,
+        held=replace(inputs.held, ready=list(on_stage(gather.results, mesh)) if gather else []),
+    )
+    arguments = (inputs.held, inputs.late)
+    last = Draft.of(flat(work.reduced, arguments), jax.tree.leaves(arguments), mesh)
+    return (
+        ChunkPrograms(
+            gather=gather,
+            reduce=last.compiled(
+                f"{name}_reduce",
+                mesh,
+                shardings=[
+                    *(leaf.sharding for leaf in inputs.gradients),
+                    *(leaf.sharding for leaf in inputs.late.shared),
+                ],
+            ),
+        ),
+        inputs,
+    )
+
+
+def _with_sums(
+    draft: Draft, sums: Sequence[jax.ShapeDtypeStruct], sent: Sequence[Any], mesh: Mesh, name: str
+) -> Executable:
+    """A program whose last inputs and first results are sums."""
+    return draft.compiled(
+        name,
+        mesh,
+        shardings=[*(leaf.sharding for leaf in sums), *sent],
+        donated=range(len(draft.inputs) - len(sums), len(draft.inputs)),
+    )
+
+
+def _late(
+    work: Work, inputs: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+) -> tuple[Draft, tuple[int, ...]]:
+    """Gradients of weights apart, and the positions of what they read of what is stashed; there
+    are no shardings yet for that, nor for what is passed on.
+    """
+
+    def passed(resident: Held, micro: Any, left: Any, stashed: Any, back: Any, early: Early) -> Any:
+        return work.backward_inputs(resident, micro, left, stashed, back, early)[2]
+
+    left, back = _ends(work, work.activations)
+    shapes = jax.eval_shape(
+        passed, inputs.held, inputs.micro, left, list(saved), back, inputs.early
+    )
+    arguments = (inputs.held, inputs.micro, list(saved), shapes, inputs.late)
+    draft, first = (
+        Draft.of(flat(work.backward_weights, arguments), jax.tree.leaves(arguments), mesh),
+        len(jax.tree.leaves(inputs.held)) + 1,
+    )
+    dropped = [k for k in range(first, first + len(saved)) if k not in draft.reads]
+    return draft.without(dropped), tuple(k for k in range(len(saved)) if first + k not in dropped)
+
+
+def _ends(work: Work, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
+    """(what left, cotangents of it) as a backward pass is given them: the last chunk makes the one
+    from the other.
+    """
+    return (list(left), []) if work.last else ([], [leaf for leaf in left if is_floating(leaf)])
+
+
+def _backward(
+    work: Work,
+    inputs: Inputs,
+    left: Sequence[jax.ShapeDtypeStruct],
+    saved: Sequence[jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    split: bool,
+) -> tuple[Draft, list[Any]]:
+    """The backward pass, or what of it is not made apart, and its sums."""
+    ends = _ends(work, left)
+    if split:
+        arguments = (inputs.held, inputs.micro, *ends[:1], list(saved), *ends[1:], inputs.early)
+        return Draft.of(
+            flat(work.backward_inputs, arguments), jax.tree.leaves(arguments), mesh
+        ), jax.tree.leaves(inputs.early)
+    arguments = (
+        inputs.held,
+        inputs.micro,
+        *ends[:1],
+        list(saved),
+        *ends[1:],
+        inputs.early,
+        inputs.late,
+    )
+    return Draft.of(
+        flat(work.backward, arguments), jax.tree.leaves(arguments), mesh
+    ), jax.tree.leaves((inputs.early, inputs.late))
+
+
+def _both(
+    work: Work, arguments: Inputs, stashed: Sequence[int], split: bool
+) -> tuple[Callable[..., Any], Any, list[Any]]:
+    """Forward and backward in one, its arguments, and its sums."""
+
+    def run(resident: Held, micro: Any, entering: Any, early: Early, late: Late) -> Any:
+        left, saved = work.forward(resident, micro, entering)
+        return work.backward(resident, micro, left, saved, [], early, late)
+
+    def inputs(resident: Held, micro: Any, entering: Any, early: Early) -> Any:
+        left, saved = work.forward(resident, micro, entering)
+        early, entered, passed = work.backward_inputs(resident, micro, left, saved, [], early)
+        return early, entered, [saved[k] for k in stashed], passed
+
+    sums = (arguments.early,) if split else (arguments.early, arguments.late)
+    return (
+        inputs if split else run,
+        (arguments.held, arguments.micro, list(arguments.entering), *sums),
+        jax.tree.leaves(sums),
+    )
+
+
+def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
+    """What leaves one stage as it enters another."""
+    specs = [
+        leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+        for leaf in leaves
+    ]
+    return tuple(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, specs, strict=True)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """Layers dealt out to chunks.
+
+    Attributes:
+        layers: number of layers.
+        stages: number of stages.
+        virtual: chunks of a stage.
+    """
+
+    layers: int
+    stages: int
+    virtual: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all stages."""
+        return self.stages * self.virtual
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Layers of every chunk."""
+        return tuple(
+            self.layers // self.chunks + (chunk < self.layers % self.chunks)
+            for chunk in range(self.chunks)
+        )
+
+    @property
+    def room(self) -> int:
+        """Layers that every chunk has room for."""
+        return self.counts[0]
+
+    @property
+    def plain(self) -> bool:
+        """Whether a stack of layers, sharded over the stages, is dealt already."""
+        return self.virtual == 1 and self.layers % self.stages == 0
+
+    def first(self, chunk: int) -> int:
+        """Number of a chunk's first layer."""
+        return sum(self.counts[:chunk])
+
+    def rows(self, turn: int) -> tuple[int, ...]:
+        """For one chunk of every stage, the layer in each of their places; a place that is too many
+        repeats the layer before it.
+        """
+        chunks = range(turn * self.stages, (turn + 1) * self.stages)
+        return tuple(
+            self.first(chunk) + min(place, self.counts[chunk] - 1)
+            for chunk in chunks
+            for place in range(self.room)
+        )
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """For every layer its place, where the places of all chunks follow each other."""
+        return tuple(
+            chunk * self.room + place
+            for chunk in range(self.chunks)
+            for place in range(self.counts[chunk])
+        )
+
+    def dealt(self, stack: Value) -> list[Value]:
+        """A stack of layers [layers, ...] as one array [stages * room, ...] for each chunk of a
+        stage.
+        """
+        return [
+            stack if self.plain else stack[jnp.array(self.rows(turn))]
+            for turn in range(self.virtual)
+        ]
+
+    def gathered(self, parts: Sequence[Value]) -> Value:
+        """The stack of layers for what `dealt` gives."""
+        return parts[0] if self.plain else jnp.concatenate(list(parts))[jnp.array(self.places)]
+
+
+# --------------------------------------------------------------------------------------------------
+# What do the devices of one stage hold of a global array?
+#
+# A stage's mesh is the program's mesh at one place along the stage axis, which it keeps with size
+# 1. An array that is sharded over the stages along its leading dim, or not sharded over them,
+# consists of arrays over these meshes, each over the buffers that its devices have anyway; and
+# such arrays make up a global one.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """The devices of every stage.
+
+    Attributes:
+        mesh: the mesh of the program.
+        stages: the mesh of each stage.
+    """
+
+    mesh: Mesh
+    stages: tuple[Mesh, ...]
+
+    @staticmethod
+    def of(mesh: Mesh) -> Places:
+        """The stages of a mesh."""
+        axes = parts_of(mesh, ("stage",))
+        sizes, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
+        parts = mesh.devices.reshape(
+            int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :]
+        )  # the stage axis is the first one
+        return Places(
+            mesh=mesh,
+            stages=tuple(Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts),
+        )
+
+    @property
+    def axis(self) -> tuple[str, ...]:
+        """Names of the stage axis."""
+        return parts_of(self.mesh, ("stage",))
+
+    def cut(self, tail: Sequence[object] = ()) -> NamedSharding:
+        """The sharding of an array whose leading dim the stages cut, the others as given."""
+        return NamedSharding(self.mesh, PartitionSpec(self.axis, *tail))
+
+    def cuts(self, sharding: NamedSharding) -> bool:
+        """Whether the stages cut the leading dim, and they alone."""
+        lead = sharding.spec[0] if len(sharding.spec) else None
+        return (lead if isinstance(lead, tuple) else (lead,)) == self.axis
+
+    def at(self, sharding: NamedSharding, stage: int) -> NamedSharding:
+        """A sharding over all devices as one over those of a stage."""
+        return NamedSharding(self.stages[stage], sharding.spec)
+
+    def shape(self, leaf: jax.ShapeDtypeStruct | jax.Array) -> tuple[int, ...]:
+        """Shape of what one stage has of an array."""
+        sharding = leaf.sharding
+        assert isinstance(sharding, NamedSharding)
+        return (
+            (leaf.shape[0] // len(self.stages), *leaf.shape[1:])
+            if self.cuts(sharding)
+            else tuple(leaf.shape)
+        )
+
+    def like(self, leaf: jax.ShapeDtypeStruct, stage: int) -> jax.ShapeDtypeStruct:
+        """What one stage has of an abstract array."""
+        assert isinstance(leaf.sharding, NamedSharding)
+        return jax.ShapeDtypeStruct(
+            self.shape(leaf), leaf.dtype, sharding=self.at(leaf.sharding, stage)
+        )
+
+    def split(self, array: jax.Array) -> tuple[jax.Array, ...]:
+        """What each stage has of an array."""
+        assert isinstance(array.sharding, NamedSharding)
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        shape = self.shape(array)
+        return tuple(
+            jax.make_array_from_single_device_arrays(
+                shape,
+                self.at(array.sharding, stage),
+                [shards[device] for device in mesh.devices.flat],
+            )
+            for stage, mesh in enumerate(self.stages)
+        )
+
+    def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """The array whose leading dim consists of what each stage has."""
+        first = arrays[0].sharding
+        assert isinstance(first, NamedSharding)
+        shape = (arrays[0].shape[0] * len(arrays), *arrays[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(
+            shape,
+            self.cut(first.spec[1:]),
+            [shard.data for array in arrays for shard in array.addressable_shards],
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# What comes before the first microbatch, and after the last?
+#
+# Two programs over all devices. The opening makes what the loss makes from parameters alone, deals
+# stacks of layers out to the stages, cuts the batch into microbatches, and says what the model
+# state is before each of them. The update puts the sums of the stages together, leads them back
+# through what was made from the parameters, and does what a step without stages does.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """What all microbatches work with, over all devices.
+
+    Attributes:
+        stacks: of each stacked parameter, trained ones first, for every chunk of a stage [stages *
+            room, ...], sharded over the stages.
+        kept: what else the loss makes of parameters, whole on every stage.
+        states: model state before each microbatch, [microbatches, ...].
+        after: model state after the last.
+        parts: arrays of the batch, [microbatches, ...]; those without a batch dim as they are.
+    """
+
+    stacks: list[Arrays]
+    kept: Values
+    states: Arrays
+    after: Arrays
+    parts: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Summed:
+    """What the stages have summed, over all devices and sharded over the stages.
+
+    Attributes:
+        stacks: gradients like `Opened.stacks`.
+        shared: gradients of parameters that all layers use, for every chunk of a stage [stages,
+            ...].
+        outside: gradients of what is read before and after the layers, [stages, ...].
+        totals: loss and metrics, [stages, ...].
+    """
+
+    stacks: list[Arrays]
+    shared: list[Arrays]
+    outside: Values
+    totals: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What is done over all devices.
+
+    Attributes:
+        pipeline: the loss, cut.
+        places: the devices of the stages.
+        dealing: which layers go where.
+        params: shardings of the parameters.
+        batch: shardings of the batch.
+        dims: batch dim of each array of the batch, by path.
+        prologue: (model state, batch) -> batch with what is handed to every microbatch beside its
+            rows.
+    """
+
+    pipeline: Pipeline
+    places: Places
+    dealing: Dealing
+    params: ParameterShardings
+    batch: Tree
+    dims: BatchDims
+    prologue: Callable[[Tree, Tree], Tree]
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches."""
+        return self.pipeline.microbatches
+
+    @cached_property
+    def stacks(self) -> tuple[int, ...]:
+        """Values made from trained parameters that have a slice for every layer."""
+        cut = self.pipeline.cut
+        return tuple(cut.scanned[k] for k in cut.roles.weights)
+
+    @cached_property
+    def dealt(self) -> tuple[int, ...]:
+        """The same, and then those made from frozen parameters."""
+        cut = self.pipeline.cut
+        return (*self.stacks, *(cut.scanned[k] for k in cut.frozen_tables))
+
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """Other values made from parameters that the rest of the loss reads."""
+        cut = self.pipeline.cut
+        reads = cut.read_outside | {
+            cut.constants[k] for k in (*cut.roles.shared, *cut.roles.constant)
+        }
+        return tuple(number for number in cut.kept if number in reads and cut.labels[number])
+
+    @property
+    def in_parts(self) -> tuple[bool, ...]:
+        """For every array of the batch, whether it has a part for every microbatch."""
+        return tuple(
+            self.dims[batch_path(path)] is not None
+            for path, _ in jax.tree_util.tree_leaves_with_path(self.batch)
+        )
+
+    def opened(self, params: Tree, state: Tree, batch: Tree) -> Opened:
+        """What all microbatches work with."""
+        values = self.made(jax.tree.leaves(params))
+        states, after = self.pipeline.states(state)
+        stacked, join = Microbatches(
+            shardings=self.batch, dims=self.dims, count=self.microbatches
+        ).split(self.prologue(state, batch))
+        return Opened(
+            stacks=[self._dealt(number, values[number]) for number in self.dealt],
+            kept={number: self._whole(number, values[number]) for number in self.kept},
+            states=states,
+            after=after,
+            parts=jax.tree.leaves(join(stacked)),
+        )
+
+    def gradients(
+        self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]
+    ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
+        """((loss, (metrics, state)), gradients), averaged over the microbatches, for what the
+        stages have summed.
+        """
+        after, summed = pieces
+        leaves, structure = jax.tree.flatten(params)
+
+        def moving(leaves: Arrays) -> Values:
+            return {
+                number: leaf
+                for number, leaf in self.made(leaves).items()
+                if is_floating(leaf) and PARAMETERS in self.pipeline.cut.labels[number]
+            }
+
+        values, pull = jax.vjp(moving, leaves)
+        sums = self._sums(summed)
+        cotangents = {
+            number: (sums[number] / self.microbatches).astype(leaf.dtype)
+            for number, leaf in values.items()
+        }
+        totals = [total.sum(0) / self.microbatches for total in summed.totals]
+        loss, (metrics, _) = jax.tree.unflatten(self.pipeline.traced.out_tree, [*totals, *after])
+        return (
+            loss,
+            (metrics, jax.tree.unflatten(jax.tree.structure(state), after)),
+        ), structure.unflatten(pull(cotangents)[0])
+
+    def made(self, leaves: Arrays) -> Values:
+        """What the loss makes from parameters alone."""
+        cut = self.pipeline.cut
+        stored = dict(zip(cut.program.inputs, leaves, strict=False))
+        env: Values = {
+            **cut.program.constants,
+            **{
+                number: as_dtype(leaf, cut.program.avals[number].dtype)
+                for number, leaf in stored.items()
+            },
+        }
+        evaluate_equations(cut.once, env, self.pipeline.placing.walk(loose=True))
+        return {
+            number: stored.get(number, env[number])
+            for number in dict.fromkeys((*self.dealt, *self.kept))
+        }
+
+    def gradient(self, number: int, *, layers: bool) -> NamedSharding:
+        """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and
+        [stages, ...] of others.
+        """
+        owner = self.pipeline.cut.owners.get(number)
+        cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
+        return self.places.cut(self._tail(cuts[1:] if layers else cuts))
+
+    def _sums(self, summed: Summed) -> Values:
+        """Sums of gradients by value."""
+        totals: Values = dict(
+            zip(self.stacks, map(self.dealing.gathered, summed.stacks), strict=True)
+        )
+        shared = zip(
+            (self.pipeline.cut.constants[k] for k in self.pipeline.cut.roles.shared),
+            ([leaf.sum(0) for leaf in chunks] for chunks in summed.shared),
+            strict=True,
+        )
+        for number, more in (
+            *((number, sum(leaves[1:], leaves[0])) for number, leaves in shared),
+            *((number, leaf.sum(0)) for number, leaf in summed.outside.items()),
+        ):
+            totals[number] = totals[number] + more if number in totals else more
+        return totals
+
+    def _rest(self, number: int) -> NamedSharding | None:
+        """How the parameter rests that a value is, or is a cast of."""
+        owner = self.pipeline.cut.owners.get(number)
+        return None if owner is None else jax.tree.leaves(self.params.rest)[owner]
+
+    def _dealt(self, number: int, stack: Any) -> Arrays:
+        """A stack of layers, sharded over the stages; itself where it is stored so."""
+        stored = self._rest(number)
+        if (
+            self.dealing.plain
+            and number in self.pipeline.cut.program.inputs
+            and stored is not None
+            and self.places.cuts(stored)
+        ):
+            return [stack]
+        sharding = self.places.cut(self._tail(() if stored is None else stored.spec[1:]))
+        return [
+            jax.lax.with_sharding_constraint(part, sharding) for part in self.dealing.dealt(stack)
+        ]
+
+    def _whole(self, number: int, leaf: Any) -> Any:
+        """A value that the stages do not cut; itself where it is stored so."""
+        stored = self._rest(number)
+        spec = PartitionSpec(*self._tail(() if stored is None else stored.spec))
+        if (
+            number in self.pipeline.cut.program.inputs
+            and stored is not None
+            and spec == stored.spec
+        ):
+            return leaf
+        return jax.lax.with_sharding_constraint(
+            jnp.asarray(leaf), NamedSharding(self.places.mesh, spec)
+        )
+
+    def _tail(self, cuts: Iterable[Any]) -> tuple[Any, ...]:
+        """Cuts without those over the stages."""
+
+        def left(cut: Any) -> Any:
+            axes = tuple(
+                axis
+                for axis in (cut if isinstance(cut, tuple) else (cut,))
+                if axis is not None and axis not in self.places.axis
+            )
+            return None if not axes else axes[0] if len(axes) == 1 else axes
+
+        return tuple(map(left, cuts))
+
+
+# --------------------------------------------------------------------------------------------------
+# What is around the work of a step: parameters that may be on their way, and the update after it.
+#
+# Where parameters are on their way, each stage begins when it has its own. Tasks of one stage keep
+# their order, and so do the numbers; a stage which waits for its parameters holds up nobody but
+# those that need what it makes.
+
+#: Model state after a step, and what the stages have summed.
+Made = tuple[Arrays, Summed]
+
+
+class Arriving(Protocol):
+    """Parameters of which stages have some and wait for others."""
+
+    def there(self, stage: int) -> bool:
+        """Whether a stage has all that it needs; true, too, where something has failed."""
+        ...
+
+    def part(self, array: jax.Array, stage: int) -> jax.Array | None:
+        """What a stage has of a parameter in place of the array that stood for it, once it is
+        there; None for an array that is no such parameter.
+        """
+        ...
+
+
+class Update(Protocol):
+    """What makes the next state of the gradients, after the last microbatch: one program, or
+    several where some of the state is not on the devices.
+    """
+
+    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
+        """(state, (model state after the step, `Summed`)) -> (state, metrics); the state is
+        donated.
+        """
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the program that needs the most."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OneUpdate:
+    """An update that is one program.
+
+    Attributes:
+        call: it.
+        run: what runs it.
+    """
+
+    call: jax.stages.Compiled
+    run: Callable[..., tuple[TrainState, Metrics]]
+
+    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
+        """The next state, and metrics."""
+        return self.run(state, batch)
+
+    def memory(self) -> dict[str, int]:
+        """Its bytes per device."""
+        return _jax_compat.compiled_memory(self.call)
+
+
+def in_turn(
+    turns: Sequence[tuple[int, Task]],
+    ready: Callable[[int, Task], bool],
+    do: Callable[[int, Task], None],
+    arriving: Arriving,
+) -> None:
+    """Does all tasks, each as soon as its stage has its parameters and its neighbours have done
+    what it reads; where none can be done, it waits for the first one's parameters.
+    """
+    left = list(turns)
+    while left:
+        waiting, later = set[int](), list[tuple[int, Task]]()
+        for stage, task in left:
+            if stage in waiting or not (ready(stage, task) and arriving.there(stage)):
+                waiting.add(stage)
+                later.append((stage, task))
+            else:
+                do(stage, task)
+        if len(later) == len(left):
+            stage, task = later.pop(0)
+            do(stage, task)  # asks for its parameters, and waits
+        left = later
+
+
+# --------------------------------------------------------------------------------------------------
+# One step: the programs called in the order of the schedule.
+
+#: (stage, what it does), in an order in which every task comes after what it reads.
+Turns = tuple[tuple[int, Task], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stage:
+    """What one stage needs beside the programs of its chunks.
+
+    Attributes:
+        zeros: program that makes the first sums: `First`.
+        indices: the number of each microbatch.
+    """
+
+    zeros: jax.stages.Compiled
+    indices: tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch:
+    """All programs of a step.
+
+    Attributes:
+        places: the devices of the stages.
+        opening: parameters, model state, batch -> `Opened`.
+        opened: structure of that.
+        stacks: number of stacked parameters.
+        kept: of every chunk the values made from parameters that it reads.
+        outside: of every chunk those whose gradients it sums up beside those of layers.
+        chunks: programs of every chunk.
+        stages: of every stage.
+        entering, back: of every chunk, shardings of what enters it, and of cotangents of what
+            leaves it.
+        turns: what is done, one after the other.
+        update: makes the next state.
+    """
+
+    places: Places
+    opening: Executable
+    opened: Any
+    stacks: int
+    kept: tuple[tuple[int, ...], ...]
+    outside: tuple[tuple[int, ...], ...]
+    chunks: tuple[ChunkPrograms, ...]
+    stages: tuple[Stage, ...]
+    entering: tuple[list[Any], ...]
+    back: tuple[list[Any], ...]
+    turns: Turns
+    update: Update
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the program that needs the most."""
+        calls = (
+            self.opening.call,
+            *(program.call for chunk in self.chunks for program in chunk.all),
+        )
+        return max(
+            (*map(_jax_compat.compiled_memory, calls), self.update.memory()),
+            key=lambda sizes: sizes["peak"],
+        )
+
+    def step(self, state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
+        """(state, metrics) after a step; the state is donated."""
+        opened: Opened = jax.tree.unflatten(
+            self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
+        )
+        run = Step(self, opened)
+        for turn in self.turns:
+            run.do(*turn)
+        return self.update.step(state, (opened.after, run.summed()))
+
+    def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: Arriving) -> Step:
+        """All work of a step whose parameters are on their way, queued; nothing is updated."""
+        leaves = jax.tree.leaves((params, inputs, batch))
+        run = Step(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
+        in_turn(self.turns, run.ready, run.do, arriving)
+        return run
+
+
+class Step:
+    """What is under way in one step. Arrays are let go of when the last program that reads them is
+    queued.
+
+    Attributes:
+        opened: what all microbatches work with.
+        early, late: of each chunk, what it has summed.
+    """
+
+    def __init__(
+        self, programs: Dispatch, opened: Opened, arriving: Arriving | None = None
+    ) -> None:
+        self.programs, self.ways = programs, len(programs.stages)
+        self.opened, self._arriving = opened, arriving
+        self._held, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
+        self.first: list[First] = [stage.zeros() for stage in programs.stages]
+        self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
+        for number in range(len(programs.chunks)):
+            early, late = self.first[number % self.ways].chunks[number // self.ways]
+            self.early[number], self.late[number] = jax.tree.leaves(early), jax.tree.leaves(late)
+        self.entering, self.left, self.saved, self.back = (
+            dict[tuple[int, int], Arrays]() for _ in range(4)
+        )
+        self.work = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
+
+    def do(self, stage: int, task: Task) -> None:
+        """Queues a task."""
+        self.work[task.kind](task.chunk * self.ways + stage, task.microbatch)
+
+    def ready(self, stage: int, task: Task) -> bool:
+        """Whether neighbours have made what a task reads."""
+        chunk = task.chunk * self.ways + stage
+        program, unit = self.programs.chunks[chunk], (chunk, task.microbatch)
+        if task.kind == FORWARD or (task.kind == BACKWARD and program.both is not None):
+            nothing = task.kind == FORWARD and program.forward is None
+            return nothing or not chunk or unit in self.entering
+        last = chunk == len(self.programs.chunks) - 1
+        return task.kind == WEIGHTS or last or unit in self.back
+
+    def summed(self) -> Summed:
+        """What the stages have summed, over all devices."""
+        programs, join = self.programs, self.programs.places.join
+        turns = [
+            range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)
+        ]
+        stacks, last = programs.stacks, len(programs.chunks) - 1
+        late = [
+            [
+                join(leaves)
+                for leaves in zip(*(self._reduced(number) for number in turn), strict=True)
+            ]
+            for turn in turns
+        ]
+        sums: list[Values] = [
+            dict(stage_sums.outside) for stage_sums in self.first
+        ]  # of every stage, zeros where it sums nothing up
+        for number in (0, last):
+            sums[number % self.ways].update(
+                zip(programs.outside[number], self.early[number], strict=False)
+            )
+        outside = {number: join([values[number] for values in sums]) for number in sorted(sums[0])}
+        totals = zip(
+            *(stage_sums.totals for stage_sums in self.first[:-1]),
+            self.early[last][len(programs.outside[last]) :],
+            strict=True,
+        )
+        return Summed(
+            stacks=[[leaves[k] for leaves in late] for k in range(stacks)],
+            shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
+            outside=outside,
+            totals=[join(leaves) for leaves in totals],
+        )
+
+    def held(self, chunk: int) -> Arrays:
+        """What a chunk works with, in the order of `Held`."""
+        if chunk not in self._held:
+            turn, stage = divmod(chunk, self.ways)
+            opened, gather = self.opened, self.programs.chunks[chunk].gather
+            leaves = [
+                *(parts[turn] for parts in opened.stacks),
+                *(opened.kept[number] for number in sorted(self.programs.kept[chunk])),
+                *opened.states,
+                *opened.parts,
+            ]
+            shards = [self._shard(leaf, stage) for leaf in leaves]
+            self._held[chunk] = shards if gather is None else [*shards, *gather(shards)]
+        return self._held[chunk]
+
+    def _shard(self, array: jax.Array, stage: int) -> jax.Array:
+        """What a stage has of an array."""
+        came = None if self._arriving is None else self._arriving.part(array, stage)
+        if came is not None:
+            return came
+        if id(array) not in self._shards:
+            self._shards[id(array)] = self.programs.places.split(array)
+        return self._shards[id(array)][stage]
+
+    def _reduced(self, chunk: int) -> Arrays:
+        """Gradients of stacked parameters, and of those that all layers use."""
+        reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
+        return late if reduce is None else reduce([*self.held(chunk), *late])
+
+    def _given(self, chunk: int, micro: int) -> Arrays:
+        return [*self.held(chunk), self.programs.stages[chunk % self.ways].indices[micro]]
+
+    def _forward(self, chunk: int, micro: int) -> None:
+        program, unit = self.programs.chunks[chunk], (chunk, micro)
+        if program.forward is None:
+            return  # the backward pass does it
+        results = program.forward([*self._given(*unit), *self.entering.pop(unit, ())])
+        left, self.saved[unit] = results[: len(program.left)], results[len(program.left) :]
+        if chunk + 1 < len(self.programs.chunks):
+            self.entering[chunk + 1, micro] = jax.device_put(
+                left, self.programs.entering[chunk + 1]
+            )
+        else:
+            self.left[unit] = left
+
+    def _backward(self, chunk: int, micro: int) -> None:
+        program, unit = self.programs.chunks[chunk], (chunk, micro)
+        sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
+        if program.both is not None:
+            results = program.both([*self._given(*unit), *self.entering.pop(unit, ()), *sums])
+        else:
+            assert program.backward is not None
+            saved = self.saved.pop(unit)
+            results = program.backward(
+                [
+                    *self._given(*unit),
+                    *self.left.pop(unit, ()),
+                    *saved,
+                    *self.back.pop(unit, ()),
+                    *sums,
+                ]
+            )
+        early, count = len(self.early[chunk]), len(sums)
+        self.early[chunk] = results[:early]
+        if chunk:
+            self.back[chunk - 1, micro] = jax.device_put(
+                results[count : count + program.entered], self.programs.back[chunk - 1]
+            )
+        if program.weights is None:
+            self.late[chunk] = results[early:count]
+        elif program.both is not None:
+            self.saved[unit] = results[count + program.entered :]
+        else:
+            self.saved[unit] = [
+                *(saved[k] for k in program.stashed),
+                *results[count + program.entered :],
+            ]
+
+    def _weights(self, chunk: int, micro: int) -> None:
+        program, unit = self.programs.chunks[chunk], (chunk, micro)
+        assert program.weights is not None
+        self.late[chunk] = program.weights(
+            [*self._given(*unit), *self.saved.pop(unit), *self.late[chunk]]
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The programs of all stages of a pipeline, and the order in which one process calls them.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagePrograms:
+    """A pipeline whose stages are programs of their own, before it is compiled.
+
+    Attributes:
+        plan: the decisions.
+        opening: what is done over all devices.
+        works: the work of every chunk.
+        order: what every stage does.
+    """
+
+    plan: Plan
+    opening: Opening
+    works: tuple[Work, ...]
+    order: tuple[Order, ...]
+
+    def _kept(self, chunk: int) -> tuple[int, ...]:
+        """Values made from parameters that a chunk reads beside its layers."""
+        work = self.works[chunk]
+        return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
+
+    def _held(self, chunk: int, opened: Opened) -> Held:
+        """What a chunk works with, abstract."""
+        places = self.opening.places
+        turn, stage = divmod(chunk, len(places.stages))
+        return Held(
+            stacks=[places.like(parts[turn], stage) for parts in opened.stacks],
+            kept={number: places.like(opened.kept[number], stage) for number in self._kept(chunk)},
+            states=[places.like(leaf, stage) for leaf in opened.states],
+            parts=[places.like(leaf, stage) for leaf in opened.parts],
+            ready=[],
+        )
+
+    def _sums(self, chunk: int) -> dict[str, Any]:
+        """The sums of a chunk, abstract."""
+        work = self.works[chunk]
+        outside = {
+            number: self._sum(number, chunk) for number in work.outside if self._floating(number)
+        }
+        return {
+            "early": Early(outside=outside, totals=self._totals(chunk) if work.last else []),
+            "late": Late(
+                weights=[self._gradients(chunk)[k] for k in work.chunk.own],
+                shared=[self._sum(number, chunk) for number in work.shared],
+                sums=self._partial(chunk),
+            ),
+        }
+
+    def _gradients(self, chunk: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Gradients of stacked parameters, abstract."""
+        return tuple(self._sum(number, chunk, layers=True) for number in self.opening.stacks)
+
+    def _partial(self, chunk: int) -> Arrays:
+        """Partial sums of every device for what is gathered beforehand, abstract."""
+        chunk_layers = self.works[chunk].chunk
+        uses = chunk_layers.known.uses.values() if chunk_layers.known else ()
+        return [
+            self._like(
+                (chunk_layers.layers, *use.sums.shape),
+                self._in(use.sums.dtype),
+                PartitionSpec(None, *use.cuts),
+                chunk,
+            )
+            for use in uses
+        ]
+
+    def _totals(self, chunk: int) -> Arrays:
+        avals = [self.works[0].cut.program.avals[number] for number in self.works[0].cut.results]
+        return [
+            self._like(
+                (1, *aval.shape),
+                jnp.promote_types(aval.dtype, jnp.float32),
+                PartitionSpec(self.opening.places.axis),
+                chunk,
+            )
+            for aval in avals
+        ]
+
+    def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
+        """Where a gradient is summed."""
+        aval = self.works[0].cut.program.avals[number]
+        shape = (self.opening.dealing.room, *aval.shape[1:]) if layers else (1, *aval.shape)
+        return self._like(
+            shape, self._in(aval.dtype), self.opening.gradient(number, layers=layers).spec, chunk
+        )
+
+    def _like(
+        self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, chunk: int
+    ) -> jax.ShapeDtypeStruct:
+        places = self.opening.places
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(places.stages[chunk % len(places.stages)], spec)
+        )
+
+    def _in(self, dtype: Any) -> Any:
+        """The dtype in which gradients of a dtype are summed."""
+        return self.opening.pipeline.placing.reductions.accumulator(dtype)
+
+    def _floating(self, number: int) -> bool:
+        return is_floating(self.works[0].cut.program.avals[number])
+
+    @property
+    def apart(self) -> bool:
+        """Whether gradients of weights are made apart."""
+        return any(task.kind == WEIGHTS for task in self.order[0])
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the last chunk goes back with every microbatch as soon as it has gone forward."""
+        last = [
+            task
+            for task in self.order[-1]
+            if task.chunk == self.plan.virtual_stages - 1 and task.kind != WEIGHTS
+        ]
+        pairs = zip(self.order[-1], self.order[-1][1:], strict=False)
+        return sum(
+            task.kind == FORWARD and following == replace(task, kind=BACKWARD) and task in last
+            for task, following in pairs
+        ) * 2 == len(last)
+
+    def compiled(
+        self,
+        state: Tree,
+        batch: Tree,
+        update: Callable[[Made], Update],
+        name: str,
+    ) -> Dispatch:
+        """Compiles all programs."""
+        opening, places = self.opening, self.opening.places
+        arguments = (state.params, state.inputs, batch)
+        structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
+        first = Draft.of(
+            flat(opening.opened, arguments), jax.tree.leaves(arguments), places.mesh
+        ).compiled(f"{name}_opening", places.mesh)
+        opened: Opened = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
+        count, last, chunks = len(places.stages), len(self.works) - 1, list[ChunkPrograms]()
+        entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
+        for number, work in enumerate(self.works):
+            mesh = places.stages[number % count]
+            inputs = Inputs(
+                held=self._held(number, opened),
+                micro=_index(mesh),
+                entering=entering[-1],
+                gradients=self._gradients(number),
+                **self._sums(number),
+            )
+            chunks.append(
+                chunk_programs(
+                    work,
+                    inputs,
+                    mesh,
+                    f"{name}_chunk{number}",
+                    split=self.apart,
+                    at_once=self.at_once and number == last,
+                )
+            )
+            if number < last:
+                entering.append(on_stage(chunks[-1].left, places.stages[(number + 1) % count]))
+        return Dispatch(
+            places=places,
+            opening=first,
+            opened=structure,
+            stacks=len(opening.stacks),
+            kept=tuple(self._kept(number) for number in range(last + 1)),
+            outside=tuple(
+                tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
+            ),
+            chunks=tuple(chunks),
+            stages=tuple(map(self._stage, range(count))),
+            entering=tuple([leaf.sharding for leaf in leaves] for leaves in entering),
+            back=tuple(
+                [
+                    NamedSharding(places.stages[number % count], leaf.sharding.spec)
+                    for leaf in leaves
+                    if is_floating(leaf)
+                ]
+                for number, leaves in enumerate(entering[1:])
+            ),
+            turns=_turns(self.order),
+            update=update((opened.after, self._summed())),
+        )
+
+    def _stage(self, stage: int) -> Stage:
+        """What a stage needs beside the programs of its chunks."""
+        mesh, count, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
+        chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
+        summed_here = {number for early, _ in chunks for number in early.outside}
+        everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
+        first = First(
+            chunks=chunks,
+            outside={number: self._sum(number, stage) for number in everywhere - summed_here},
+            totals=[] if stage == count - 1 else self._totals(stage),
+        )
+        zeros = (
+            jax.jit(
+                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first),
+                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, first),
+            )
+            .lower()
+            .compile()
+        )
+        return Stage(
+            zeros=zeros,
+            indices=tuple(
+                jax.device_put(np.int32(micro), NamedSharding(mesh, PartitionSpec()))
+                for micro in range(self.plan.microbatches)
+            ),
+        )
+
+    def _summed(self) -> Summed:
+        """What the stages have summed after the last microbatch, abstract."""
+        opening, places, count = self.opening, self.opening.places, len(self.order)
+
+        def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (leaf.shape[0] * count, *leaf.shape[1:]),
+                leaf.dtype,
+                sharding=NamedSharding(places.mesh, leaf.sharding.spec),
+            )
+
+        late = [
+            Late(
+                weights=[whole(leaf) for leaf in self._gradients(number)],
+                shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
+                sums=[],
+            )
+            for number in range(0, len(self.works), count)
+        ]
+        ends = [self._sums(number)["early"] for number in (0, len(self.works) - 1)]
+        return Summed(
+            stacks=[[sums.weights[k] for sums in late] for k in range(len(opening.stacks))],
+            shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
+            outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
+            totals=[whole(leaf) for leaf in ends[1].totals],
+        )
+
+
+def _turns(order: tuple[Order, ...]) -> Turns:
+    """All tasks in the order in which they would begin if forward work took half as long as
+    backward work.
+    """
+    split = any(task.kind == WEIGHTS for task in order[0])
+    spans = simulate(order, Durations(forward=1.0, backward=1.0 if split else 2.0, weights=1.0))
+    return tuple(
+        (span.stage, span.task)
+        for span in sorted(spans, key=lambda span: (span.start, span.end, -span.stage))
+    )
+
+
+def _index(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan's pipeline as programs of its stages.
+
+#: Layers of a chunk that are written out one after the other; more of them are a loop.
+WRITTEN_OUT = 8
+
+
+def stage_programs(
+    plan: Plan,
+    pipeline: Pipeline,
+    mesh: Mesh | AbstractMesh,
+    params: ParameterShardings,
+    batch: Tree,
+    dims: BatchDims,
+    prologue: Callable[[Tree, Tree], Tree] = lambda state, batch: batch,
+) -> StagePrograms:
+    """The stages of a plan as programs of their own."""
+    places, order = Places.of(_with_devices(mesh)), _order(plan)
+    dealing = Dealing(
+        layers=pipeline.cut.layers, stages=len(places.stages), virtual=plan.virtual_stages
+    )
+    opening = Opening(
+        pipeline=pipeline,
+        places=places,
+        dealing=dealing,
+        params=params,
+        batch=batch,
+        dims=dims,
+        prologue=prologue,
+    )
+    alone = replace(
+        plan,
+        mesh=MeshShape({**plan.mesh, "stage": 1}),
+        parameters=tuple(without_axes(parameter, ("stage",)) for parameter in plan.parameters),
+    )
+    works = tuple(_work(number, opening, alone) for number in range(dealing.chunks))
+    return StagePrograms(plan=plan, opening=opening, works=works, order=order)
+
+
+def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh, if this process is alone: of several, those without a device would have no part in
+    it.
+    """
+    others = f"there are {jax.process_count()} processes"
+    if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
+        raise PlanError(
+            "pipeline='programs' runs from one process that has all devices, and"
+            f" {'here are none' if isinstance(mesh, AbstractMesh) else others}"
+            "\nTry: pipeline='lockstep'"
+        )
+    return mesh
+
+
+def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
+    """What each stage does, one after the other: the schedule, once for each group of
+    microbatches.
+    """
+    try:
+        group = orders(
+            plan.schedule,
+            stages=plan.mesh["stage"],
+            microbatches=plan.microbatches // plan.accumulation,
+            virtual=plan.virtual_stages,
+        )
+    except ValueError as error:
+        raise PlanError(
+            f"pipeline='programs' cannot follow the plan: {error}\nTry: pipeline='lockstep', or"
+            " another schedule"
+        ) from error
+    firsts = range(0, plan.microbatches, plan.microbatches // plan.accumulation)
+    return tuple(
+        tuple(
+            replace(task, microbatch=first + task.microbatch) for first in firsts for task in tasks
+        )
+        for tasks in group
+    )
+
+
+def _work(number: int, opening: Opening, alone: Plan) -> Work:
+    """The work of one chunk of layers, on the mesh of its stage."""
+    pipeline, dealing, stages = opening.pipeline, opening.dealing, opening.places.stages
+    cut, layers, here = pipeline.cut, dealing.counts[number], stages[number % len(stages)]
+    moved = jax.tree.map(lambda sharding: NamedSharding(here, sharding.spec), vars(opening.params))
+    laid_out = Placing.of(
+        pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.placing.placements
+    )
+    placing = replace(laid_out, reductions=pipeline.placing.reductions)
+    chunk = Chunk(
+        cut=cut,
+        layers=layers,
+        padded=False,
+        saved=pipeline.remat.of_chunk(number // len(stages), layers),
+        walk=placing.walk,
+        known=gathered(placing, cut, here),
+        unrolled=layers <= WRITTEN_OUT,
+    )
+    return Work(
+        cut=cut,
+        placing=placing,
+        chunk=chunk,
+        first=dealing.first(number),
+        last=number == dealing.chunks - 1,
+        activations=pipeline.stages.activations,
+        entering=pipeline.stages.entering,
+        loss=pipeline.loss_position,
+        in_parts=opening.in_parts,
+        remat=pipeline.remat,
+    )

@@ -1,0 +1,741 @@
+"""What one stage does in one tick.
+
+Functions of what one stage holds, for `jax.shard_map` over the stage axis alone; the other mesh
+axes stay automatic inside. What a stage holds is a slice of a global array with a leading dim of
+stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.jax_types import Index, Value
+from shardlib.layout import Layout
+from shardlib.lowering.mesh import in_host_memory, parts_of
+from shardlib.lowering.pipeline.layers import (
+    Arrays,
+    Chunk,
+    Cut,
+    Gradients,
+    Operands,
+    is_floating,
+    layer_of,
+    with_layer,
+)
+from shardlib.planner.plan import Plan
+from shardlib.schedules import Timetable
+
+# --------------------------------------------------------------------------------------------------
+# What goes between stages, and the dim of it that the stages shard outside of the layers.
+
+
+def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
+    of the layers for every layer.
+    """
+    avals = [loss_cut.program.avals[number] for number in loss_cut.entering]
+    buffers = [
+        jax.ShapeDtypeStruct(
+            (layers, *loss_cut.program.avals[number].shape[1:]),
+            loss_cut.program.avals[number].dtype,
+        )
+        for number in loss_cut.stacked
+    ]
+    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
+
+
+def dim_of_stages(layout: Layout | None) -> int | None:
+    """The dim that the stages cut; None where they cut none."""
+    return (
+        next((dim for dim, axes in enumerate(layout) if "stage" in axes), None)
+        if layout is not None
+        else None
+    )
+
+
+def sharded_dim(
+    leaf: jax.ShapeDtypeStruct,
+    layout: Layout | None,
+    outside: Layout | None,
+    stages: int,
+    plan: Plan,
+) -> int | None:
+    """The dim that the stages cut outside of the layers: as the layout there has it, or the largest
+    that the plan leaves whole and that divides, the last one (features) apart.
+    """
+    if (outside_dim := dim_of_stages(outside)) is not None:
+        return outside_dim
+    parts = [
+        math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
+        for dim in range(len(leaf.shape))
+    ]
+    fitting = [
+        dim
+        for dim in range(len(leaf.shape) - 1)
+        if parts[dim] == 1 and leaf.shape[dim] % stages == 0
+    ]
+    return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)
+
+
+# --------------------------------------------------------------------------------------------------
+# What stages hold, pass on and keep, as pytrees of arrays with a leading dim of stages.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What every stage holds through all ticks.
+
+    Attributes:
+        weights: [stages, chunks, layers, ...] of each stacked parameter; sharded over the stages.
+        tables: the same of each constant table.
+        drawn: [microbatches, stages, chunks, layers, ...] of each array of model state with a slice
+            a layer.
+        shared, constant: see `Operands`.
+        ready: [stages, chunks, layers, ...] of each operand that is gathered beforehand; of two
+            chunks where a chunk is gathered when its round begins.
+    """
+
+    weights: Arrays
+    tables: Arrays
+    drawn: Arrays
+    shared: Arrays
+    constant: Arrays
+    ready: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """What is on its way between stages.
+
+    Attributes:
+        next: [stages, ...], what came from the neighbour.
+        waiting: [stages, ticks, ...], what waits before the first stage (backward: the last one)
+            until that goes on to the next chunk; empty where nothing waits.
+    """
+
+    next: Arrays
+    waiting: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What a tick backward leaves.
+
+    Attributes:
+        hop, sums, passed: see `Stages.backward`.
+        entered: cotangents of what entered the first stage, in the order of `Stages.moving`, for
+            `handed_out`.
+    """
+
+    hop: Hop
+    sums: Gradients
+    passed: Arrays
+    entered: Arrays
+
+
+def slot_of(ring: Arrays, slot: Index) -> Arrays:
+    """What a stage keeps in one of its slots, of arrays [its stage, slots, ...].
+
+    Args:
+        ring: activation stash, arrays [its stage, slots, ...].
+    """
+    return [jax.lax.dynamic_index_in_dim(slots[0], slot, 0, keepdims=False) for slots in ring]
+
+
+def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
+    """The same with something else in that slot.
+
+    Args:
+        ring: activation stash, arrays [its stage, slots, ...].
+    """
+    return [
+        jax.lax.dynamic_update_index_in_dim(slots[0], leaf, slot, 0)[None]
+        for slots, leaf in zip(ring, arrays, strict=True)
+    ]
+
+
+def only_if(condition: Value, array: Value) -> Value:
+    """An array where a condition holds, otherwise zeros."""
+    return jnp.where(condition, array, jnp.zeros_like(array))
+
+
+def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) -> Value:
+    """Adds a chunk's gradient to the sums of all chunks [chunks, ...].
+
+    Args:
+        total: [chunks, ...].
+    """
+    before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(
+        total, before + jnp.where(works, gradient, 0).astype(total.dtype), chunk, 0
+    )
+
+
+def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: Value) -> Arrays:
+    """Adds gradients of a chunk's layers to their sums, one layer after the other: at once, XLA
+    would copy what all of the layers have had so far.
+
+    Args:
+        totals: arrays [its stage, slots, layers, ...].
+        gradients: arrays [layers, ...].
+    """
+    if not totals:
+        return []
+
+    def layer(index: Index, totals: Arrays) -> Arrays:
+        sums: Arrays = []
+        for total, gradient in zip(totals, gradients, strict=True):
+            more = jax.lax.dynamic_index_in_dim(gradient, index, 0, keepdims=False)
+            before = layer_of(total, slot, index)
+            after = before + jnp.where(works, more, 0).astype(total.dtype)
+            sums.append(with_layer(total, after, slot, index))
+        return sums
+
+    added = jax.lax.fori_loop(0, gradients[0].shape[0], layer, [total[0] for total in totals])
+    return [total[None] for total in added]
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Names that messages between stages have in a compiled program, by direction.
+HOPS = {"forward": "shardlib-hop-forward", "backward": "shardlib-hop-backward"}
+
+
+#: Of one stage: its own part of an array with a leading dim of stages.
+OWN = "own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of a pipeline.
+
+    Attributes:
+        table: the schedule.
+        mesh: the mesh of the program.
+        axis: names of the stage axis in it.
+        activations: shape and dtype of all that hops from stage to stage: the carry, what travels
+            with it, and buffers of the layers' own results.
+        entering: how many of these come from before the layers; the buffers start as zeros.
+        leaving: positions of those that go to what comes after the layers.
+        spread: for each, the dim that is sharded over the stages outside of the pipeline; None
+            where it is whole.
+        layouts: for each, the layout that the plan gives it over the other axes; None where that is
+            left to the compiler.
+        outside: for each, the layout that it has outside of the pipeline, where that is known as a
+            whole.
+        chunk: some layers.
+    """
+
+    table: Timetable
+    mesh: Mesh | AbstractMesh
+    axis: tuple[str, ...]
+    activations: tuple[jax.ShapeDtypeStruct, ...]
+    entering: int
+    leaving: tuple[int, ...]
+    spread: tuple[int | None, ...]
+    layouts: tuple[Layout | None, ...]
+    outside: tuple[Layout | None, ...]
+    chunk: Chunk
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Positions of what gradients flow through."""
+        return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
+
+    def over_stages(self, array: Value) -> Value:
+        """An array of every stage, [stages, ...], each at its stage."""
+        free = PartitionSpec.UNCONSTRAINED
+        return jax.lax.with_sharding_constraint(
+            array, NamedSharding(self.mesh, PartitionSpec(self.axis, *[free] * (array.ndim - 1)))
+        )
+
+    def spread_out(self, array: Value, position: int) -> Value:
+        """A stage activation as it is sharded outside of the pipeline."""
+        dim, layout = self.spread[position], self.outside[position]
+        if layout is not None:
+            return jax.lax.with_sharding_constraint(
+                array,
+                NamedSharding(
+                    self.mesh,
+                    PartitionSpec(*(parts_of(self.mesh, layout[k]) for k in range(array.ndim))),
+                ),
+            )
+        if self.layouts[position] is None and dim is None:
+            return array
+        cuts = self._cuts(position, array.ndim)
+        if dim is not None:
+            cuts[dim] = self.axis
+        return jax.lax.with_sharding_constraint(
+            array, NamedSharding(self.mesh, PartitionSpec(*cuts))
+        )
+
+    def handed_out(self, arrays: Value, position: int) -> Value:
+        """What one stage has of [stages, ...], the others having zeros, as it is sharded outside of
+        the pipeline.
+
+        Args:
+            arrays: [stages, ...].
+        """
+        return self.spread_out(
+            jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
+        )
+
+    def whole(self, array: Value, position: int) -> Value:
+        """The same as every stage needs it: no longer sharded over the stages."""
+        dim = self.spread[position]
+        if dim is None:
+            return array
+        cuts = self._cuts(position, array.ndim)
+        if self.outside[position] is None:
+            cuts[dim] = None  # there, a dim that the stages cut is one that the plan leaves whole
+        return jax.lax.with_sharding_constraint(
+            array, NamedSharding(self.mesh, PartitionSpec(*cuts))
+        )
+
+    def _cuts(self, position: int, rank: int) -> list[Any]:
+        """What the plan shards an array of `activations` over, by dim; nothing is said where it has
+        no layout for it.
+        """
+        layout = self.layouts[position]
+        return [
+            PartitionSpec.UNCONSTRAINED if layout is None else parts_of(self.mesh, layout[k])
+            for k in range(rank)
+        ]
+
+    def _inside(self, array: Value, position: int) -> Value:
+        """The same inside of a stage."""
+        layout, mesh = self.layouts[position], jax.sharding.get_abstract_mesh()
+        if layout is None:
+            return array
+        return jax.lax.with_sharding_constraint(
+            array,
+            NamedSharding(
+                mesh, PartitionSpec(*(parts_of(mesh, layout[k]) for k in range(array.ndim)))
+            ),
+        )
+
+    def _numbers(self) -> Value:
+        """The number of every stage, [stages]: an operand of what a stage does.
+
+        `axis_index` would be a manual region of its own without operands, since other axes are
+        automatic around it; XLA moves its PartitionId out of there, and then refuses it (JAX 0.10.2
+        with TPUs).
+        """
+        return self.over_stages(jnp.arange(self.table.stages, dtype=jnp.int32))
+
+    def _like(self) -> Arrays:
+        """Arrays like those that hop."""
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
+
+    def _hop(self, arrays: Arrays, direction: int) -> Arrays:
+        """Sends arrays to the next stage (1), or the one before (-1)."""
+        count = self.table.stages
+        with jax.named_scope(HOPS["forward" if direction > 0 else "backward"]):
+            return [
+                jax.lax.ppermute(
+                    leaf, self.axis, [(i, (i + direction) % count) for i in range(count)]
+                )[None]
+                for leaf in arrays
+            ]
+
+    def _manual(
+        self, function: Callable[..., Any], arguments: Sequence[Any], results: Any
+    ) -> Callable[..., Any]:
+        def spec(word: Any) -> Any:
+            return PartitionSpec(self.axis) if word is OWN else word
+
+        specs = (
+            tuple(spec(word) for word in arguments),
+            (tuple(map(spec, results)) if isinstance(results, tuple) else spec(results)),
+        )
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=specs[0],
+            out_specs=specs[1],
+            axis_names=set(self.axis),
+            check_vma=False,
+        )
+
+    @property
+    def window(self) -> int:
+        """Chunks whose operands are gathered at a time: while stages go over from one chunk to the
+        next, two.
+        """
+        return 2 if self.in_rounds else self.table.virtual
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether chunks are gathered when their rounds begin."""
+        gathered = self.chunk.known
+        return bool(self.table.rounds and gathered and gathered.operands)
+
+    def gather(self, resident: Held) -> Arrays:
+        """The operands that are gathered beforehand, [stages, chunks, layers, ...]."""
+        if self.chunk.known is None:
+            return []
+        return self._manual(self._gather, (self._held(),), OWN)(resident)
+
+    def gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
+        """The operands that are gathered beforehand [stages, window, layers, ...], with those of
+        one chunk in its slot.
+        """
+        replicated = PartitionSpec()
+        return self._manual(self._gather_over, (self._held(), OWN, replicated), OWN)(
+            resident, ready, chunk
+        )
+
+    def reduce(self, resident: Held, sums: Arrays) -> Arrays:
+        """Gradients of weights for the partial sums of what is gathered beforehand, [stages,
+        chunks, layers, ...].
+        """
+        if self.chunk.known is None:
+            return []
+        return self._manual(self._reduce, (self._held(), OWN), OWN)(resident, sums)
+
+    def reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+        """(gradients of weights [stages, layers, ...] for the partial sums in one slot, the sums
+        with zeros there).
+
+        Args:
+            sums: partial sums [stages, window, layers, ...], in the order of what is gathered.
+        """
+        run = self._manual(self._reduce_out, (self._held(), OWN, PartitionSpec()), (OWN, OWN))
+        return run(resident, sums, slot)
+
+    def no_sums(self) -> Arrays:
+        """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
+
+        def zeros() -> Arrays:
+            gathered = self.chunk.known
+            leaves = gathered.zeros((1, self.window, self.chunk.layers)) if gathered else []
+            return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+
+        return self._manual(zeros, (), OWN)()
+
+    def _gather(self, resident: Held) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0] for leaf in self._sources(resident)]
+        operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
+
+    def _gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [
+            jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
+            for leaf in self._sources(resident)
+        ]
+        operands = gathered.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
+        return [leaf[None] for leaf in operands]
+
+    def _reduce(self, resident: Held, sums: Arrays) -> Arrays:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        gradients = gathered.reduce(
+            weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums]
+        )
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
+
+    def _reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+        gathered = self.chunk.known
+        assert gathered is not None
+        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
+        return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
+
+    def _sources(self, resident: Held) -> Arrays:
+        """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
+        gathered = self.chunk.known
+        assert gathered is not None
+        places = self.chunk.cut.roles.weights
+        return [resident.weights[places.index(position)] for position in gathered.sources]
+
+    def _held(self) -> Held:
+        """Specs of what stages hold, in the place of the arrays."""
+        per_stage: Any = PartitionSpec(self.axis)
+        replicated: Any = PartitionSpec()
+        drawn: Any = PartitionSpec(None, self.axis)
+        return Held(
+            weights=per_stage,
+            tables=per_stage,
+            drawn=drawn,
+            shared=replicated,
+            constant=replicated,
+            ready=per_stage,
+        )
+
+    def forward(
+        self, tick: Index, resident: Held, hop: Hop, entering: Arrays, ring: Arrays
+    ) -> tuple[Hop, Arrays, Arrays]:
+        """One tick forward.
+
+        Args:
+            ring: [stages, slots, ...], what the stages remember; empty where nothing goes back.
+        """
+        replicated = PartitionSpec()
+        run = self._manual(
+            self._forward, (OWN, replicated, self._held(), OWN, replicated, OWN), (OWN, OWN, OWN)
+        )
+        return run(self._numbers(), tick, resident, hop, entering, ring)
+
+    def backward(
+        self,
+        tick: Index,
+        resident: Held,
+        hop: Hop,
+        leaving: Arrays,
+        ring: Arrays,
+        sums: Gradients,
+        passed: Arrays,
+    ) -> Backward:
+        """One tick backward.
+
+        Args:
+            sums: gradients summed so far: of weights [stages, chunks, layers, ...], of shared
+                parameters [stages, ...], and the partial sums [stages, chunks, layers, ...].
+            passed: [stages, stages, ...], what waits for the making of gradients of weights; empty
+                where these are made at once.
+        """
+        replicated = PartitionSpec()
+        run = self._manual(
+            self._backward,
+            (OWN, replicated, self._held(), OWN, replicated, OWN, OWN, OWN),
+            (OWN, OWN, OWN, OWN),
+        )
+        hop, sums, passed, entered = run(
+            self._numbers(), tick, resident, hop, leaving, ring, sums, passed
+        )
+        return Backward(hop=hop, sums=sums, passed=passed, entered=entered)
+
+    def weights(
+        self, tick: Index, resident: Held, ring: Arrays, sums: Gradients, passed: Arrays
+    ) -> Gradients:
+        """Gradients of weights of one tick, where they are made on their own; arguments as those of
+        `backward`, results as its `sums`.
+        """
+        run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
+        return run(self._numbers(), tick, resident, ring, sums, passed)
+
+    def stashed(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of what is stashed of one unit, [stages, ...]."""
+        return self._shapes(
+            lambda operands, zeros: self.chunk.forward(operands, zeros)[1], resident
+        )
+
+    def in_host_memory(self, resident: Held) -> list[bool]:
+        """Of what is stashed whether it waits in host memory."""
+        on_host: list[bool] = []
+
+        def one(operands: Operands, zeros: Arrays) -> Arrays:
+            saved = self.chunk.forward(operands, zeros)[1]
+            on_host[:] = [in_host_memory(leaf) for leaf in saved]
+            return saved
+
+        self._shapes(one, resident)
+        return on_host
+
+    def passed_on(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of what waits for the making of gradients of weights of one unit,
+        [stages, ...].
+        """
+
+        def one(operands: Operands, zeros: Arrays) -> Arrays:
+            return self.chunk.backward_inputs(
+                operands,
+                zeros,
+                self.chunk.forward(operands, zeros)[1],
+                [zeros[k] for k in self.moving],
+            )[1]
+
+        return self._shapes(one, resident) if self.table.split else []
+
+    def _shapes(
+        self, function: Callable[[Operands, Arrays], Arrays], resident: Held
+    ) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of what a function of a chunk's operands and of what enters it gives on
+        every stage.
+        """
+
+        def one(resident: Held) -> Arrays:
+            return [
+                leaf[None] for leaf in function(self._operands(resident, 0, 0, 0), self._like())
+            ]
+
+        return jax.eval_shape(self._manual(one, (self._held(),), OWN), resident)
+
+    def _forward(
+        self, numbers: Value, tick: Index, resident: Held, hop: Hop, entering: Arrays, ring: Arrays
+    ) -> tuple[Hop, Arrays, Arrays]:
+        stage = numbers[0]
+        micro, chunk, works = self.table.forward(tick, stage)
+        first = (stage == 0) & (chunk == 0)
+        fresh = [
+            *entering,
+            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
+        ]
+        arrived, waiting = self._arrived(tick, hop, stage == 0)
+        arriving = [
+            self._inside(jnp.where(first, new, old), k)
+            for k, (new, old) in enumerate(zip(fresh, arrived, strict=True))
+        ]
+        operands = self._operands(resident, stage, micro, chunk)
+        left, saved = self._worked(
+            works,
+            lambda: (
+                self.chunk.forward(operands, arriving)
+                if ring
+                else (self.chunk.run(operands, arriving), [])
+            ),
+        )
+        ring = with_slot(ring, saved, self.table.forward_slot(tick, stage))
+        out = [only_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
+        return Hop(next=self._hop(left, 1), waiting=waiting), ring, out
+
+    def _arrived(self, tick: Index, hop: Hop, end: Value) -> tuple[Arrays, Arrays]:
+        """(what a stage goes on with, what waits after that): what has just come, and at the end
+        where the next chunk begins, what came `lag` ticks ago.
+        """
+        came = [leaf[0] for leaf in hop.next]
+        if not hop.waiting:
+            return came, []
+        slot = tick % self.table.lag
+        return [
+            jnp.where(end, old, new)
+            for old, new in zip(slot_of(hop.waiting, slot), came, strict=True)
+        ], with_slot(hop.waiting, came, slot)
+
+    def _backward(
+        self,
+        numbers: Value,
+        tick: Index,
+        resident: Held,
+        hop: Hop,
+        leaving: Arrays,
+        ring: Arrays,
+        sums: Gradients,
+        passed: Arrays,
+    ) -> tuple[Hop, Gradients, Arrays, Arrays]:
+        stage = numbers[0]
+        micro, chunk, works = self.table.backward(tick, stage)
+        last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
+        last_cotangents = dict(
+            zip([k for k in self.leaving if k in self.moving], leaving, strict=True)
+        )
+        arrived, waiting = self._arrived(tick, hop, stage == self.table.stages - 1)
+        cotangents = [
+            self._inside(
+                jnp.where(
+                    last, last_cotangents[k] if k in last_cotangents else jnp.zeros_like(old), old
+                ),
+                k,
+            )
+            for k, old in zip(self.moving, arrived, strict=True)
+        ]
+        operands, saved = (
+            self._operands(resident, stage, micro, chunk),
+            slot_of(ring, self.table.backward_slot(tick, stage)),
+        )
+        if self.table.split:
+            entered, passing = self._worked(
+                works, lambda: self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
+            )
+            passed = with_slot(passed, passing, self.table.passing_slot(tick, stage))
+        else:
+            gradients, entered = self._worked(
+                works, lambda: self.chunk.backward(operands, self._like(), saved, cotangents)
+            )
+            sums = self._summed(sums, gradients, chunk, works)
+        out = [
+            only_if((stage == 0) & (chunk == 0) & works, leaf)[None]
+            for k, leaf in zip(self.moving, entered, strict=True)
+            if k < self.entering
+        ]
+        return Hop(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
+
+    def _weights(
+        self,
+        numbers: Value,
+        tick: Index,
+        resident: Held,
+        ring: Arrays,
+        sums: Gradients,
+        passed: Arrays,
+    ) -> Gradients:
+        micro, chunk, works = self.table.weights(tick)
+        operands = self._operands(resident, numbers[0], micro, chunk)
+        gradients = self.chunk.backward_weights(
+            operands,
+            self._like(),
+            slot_of(ring, self.table.weights_slot(tick)),
+            slot_of(passed, self.table.passed_slot(tick)),
+        )
+        return self._summed(sums, gradients, chunk, works)
+
+    def _worked(self, works: Value, make: Callable[[], Any]) -> Any:
+        """What `make` makes; where there is no work zeros, without making them if no other device
+        takes part in the making.
+
+        A stage that waits could as well compute, but simulated devices share their cores, and real
+        ones their power.
+        """
+        if self.chunk.saved.offloaded or any(
+            size > 1 for axis, size in self.mesh.shape.items() if axis not in self.axis
+        ):  # results in host memory have no zeros to stand for them
+            return make()
+        return jax.lax.cond(
+            works,
+            make,
+            lambda: jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make)
+            ),
+        )
+
+    def _summed(self, sums: Gradients, more: Gradients, chunk: Value, works: Value) -> Gradients:
+        """The sums of gradients, with those of one unit."""
+
+        return Gradients(
+            weights=[
+                added_to_chunk(total[0], gradient, chunk, works)[None]
+                for total, gradient in zip(sums.weights, more.weights, strict=True)
+            ],
+            sums=added_layer_by_layer(sums.sums, more.sums, chunk % self.window, works),
+            shared=[
+                total + jnp.where(works, gradient, 0).astype(total.dtype)[None]
+                for total, gradient in zip(sums.shared, more.shared, strict=True)
+            ],
+        )
+
+    def _operands(self, resident: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
+        """What one stage works with in one chunk."""
+        of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
+        drawn = [
+            of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
+            for leaf in resident.drawn
+        ]
+        ready = [
+            jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.window, 0, keepdims=False)
+            for leaf in resident.ready
+        ]
+        return Operands(
+            weights=[of_chunk(leaf[0]) for leaf in resident.weights],
+            tables=[of_chunk(leaf[0]) for leaf in resident.tables],
+            drawn=drawn,
+            shared=resident.shared,
+            constant=resident.constant,
+            ready=ready,
+            first=(chunk * self.table.stages + stage) * self.chunk.layers,
+        )

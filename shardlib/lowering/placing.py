@@ -1,0 +1,611 @@
+"""How the values of a traced loss are laid out, and what runs in place of its operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.errors import LayoutError
+from shardlib.functions.attention import Attention
+from shardlib.functions.experts import ExpertForm
+from shardlib.layout import Layout
+from shardlib.lowering.collective_matmul import Matmul, loops, matmuls
+from shardlib.lowering.collectives import (
+    GradientExchange,
+    Machine,
+    Precision,
+    is_eight_bit,
+    is_real,
+    machine_of,
+)
+from shardlib.lowering.context.dispatch import around_devices
+from shardlib.lowering.contractions import (
+    AS_WRITTEN,
+    AsWritten,
+    Interleaving,
+    Orders,
+    Pins,
+    Use,
+    as_dtype,
+    by_groups,
+    dealt,
+    pinned,
+    taken,
+)
+from shardlib.lowering.experts import on_their_devices
+from shardlib.lowering.gradients import (
+    GradientReductions,
+    exchange_of,
+    gradient_reductions,
+    reduced,
+)
+from shardlib.lowering.mesh import (
+    ParameterShardings,
+    held,
+    named_sharding,
+    parameter_order,
+    parts_of,
+    returning,
+    without_axes,
+)
+from shardlib.lowering.uses import LossJaxpr, LossReading, Site
+from shardlib.lowering.weights import gathered_slice, reduced_sum
+from shardlib.planner.plan import ParameterLayout, Plan
+from shardlib.propagation.contractions import returned
+from shardlib.tracing.program import CUSTOM, Equation, by_elements, has_matmul, is_element_lookup
+from shardlib.tracing.rewriting import Together, Walk, bind
+
+# --------------------------------------------------------------------------------------------------
+# Values of a loss are pinned to layouts, inside and outside of manual regions.
+
+
+def laid_out(
+    value: jax.Array, gathered: bool, use: NamedSharding, back: NamedSharding
+) -> jax.Array:
+    """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it
+    is needed whole.
+    """
+    same = returning(back)(value)
+    return held(same, use) if gathered else same
+
+
+def constrained(
+    value: jax.Array,
+    layout: Layout,
+    plan: Plan,
+    mesh: Mesh | AbstractMesh,
+    path: str,
+    *,
+    loose: bool = False,
+) -> jax.Array:
+    """A value pinned to a layout; loosely, only along the dims that it shards."""
+    try:
+        layout.local_shape(value.shape, plan.mesh)
+    except LayoutError as error:
+        raise LayoutError(
+            f"the plan places {layout} on the value at equation {path}: {error}"
+        ) from error
+    sharding = named_sharding(mesh, layout)
+    if loose:
+        sharding = NamedSharding(
+            mesh,
+            PartitionSpec(
+                *(PartitionSpec.UNCONSTRAINED if dim is None else dim for dim in sharding.spec)
+            ),
+        )
+    return held(value, sharding)
+
+
+def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
+    """The axes that are manual in the region around."""
+    return frozenset(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Manual
+    )
+
+
+def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
+    """A value that the automatic axes of a region do not shard."""
+    return (
+        jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
+        if jnp.ndim(value)
+        else value
+    )
+
+
+def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
+    """A sharding in a region where some axes of the mesh are manual: there, they shard nothing."""
+    manual = manual_axes(mesh)
+    if not manual:
+        return sharding
+
+    def left(dim: Any) -> Any:
+        return (
+            dim
+            if dim is None or dim is PartitionSpec.UNCONSTRAINED
+            else tuple(
+                axis for axis in ((dim,) if isinstance(dim, str) else dim) if axis not in manual
+            )
+            or None
+        )
+
+    return NamedSharding(mesh, PartitionSpec(*map(left, sharding.spec)))
+
+
+def one_layer(stacked: NamedSharding) -> NamedSharding:
+    """The sharding of one slice along the leading dim."""
+    return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Operations that run otherwise on the mesh of a program than they were traced: those at computed
+# positions in manual regions.
+
+#: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
+#: aborts the process on those of arrays that two automatic axes shard (seen on CPU with JAX 0.12:
+#: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on whole
+#: arrays.
+INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
+
+
+def on_this_mesh(
+    equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
+) -> list[jax.Array] | None:
+    """The results of an operation that must run otherwise; None for all others."""
+    if is_element_lookup(equation):
+        return by_elements(equation, operands)
+    if equation.name in INDEXED and manual_axes(mesh):
+        results = bind(equation, [whole(operand, mesh) for operand in operands])
+        return [whole(result, mesh) for result in results]
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# What takes the place of a custom call?
+
+
+def substitute(
+    site: Site,
+    plan: Plan,
+    parameters: Sequence[ParameterLayout | None],
+    placements: Mapping[tuple[str, int], Layout],
+    machine: Machine,
+) -> Callable[..., Sequence[jax.Array]] | None:
+    """A program for many devices with the results of a call.
+
+    Args:
+        parameters: for each operand the layouts of the parameter that it is; None for others.
+
+    Returns:
+        (operands) -> results; None where the equations of the call are left to automatic
+    """
+    if isinstance(site.call.form, Attention):
+        return around_devices(site, plan, placements, machine)
+    if isinstance(site.call.form, ExpertForm):
+        return on_their_devices(site, plan, parameters, placements, machine)
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: (path of an equation, index of its result) -> layout.
+Placements = Mapping[tuple[str, int], Layout]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placing:
+    """How the values of a traced loss are laid out.
+
+    Attributes:
+        plan: the decisions.
+        mesh: the mesh of the program.
+        placements: layouts of activations.
+        compute, gradient: shardings of each parameter in use, and of its gradient.
+        order: position of each parameter's layout in the plan.
+        loss: what is known of the loss.
+        uses: operations that use parameters, in the dtypes of the plan.
+        reductions: how gradients are reduced.
+        matmuls: matmuls of weights that loops over the tensor axis may take the place of; none
+            where the plan has no such loops.
+        interleaving: what the loss does otherwise where fused dims are interleaved.
+    """
+
+    plan: Plan
+    mesh: Mesh | AbstractMesh
+    placements: Placements
+    compute: Sequence[NamedSharding]
+    gradient: Sequence[NamedSharding]
+    order: Sequence[int]
+    loss: LossReading
+    uses: Mapping[str, Use]
+    reductions: GradientReductions
+    matmuls: tuple[Matmul, ...] = ()
+    interleaving: Interleaving = AS_WRITTEN
+
+    def machine(self, mesh: Mesh | AbstractMesh) -> Machine:
+        """Where regions of a mesh run, and how partial sums of gradients are exchanged there."""
+        return machine_of(self.plan, mesh, self.reductions.exchange)
+
+    def start(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """The parameters as the loss takes them; those with a slice a layer as they rest."""
+        return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
+
+    def enter(self, parameter: int, leaf: jax.Array) -> jax.Array:
+        """One parameter as the loss takes it."""
+        if parameter in self.loss.slices.values():
+            return leaf
+        kernels, tables = self._whole(self._at_rest)
+        # Rows looked up in a table that is sharded along both dims make XLA replicate the result:
+        # the table is gathered first.
+        gathered = parameter in tables or leaf.shape in kernels
+        used = self._used(
+            parameter, leaf, gathered, self.compute[parameter], self.gradient[parameter]
+        )
+        return self._taken(
+            parameter, used, self.interleaving.parameters.get(parameter, {}), gathered, self.mesh
+        )
+
+    def _taken(
+        self,
+        parameter: int,
+        value: jax.Array,
+        orders: Orders,
+        gathered: bool,
+        mesh: Mesh | AbstractMesh,
+    ) -> jax.Array:
+        """A parameter, or a layer of it, with its fused dims interleaved; moved in the dtype in
+        which it is read.
+        """
+        if not orders:
+            return value
+        layouts = self._parameter(parameter, mesh)
+
+        def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
+            after = Layout(*tuple(layout)[len(layout) - value.ndim :])
+            return named_sharding(mesh, after), named_sharding(
+                mesh, dealt(after, orders, value.shape, self.plan.mesh)
+            )
+
+        narrow = self.loss.narrowed.get(parameter, value.dtype)
+        return taken(
+            as_dtype(value, narrow),
+            orders,
+            self.interleaving.ways,
+            shardings(layouts.compute if gathered else layouts.rest),
+            shardings(layouts.gradient),
+        ).astype(value.dtype)
+
+    def _used(
+        self,
+        parameter: int,
+        leaf: jax.Array,
+        gathered: bool,
+        use: NamedSharding,
+        back: NamedSharding,
+    ) -> jax.Array:
+        """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
+        one as stored, or in that in which it is read, where no matmul, lookup or slice moves it.
+        """
+        dtype, added = self.loss.dtypes[parameter], parameter in self._added and leaf.ndim > 1
+        read = self.loss.narrowed.get(parameter, dtype) if added else dtype
+        moved = as_dtype(leaf, read) if read.itemsize < leaf.dtype.itemsize else leaf
+        return as_dtype(laid_out(moved, gathered or added, use, back), dtype)
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        """Matrices that are only added to activations, or multiplied by them element by element:
+        the positions of a vision transformer.
+        """
+        adding = [use for path, use in self.loss.added.items() if path in self._at_rest]
+        uses = *self.uses.values(), *self.loss.sliced.values(), *adding
+        moved = {use.view.parameter for use in uses}
+        trained = {i for i, number in enumerate(self.order) if self.plan.parameters[number].trained}
+        return frozenset(trained - moved if self.reductions.explicit else ())
+
+    @cached_property
+    def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
+        """What runs in place of operations outside of manual regions."""
+        return self._functions(self.mesh)
+
+    def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+        """Layouts of the parameter that an operation uses, in a region where some axes of the mesh
+        are manual: there, they shard nothing.
+        """
+        return self._parameter(use.view.parameter, mesh)
+
+    def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
+        """The use of a parameter in the layouts that the plan has for the operation."""
+        return replace(
+            use, pins=Pins.of(use.equation, self.placements, mesh), again=self._finds_gathered
+        )
+
+    @cached_property
+    def _finds_gathered(self) -> bool:
+        """Whether backward passes find activations gathered. XLA for GPUs makes one of the gathers
+        of an activation by itself, and keeps less.
+        """
+        plan = self.plan
+        every_layer = not plan.remat_layers and not plan.remat_classes
+        return every_layer and plan.remat != "none" and self.machine(self.mesh).torus
+
+    def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+        manual = manual_axes(mesh)
+        gone = {
+            axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual
+        }
+        return without_axes(self.plan.parameters[self.order[number]], gone)
+
+    def _whole(
+        self, functions: Mapping[str, Any]
+    ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
+        """What is gathered at once: shapes of kernels, and tables, without those that some function
+        gathers.
+        """
+        uses_by_path = {**self.uses, **self.loss.sliced, **self.loss.added}
+        uses = [uses_by_path[path] for path in functions]
+        return (
+            self.loss.kernels - {use.shape for use in uses},
+            self.loss.tables - {use.view.parameter for use in uses},
+        )
+
+    def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
+        """What runs instead of the operations that use parameters, by path.
+
+        Nothing where the compiler is left to reduce gradients (`GradientReductions.explicit`).
+        """
+        if not self.reductions.explicit:
+            return {}
+        machine = self.machine(mesh)
+        reductions = {
+            path: reduced(
+                self.with_pins(use, mesh),
+                self.placements[path, 0],
+                self.parameter(use, mesh),
+                machine,
+            )
+            for path, use in self.uses.items()
+            if (path, 0) in self.placements
+        }
+        replacements = {
+            path: function for path, function in reductions.items() if function is not None
+        }
+        return replacements | self._slices(mesh, machine) | self._sums(mesh, machine)
+
+    def _sums(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
+        """What runs instead of additions of matrices that nothing else uses, where the batch alone
+        shards activations.
+        """
+        batch = {layout[0] for _, layout in self.plan.batch_layouts if len(layout)}
+        if manual_axes(mesh) or len(batch) != 1:
+            return {}
+        (rows,) = batch
+        if any(size > 1 and axis not in rows for axis, size in self.plan.mesh.items()):
+            return {}
+        uses = self.loss.added
+        moved = [use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())]
+        times = Counter([*moved, *(use.view.parameter for use in uses.values())])
+        reductions = {
+            path: reduced_sum(use, rows, self.parameter(use, mesh), machine)
+            for path, use in uses.items()
+            if times[use.view.parameter] == 1
+        }
+        return {path: function for path, function in reductions.items() if function is not None}
+
+    def _slices(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
+        """What runs instead of slices of parameters, of which all slices can be taken so."""
+        uses = self.loss.sliced
+        gathers = {
+            path: gathered_slice(use, self.parameter(use, mesh), machine)
+            for path, use in uses.items()
+        }
+        left = {uses[path].view.parameter for path, function in gathers.items() if function is None}
+        return {
+            path: function
+            for path, function in gathers.items()
+            if function is not None and uses[path].view.parameter not in left
+        }
+
+    @staticmethod
+    def of(
+        traced: LossJaxpr,
+        plan: Plan,
+        mesh: Mesh | AbstractMesh,
+        params: ParameterShardings,
+        placements: Placements,
+        interleaving: Interleaving | None = None,
+        exchange: GradientExchange | None = None,
+    ) -> Placing:
+        """Lays a traced loss out.
+
+        Args:
+            exchange: how partial sums of gradients are exchanged; by default as the plan says.
+        """
+        gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
+        loss, order = traced.read(len(gradient)), parameter_order(plan, params.compute)
+        uses = _in_dtypes(loss.uses, Precision.of(plan))
+        matmuls_of_weights = matmuls(loss) if plan.collective_matmul == "loop" else ()
+        machine = machine_of(plan, mesh, exchange or exchange_of(plan))
+        looped = _looped(
+            matmuls_of_weights, [plan.parameters[i] for i in order], placements, machine
+        )
+        return Placing(
+            plan=plan,
+            mesh=mesh,
+            placements=placements,
+            compute=compute,
+            gradient=gradient,
+            order=order,
+            loss=loss,
+            uses=uses,
+            reductions=gradient_reductions(
+                plan,
+                order,
+                uses,
+                placements,
+                machine,
+                {path for group in looped.values() for path in group.paths},
+            ),
+            matmuls=matmuls_of_weights,
+            interleaving=interleaving or AS_WRITTEN,
+        )
+
+    def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
+        """A walk that lays out every value that the plan places."""
+        mesh = self.mesh if mesh is None else mesh
+        manual = manual_axes(mesh)
+        functions = {} if loose else self._functions(mesh)
+        kernels = self._whole(functions)[0]
+        narrow = {path for path, use in self.uses.items() if use.product is not None}
+
+        def place(path: str, index: int, value: jax.Array) -> jax.Array:
+            if path in self.loss.slices:
+                return self._layer(path, value, value.shape in kernels, mesh)
+            layout = self.placements.get((path, index))
+            if layout is None:
+                return value
+            placed = constrained(value, layout, self.plan, mesh, path, loose=loose)
+            back = None if loose else self.placements.get(returned(path))
+            return placed if back is None else returning(named_sharding(mesh, back))(placed)
+
+        def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
+            done = on_this_mesh(equation, operands, mesh)
+            if done is not None:
+                return done
+            if equation.path in functions:
+                return [functions[equation.path](*operands)]
+            if equation.name in CUSTOM and has_matmul(equation.eqn):
+                return bind(equation, self._operands(equation, operands, mesh))
+            use, pins = (
+                self.uses[equation.path] if equation.path in narrow else None,
+                Pins.of(equation, self.placements, mesh),
+            )
+            if pins is None:
+                return None if use is None else [use.run(operands)]
+            if use is None:
+                written = by_groups(AsWritten(equation=equation), equation, pins)
+                return [pinned(written, pins, operands)]
+            inside = by_groups(use, equation, pins, preferred_element_type=use.product)
+            return [pinned(inside, pins, use.narrowed(operands))]
+
+        return self.interleaving.around(
+            Walk(
+                place=place,
+                run=run,
+                calls=self._calls(mesh),
+                together={} if manual else self.together(mesh),
+            )
+        )
+
+    def _layer(
+        self, path: str, value: jax.Array, kernel: bool, mesh: Mesh | AbstractMesh
+    ) -> jax.Array:
+        """The slice of a stacked parameter that one layer uses, laid out."""
+        i = self.loss.slices[path]
+        compute, gradient = (
+            within(mesh, one_layer(shardings[i])) for shardings in (self.compute, self.gradient)
+        )
+        used = self._used(i, value, kernel, compute, gradient)
+        return self._taken(i, used, self.interleaving.slices.get(path, {}), kernel, mesh)
+
+    def _operands(
+        self, equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
+    ) -> list[jax.Array]:
+        """Operands of a custom call, laid out where the plan says how."""
+        layouts = [
+            self.placements.get((f"{equation.path}/operand", index))
+            for index in range(len(operands))
+        ]
+        return [
+            value if layout is None else constrained(value, layout, self.plan, mesh, equation.path)
+            for value, layout in zip(operands, layouts, strict=True)
+        ]
+
+    def together(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
+        """The matmuls that run in loops over the tensor axis, by path."""
+        return _looped(
+            self.matmuls,
+            [self._parameter(i, mesh) for i in range(len(self.order))] if self.matmuls else [],
+            self.placements,
+            self.machine(mesh),
+        )
+
+    def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
+        """What runs in place of custom calls, by path, with results laid out as planned."""
+        machine = self.machine(mesh)
+        substitutes = {
+            path: substitute(
+                site,
+                self.plan,
+                [
+                    None if view is None else self._parameter(view.parameter, mesh)
+                    for view in site.views
+                ],
+                self.placements,
+                machine,
+            )
+            for path, site in self.loss.calls.items()
+        }
+        return {
+            path: self._placed(function, self.loss.calls[path], mesh)
+            for path, function in substitutes.items()
+            if function is not None
+        }
+
+    def _placed(
+        self, function: Callable[..., Sequence[Any]], site: Site, mesh: Mesh | AbstractMesh
+    ) -> Callable[..., Sequence[Any]]:
+        layouts = [None if maker is None else self.placements.get(maker) for maker in site.makers]
+
+        def run(*arrays: Any) -> list[Any]:
+            return [
+                value
+                if layout is None
+                else constrained(value, layout, self.plan, mesh, site.call.path)
+                for value, layout in zip(function(*arrays), layouts, strict=True)
+            ]
+
+        return run
+
+
+def _looped(
+    candidates: Sequence[Matmul],
+    parameters: Sequence[ParameterLayout],
+    placements: Placements,
+    machine: Machine,
+) -> dict[str, Together]:
+    """The matmuls that run in loops over the tensor axis, by path."""
+    return loops(
+        candidates, lambda matmul: parameters[matmul.use.view.parameter], placements, machine
+    )
+
+
+def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
+    """Uses of parameters in the dtypes of a plan: its products are those of real numbers in loops
+    over layers.
+    """
+
+    def product(use: Use) -> Any:
+        widest = (
+            2 if is_eight_bit(precision.products) else 8
+        )  # products in 8 bits are those that run in 16, and not the router
+        real = all(
+            is_real(variable.aval) and variable.aval.dtype.itemsize <= widest
+            for variable in use.equation.eqn.invars
+        )
+        return (
+            precision.products
+            if use.equation.name == "dot_general" and "/body/" in use.equation.path and real
+            else None
+        )
+
+    return {
+        path: replace(use, product=product(use), rests=precision.rest) for path, use in uses.items()
+    }

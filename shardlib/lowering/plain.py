@@ -1,0 +1,972 @@
+"""A plan as a file of plain JAX.
+
+step.py    what every such file ends with; it imports nothing of this library
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+#: Names and sizes of the mesh axes.
+MESH: Mapping[str, int] = {}
+#: Numbers of the devices in mesh order, TPU devices by coordinates, others in JAX's order; None for
+#: 0, 1, 2, ...
+DEVICE_ORDER: Sequence[int] | None = None
+#: Of mesh axes: "explicit" for shardings in the types of all arrays that go in and come out, "auto"
+#: for none.
+MODE = "auto"
+
+
+class Layouts(NamedTuple):
+    """How the arrays of a loss, or of a step around its losses, are sharded.
+
+    Attributes:
+        parameters: path of a parameter -> its shape, and how it is sharded: stored, its gradient,
+            its optimizer state and update; of a step, path of an array of the state -> its shape,
+            and how it is stored.
+        batch: path of an array of the batch -> how it is sharded.
+        rows: path of an array of the batch -> dim of its rows; None for arrays without.
+        microbatches: in how many the rows are computed.
+        leaves: of a loss that a step marks, where its arrays belong: to its "params", its "frozen"
+            params or its "batch", and their paths there.
+        gathered: parameters that are gathered before they are used -> how they are sharded in use.
+        layers: slice of a scan -> the stacked parameter of which it is one layer.
+        activations: value -> its shape, and how it is sharded.
+        contractions: matmul, convolution or lookup -> how its operands and its result are sharded
+            while it runs, whether the result is constrained, how operands are sharded before they
+            are gathered for it.
+        cotangents: matmul -> how the gradient of its result is sharded when it arrives.
+        remat: what layers save for the backward pass: "none" for all that it reads, "dots" for
+            results of matmuls, "full" for nothing.
+        blocks: layers that are written out one by one: first operation, operations of a layer,
+            layers.
+    """
+
+    parameters: Mapping[str, Sequence[Any]] = {}
+    batch: Mapping[str, P] = {}
+    rows: Mapping[str, int | None] = {}
+    microbatches: int = 1
+    leaves: Sequence[tuple[str, str]] = ()
+    gathered: Mapping[str, P] = {}
+    layers: Mapping[str, str] = {}
+    activations: Mapping[str, tuple[tuple[int, ...], P]] = {}
+    contractions: Mapping[str, tuple[tuple[P, ...], P, bool, tuple[P | None, ...]]] = {}
+    cotangents: Mapping[str, P] = {}
+    remat: str = "none"
+    blocks: Sequence[tuple[str, int, int]] = ()
+
+
+#: Of every loss; "loss" is the only one, those that a step marks are "loss.0" and so on.
+LOSSES: Mapping[str, Layouts] = {}
+#: Of the step around the losses that it marks; of none where `make_step` makes it.
+STEP = Layouts()
+#: What takes out of a loss the layouts that it was written with; None where it has none.
+WITHOUT_LAYOUTS: Callable[[Any], Any] | None = None
+
+_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_INLINED = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
+_CHECKPOINT = ("remat2", "remat", "checkpoint")
+_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of the plan, over the first devices that JAX sees or those that are given."""
+    kind = AxisType.Explicit if MODE == "explicit" else AxisType.Auto
+    available = list(jax.devices() if devices is None else devices)
+    if hasattr(available[0], "coords"):
+        available.sort(
+            key=lambda device: (
+                getattr(device, "slice_index", 0),
+                *device.coords,
+                device.core_on_chip,
+            )
+        )
+    count = int(np.prod(list(MESH.values())))
+    if len(available) < count:
+        raise ValueError(f"the mesh {dict(MESH)} needs {count} devices, here are {len(available)}")
+    order = range(count) if DEVICE_ORDER is None else DEVICE_ORDER
+    grid = np.array([available[number] for number in order], dtype=object)
+    return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH), axis_types=(kind,) * len(MESH))
+
+
+def parameter_shardings(params: Any, mesh: Mesh) -> Any:
+    """The sharding of every stored parameter, as a tree like the parameters."""
+    return _stored(params, LOSSES["loss"].parameters, "the parameters", mesh)
+
+
+def state_shardings(state: Any, mesh: Mesh) -> Any:
+    """The sharding of every array of the state of a step, as a tree like the state."""
+    return _stored(state, STEP.parameters, "the state", mesh)
+
+
+def optimizer_shardings(opt_state: Any, mesh: Mesh) -> Any:
+    """The sharding of every array of an optimizer's state: as the parameter whose path ends its
+    path and whose shape it has; replicated otherwise.
+    """
+    planned = LOSSES["loss"].parameters
+
+    def sharding(path: str, leaf: Any) -> NamedSharding:
+        keys = path.split(".")
+        owners = (".".join(keys[start:]) for start in range(len(keys)))
+        owner = next(
+            (path_end for path_end in owners if planned.get(path_end, [None])[0] == leaf.shape),
+            None,
+        )
+        return NamedSharding(mesh, P() if owner is None else planned[owner][3])
+
+    return _by_path(opt_state, sharding)
+
+
+def batch_shardings(batch: Any, mesh: Mesh) -> Any:
+    """The sharding of every array of the batch, as a tree like it."""
+    rows = (LOSSES.get("loss") or STEP).batch
+    return _by_path(batch, lambda path, _: NamedSharding(mesh, rows[path]))
+
+
+def init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
+    """The optimizer's state before the first step, made sharded."""
+    shardings = optimizer_shardings(_state(optimizer, params), mesh)
+    init = _automatic(optimizer.init, mesh, shardings)
+    return jax.jit(init, out_shardings=shardings)(params)
+
+
+def make_step(
+    loss: Callable[[Any, Any], Any],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+) -> Any:
+    """The training step, under `jax.jit`: (params, optimizer state, batch) -> (params, optimizer
+    state, metrics); the first two are donated.
+
+    Args:
+        loss: (params, batch) -> scalar, or (scalar, dict of metrics).
+    """
+    layouts = LOSSES["loss"]
+    state = parameter_shardings(params, mesh), optimizer_shardings(_state(optimizer, params), mesh)
+    results = *state, NamedSharding(mesh, P())
+    inner = _inside(mesh)
+    gradients = _gradients(
+        lambda params, _, batch: loss(params, batch),
+        (params, {}, _microbatch(batch, layouts)),
+        layouts,
+        inner,
+    )
+    constrain = partial(_constrained, layouts=layouts, mesh=inner)
+
+    def moved(tree: Any, before: int, after: int) -> Any:
+        return _by_path(
+            tree,
+            lambda path, leaf: (
+                leaf
+                if layouts.parameters[path][before] == layouts.parameters[path][after]
+                else _constrain(leaf, layouts.parameters[path][after], inner)
+            ),
+        )
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        (value, metrics), slopes = gradients(params, {}, batch)
+        local = moved(params, 1, 3)
+        updates, opt_state = optax.with_extra_args_support(optimizer).update(
+            slopes, opt_state, local, value=value
+        )
+        new = optax.apply_updates(local, constrain(updates, 3))
+        return moved(new, 3, 1), opt_state, {"loss": value, **metrics}
+
+    return jax.jit(
+        _automatic(step, mesh, results),
+        donate_argnums=(0, 1),
+        in_shardings=(*state, batch_shardings(batch, mesh)),
+        out_shardings=results,
+    )
+
+
+def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Mesh) -> Any:
+    """A step with the layouts of the plan, under `jax.jit`: (state, batch) -> what it returns; the
+    state is donated.
+
+    Args:
+        step: (state, batch) -> (new state, metrics), or the new state alone. It marks its losses by
+            `value_and_grad` of this file.
+    """
+    stored = state_shardings(state, mesh)
+    program, out = _traced_step(step, state, batch)
+    part = program
+    if any(loss.microbatches > 1 for loss in LOSSES.values()):
+        part, _ = _traced_step(step, state, _microbatch(batch, STEP))
+    marked = {name: equation for name, equation in named(part) if _is_marked(equation.eqn)}
+    if marked.keys() != LOSSES.keys():
+        raise ValueError(
+            f"the step marks {', '.join(marked) or 'no loss'} by value_and_grad of this file; the"
+            f" one that was planned marks {', '.join(LOSSES) or 'none'}"
+        )
+    shardings, inner = jax.tree.leaves(stored), _inside(mesh)
+    replicated = None if inner is mesh else NamedSharding(mesh, P())
+    results = out.unflatten([*shardings, *[replicated] * (out.num_leaves - len(shardings))])
+    losses = {
+        name: _in_place(_MARKED[equation.eqn.params["name"]], LOSSES[name], inner)
+        for name, equation in marked.items()
+    }
+    walk = _Walk(inner, names(program), STEP, "none", inside=False, losses=losses)
+    walk.check(program)
+
+    def placed(state: Any, batch: Any) -> Any:
+        values = list(map(_array, walk.run(program, jax.tree.leaves((state, batch)))))
+        new = [
+            _constrain(value, sharding.spec, inner)
+            for value, sharding in zip(values, shardings, strict=False)
+        ]
+        return out.unflatten([*new, *values[len(new) :]])
+
+    return jax.jit(
+        _automatic(placed, mesh, results),
+        donate_argnums=0,
+        in_shardings=(stored, batch_shardings(batch, mesh)),
+        out_shardings=results,
+    )
+
+
+def value_and_grad(
+    loss: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` and `nnx.value_and_grad`, by which a step marks its loss: where
+    `shardlib.value_and_grad` stood.
+
+    Args:
+        loss: trees of arrays, or NNX modules -> scalar, or (scalar, tree of arrays).
+        argnums: what is differentiated: a position, an `nnx.DiffState`, or several of these.
+        has_aux: whether the loss returns a pair.
+    """
+    several = isinstance(argnums, Sequence)
+
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        chosen = {
+            getattr(argument, "argnum", argument) % len(args): getattr(argument, "filter", None)
+            for argument in (argnums if several else (argnums,))
+        }
+        nnx = sys.modules.get("flax.nnx")
+        call = _of_trees if nnx is None or not _has_modules((args, kwargs), nnx) else _of_modules
+        flat, leaves, owners, finish = call(loss, args, kwargs, chosen, has_aux)
+        trained = [owner is not None for owner in owners]
+        value, aux, slopes = _marked(flat, leaves, trained)
+        owned = [owner for owner in owners if owner is not None]
+        aux, trees = finish(
+            aux,
+            {
+                position: [
+                    slope for owner, slope in zip(owned, slopes, strict=True) if owner == position
+                ]
+                for position in chosen
+            },
+        )
+        return (value, aux) if has_aux else value, tuple(trees) if several else trees[0]
+
+    return gradients
+
+
+def _has_modules(tree: Any, nnx: Any) -> bool:
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree)
+
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+
+
+def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
+    """A loss of trees over its arrays: (arrays -> (value, auxiliary results), arrays, for each the
+    argument whose gradient it belongs to, what puts results and gradients together).
+    """
+    all_leaves, structure = jax.tree.flatten((args, kwargs))
+    counts = [len(jax.tree.leaves(argument)) for argument in args]
+    owners = [
+        index if index in chosen else None
+        for index, count in enumerate(counts)
+        for _ in range(count)
+    ]
+    owners += [None] * (len(all_leaves) - len(owners))
+    arrays = (jax.Array, np.ndarray, np.generic)
+    taken = [
+        index
+        for index, leaf in enumerate(all_leaves)
+        if owners[index] is not None or isinstance(leaf, arrays)
+    ]
+
+    def flat(*leaves: Any) -> Any:
+        values = dict(enumerate(all_leaves)) | dict(zip(taken, leaves, strict=True))
+        args, kwargs = structure.unflatten(values.values())
+        results = loss(*args, **kwargs)
+        return results if has_aux else (results, None)
+
+    def finish(aux: Any, slopes: Mapping[int, Any]) -> Any:
+        return aux, [
+            jax.tree.unflatten(jax.tree.structure(args[position]), slopes[position])
+            for position in chosen
+        ]
+
+    return flat, [all_leaves[index] for index in taken], [owners[index] for index in taken], finish
+
+
+def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
+    """The same of a loss of NNX modules; what it changes in them stays changed."""
+    nnx = sys.modules["flax.nnx"]
+    objects = list(args), dict(kwargs)
+    kinds = {position: nnx.Param if kind is None else kind for position, kind in chosen.items()}
+    graph, state = nnx.split(objects)
+    leaves, structure = jax.tree.flatten(state)
+
+    def owner(path: Any, variable: Any) -> int | None:
+        place, position, *inner_path = path
+        is_chosen = place == 0 and position in kinds
+        return (
+            position
+            if is_chosen and nnx.filterlib.to_predicate(kinds[position])(inner_path, variable)
+            else None
+        )
+
+    owners = [
+        owner(path, variable)
+        for path, variable in nnx.to_flat_state(state)
+        for _ in jax.tree.leaves(variable)
+    ]
+
+    def flat(*leaves: Any) -> Any:
+        positional, named = nnx.merge(graph, structure.unflatten(leaves))
+        results = loss(*positional, **named)
+        value, aux = results if has_aux else (results, None)
+        after = jax.tree.leaves(nnx.split((positional, named))[1])
+        pairs = enumerate(zip(leaves, after, strict=True))
+        return value, (aux, {index: new for index, (old, new) in pairs if new is not old})
+
+    def finish(results: Any, slopes: Mapping[int, Any]) -> Any:
+        aux, changed = results
+        if changed:
+            nnx.update(objects, structure.unflatten((dict(enumerate(leaves)) | changed).values()))
+        states = {position: nnx.state(args[position], kind) for position, kind in kinds.items()}
+        return aux, [
+            jax.tree.unflatten(jax.tree.structure(states[position]), slopes[position])
+            for position in kinds
+        ]
+
+    return flat, leaves, owners, finish
+
+
+class _Marked(NamedTuple):
+    """A loss that a step marks: its jaxpr over all that it reads, and of what its gradient is
+    wanted.
+    """
+
+    closed: Any
+    trained: Sequence[bool]
+
+
+#: The losses of all steps that were traced, by the names of their calls.
+_MARKED: dict[str, _Marked] = {}
+#: How these names begin, here and in the traces of shardlib.
+_MARKS = ("sharded_loss_", "shardlib_markedloss_")
+
+
+def _marked(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[Any, Any, Any]:
+    """(value, auxiliary results, gradients) by a call that stays one operation of the step."""
+    closed, (_, aux) = jax.make_jaxpr(flat, return_shape=True)(*map(_as_is, leaves))
+    captured = [constant for constant in closed.consts if isinstance(constant, Tracer)]
+
+    def whole(*values: Any) -> Any:
+        fresh = iter(values[len(leaves) :])
+        constants = [
+            next(fresh) if isinstance(constant, Tracer) else constant for constant in closed.consts
+        ]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*values[: len(leaves)])
+
+    form = _Marked(
+        jax.make_jaxpr(whole)(*map(_as_is, (*leaves, *captured))),
+        (*trained, *[False] * len(captured)),
+    )
+
+    def call(*values: Any) -> Any:
+        chosen = [index for index, flag in enumerate(form.trained) if flag]
+
+        def loss(trained: Any) -> Any:
+            arguments = dict(enumerate(values)) | dict(zip(chosen, trained, strict=True))
+            value, *aux = jaxpr_as_fun(form.closed)(*arguments.values())
+            return value, aux
+
+        (value, aux), slopes = jax.value_and_grad(loss, has_aux=True)(
+            [values[index] for index in chosen]
+        )
+        return [value, *aux, *slopes]
+
+    call.__name__ = call.__qualname__ = f"{_MARKS[0]}{len(_MARKED)}"
+    _MARKED[call.__name__] = form
+    value, *outputs = jax.jit(call)(*leaves, *captured)
+    structure = jax.tree.structure(aux)
+    count = structure.num_leaves
+    return value, structure.unflatten(outputs[:count]), outputs[count:]
+
+
+def _traced_step(step: Any, state: Any, batch: Any) -> tuple[Program, Any]:
+    """A step as a program, and the structure of its results."""
+    step = step if WITHOUT_LAYOUTS is None else WITHOUT_LAYOUTS(step)
+    with _no_mesh():
+        closed, out = jax.make_jaxpr(step, return_shape=True)(_abstract(state), _abstract(batch))
+    return flatten(closed), jax.tree.structure(out)
+
+
+def _in_place(marked: _Marked, layouts: Layouts, mesh: Any) -> Callable[..., list[Any]]:
+    """What computes a marked loss by the plan: arrays -> value, auxiliary results, gradients."""
+    trained = [kind == "params" for kind, _ in layouts.leaves]
+    if trained != list(marked.trained):
+        raise ValueError(
+            f"a loss of the step has {len(marked.trained)} arrays, and gradients of"
+            f" {sum(marked.trained)}; the one that was planned has {len(trained)} and"
+            f" {sum(trained)}. Mark it by value_and_grad of this file, as it was marked by that of"
+            " shardlib."
+        )
+
+    def arguments(values: Sequence[Any]) -> tuple[Any, Any, Any]:
+        trees: dict[str, dict[str, Any]] = {"params": {}, "frozen": {}, "batch": {}}
+        leaves = values[-len(layouts.leaves) :]
+        for (kind, path), value in zip(layouts.leaves, leaves, strict=True):
+            trees[kind][path] = value
+        return trees["params"], trees["frozen"], trees["batch"]
+
+    def loss(params: Any, frozen: Any, batch: Any) -> Any:
+        trees = {"params": params, "frozen": frozen, "batch": batch}
+        leaves = [trees[kind][path] for kind, path in layouts.leaves]
+        value, *aux = jaxpr_as_fun(marked.closed)(*leaves)
+        return value, dict(enumerate(aux))
+
+    gradients = _gradients(loss, arguments(marked.closed.in_avals), layouts, mesh)
+
+    def run(*values: Any) -> list[Any]:
+        (value, aux), slopes = gradients(*arguments(values))
+        results = zip((value, *aux.values()), marked.closed.out_avals, strict=True)
+        return [
+            *(result.astype(aval.dtype) for result, aval in results),
+            *(slopes[path] for kind, path in layouts.leaves if kind == "params"),
+        ]
+
+    return run
+
+
+def _gradients(loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh: Any) -> Any:
+    """(params, frozen params, batch) -> ((value, metrics), gradients) with the layouts of the plan;
+    the loss is traced for `abstract` arguments.
+    """
+    differentiate = jax.value_and_grad(_placed_loss(loss, abstract, layouts, mesh), has_aux=True)
+    constrain = partial(_constrained, layouts=layouts, mesh=mesh)
+
+    def zeros(leaf: Any) -> Any:
+        return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+
+    def gradients(params: Any, frozen: Any, batch: Any) -> Any:
+        if layouts.microbatches == 1:
+            results, slopes = differentiate(params, frozen, batch)
+            return results, constrain(slopes, 2)
+
+        def body(sums: Any, rows: Any) -> Any:
+            results, slopes = differentiate(params, frozen, _joined(batch, rows, layouts))
+            added = jax.tree.map(jnp.add, sums, constrain(slopes, 2))
+            return constrain(added, 2), results
+
+        start = constrain(jax.tree.map(zeros, params), 2)
+        sums, results = jax.lax.scan(body, start, _parts(batch, layouts, mesh))
+        mean = jax.tree.map(lambda values: values.mean(0), results)
+        slopes = jax.tree.map(
+            lambda total, leaf: (total / layouts.microbatches).astype(leaf.dtype), sums, params
+        )
+        return mean, constrain(slopes, 2)
+
+    return gradients
+
+
+def _inside(mesh: Mesh) -> Any:
+    """The mesh that a step computes on: that of the plan with automatic axes."""
+    abstract = mesh.abstract_mesh
+    automatic = abstract.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    return mesh if abstract == automatic else automatic
+
+
+def _automatic(function: Any, mesh: Mesh, results: Any) -> Any:
+    """A function that computes on automatic axes; on explicit ones its results have types."""
+    if _inside(mesh) is mesh:
+        return function
+    return jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=results)
+
+
+def _state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    with _no_mesh():
+        return jax.eval_shape(optimizer.init, _abstract(params))
+
+
+def _no_mesh() -> Any:
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def _as_is(leaf: Any) -> Any:
+    return jax.eval_shape(lambda leaf: leaf, leaf)
+
+
+def _abstract(tree: Any) -> Any:
+    """Abstract arrays, without shardings."""
+
+    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+        array = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        typed_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+        dtype = array.dtype if typed_key else jax.dtypes.canonicalize_dtype(array.dtype)
+        return jax.ShapeDtypeStruct(array.shape, dtype)
+
+    return jax.tree.map(abstract, tree)
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _constrained(tree: Any, which: int, layouts: Layouts, mesh: Any) -> Any:
+    """A tree of parameters, or what is like them, sharded as the table says."""
+    return _by_path(
+        tree, lambda path, leaf: _constrain(leaf, layouts.parameters[path][which], mesh)
+    )
+
+
+def _placed_loss(
+    loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh: Any
+) -> Callable[[Any, Any, Any], Any]:
+    """(params, frozen params, batch) -> (scalar, metrics), with the layouts of the plan."""
+
+    def value(*arguments: Any) -> Any:
+        results = loss(*arguments)
+        return results if isinstance(results, tuple) else (results, {})
+
+    value = value if WITHOUT_LAYOUTS is None else WITHOUT_LAYOUTS(value)
+    with _no_mesh():
+        closed, out = jax.make_jaxpr(value, return_shape=True)(*_abstract(abstract))
+    program = flatten(closed)
+    walk = _Walk(mesh, names(program), layouts, layouts.remat, inside=False)
+    walk.check(program)
+
+    def placed(params: Any, frozen: Any, batch: Any) -> Any:
+        leaves = [
+            leaf if path in layouts.layers.values() else walk.parameter(path, leaf, 0)
+            for path, leaf in (*paths(params), *paths(frozen))
+        ]
+        results = walk.run(program, [*leaves, *jax.tree.leaves(batch)], layouts.blocks)
+        return jax.tree.unflatten(jax.tree.structure(out), map(_array, results))
+
+    return placed
+
+
+class Equation(NamedTuple):
+    """An operation of the traced loss: where it stands, and numbers of the values it reads and
+    makes.
+    """
+
+    path: str
+    eqn: Any
+    inputs: list[int]
+    outputs: list[int]
+
+
+class Program(NamedTuple):
+    """A jaxpr with the calls of jit inlined and its values numbered."""
+
+    equations: list[Equation]
+    constants: dict[int, Any]
+    inputs: list[int]
+    outputs: list[int]
+
+
+def flatten(jaxpr: Any, prefix: str = "") -> Program:
+    """Inlines the calls of jit of a jaxpr, closed or not."""
+    constants: dict[int, Any] = {}
+    equations: list[Equation] = []
+    number = itertools.count()
+
+    def constant(value: Any) -> int:
+        index = next(number)
+        constants[index] = value
+        return index
+
+    def walk(jaxpr: Any, arguments: Sequence[int], prefix: str) -> list[int]:
+        inner, values = (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+        env = dict(zip(inner.invars, arguments, strict=True))
+        env.update(zip(inner.constvars, map(constant, values), strict=True))
+
+        def read(atom: Any) -> int:
+            return constant(atom.val) if isinstance(atom, Literal) else env[atom]
+
+        for index, eqn in enumerate(inner.eqns):
+            inputs = list(map(read, eqn.invars))
+            if str(eqn.params.get("name", "")).startswith("shardlib-layout-"):
+                outputs = inputs  # a mark where a layout stood
+            elif eqn.primitive.name in _INLINED and not _is_marked(eqn):
+                outputs = walk(_callee(eqn), inputs, f"{prefix}{index}/")
+            else:
+                outputs = [next(number) for _ in eqn.outvars]
+                equations.append(Equation(f"{prefix}{index}", eqn, inputs, outputs))
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return list(map(read, inner.outvars))
+
+    arguments = [next(number) for _ in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    return Program(equations, constants, arguments, walk(jaxpr, arguments, prefix))
+
+
+def names(program: Program) -> dict[str, str]:
+    """Path of every operation -> its name: the primitive, and how many of them stand before it.
+    Layers under a scan and under rematerialisation are counted where their loop stands.
+    """
+    return {equation.path: name for name, equation in named(program)}
+
+
+def named(program: Program) -> Iterator[tuple[str, Equation]]:
+    counts: Counter[str] = Counter()
+
+    def walk(program: Program) -> Iterator[tuple[str, Equation]]:
+        for equation in program.equations:
+            name = "loss" if _is_marked(equation.eqn) else equation.eqn.primitive.name
+            yield f"{name}.{counts[name]}", equation
+            counts[name] += 1
+            if name == "scan":
+                yield from walk(flatten(equation.eqn.params["jaxpr"], f"{equation.path}/body/"))
+            elif name in _CHECKPOINT:
+                yield from walk(flatten(_callee(equation.eqn), f"{equation.path}/"))
+
+    return walk(program)
+
+
+def _is_marked(eqn: Any) -> bool:
+    return str(eqn.params.get("name", "")).startswith(_MARKS)
+
+
+class _Walk:
+    """The traced loss or step is run again, with a constraint on every value that the plan has a
+    layout for; `losses` are computed as the plan says.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        names: Mapping[str, str],
+        layouts: Layouts,
+        remat: str,
+        *,
+        inside: bool,
+        losses: Mapping[str, Callable[..., list[Any]]] | None = None,
+    ) -> None:
+        self.mesh, self.names, self.layouts, self.losses = mesh, names, layouts, losses or {}
+        self.remat, self.inside = remat, inside
+
+    def _inner(self, *, inside: bool) -> _Walk:
+        """The walk inside of a layer."""
+        return _Walk(self.mesh, self.names, self.layouts, "none", inside=inside, losses=self.losses)
+
+    def check(self, program: Program) -> None:
+        """Raises where the loss is not the one that was planned."""
+        traced, layouts = set(self.names.values()), self.layouts
+        planned = [
+            name.partition(" ")[0]
+            for name in (*layouts.activations, *layouts.contractions, *layouts.layers)
+        ]
+        missing = dict.fromkeys(name for name in planned if name not in traced)
+        if missing:
+            raise ValueError(
+                f"the loss has no {', '.join(missing)}: it is not the one that was planned, or JAX"
+                f" {jax.__version__} traces it otherwise. Write this file again with shardlib."
+            )
+
+    def run(
+        self, program: Program, values: Sequence[Any], blocks: Sequence[tuple[str, int, int]] = ()
+    ) -> list[Any]:
+        env = dict(program.constants)
+        env.update(zip(program.inputs, values, strict=True))
+        start = 0
+        places = {self.names[equation.path]: i for i, equation in enumerate(program.equations)}
+        for first, length, count in blocks if self.remat != "none" else ():
+            self._equations(program.equations[start : places[first]], env)
+            start = places[first]
+            for _ in range(count):
+                self._layer(program, start, length, env)
+                start += length
+        self._equations(program.equations[start:], env)
+        return [env[number] for number in program.outputs]
+
+    def _layer(self, program: Program, first: int, length: int, env: dict[int, Any]) -> None:
+        """One layer that is written out, under the remat policy."""
+        equations = program.equations[first : first + length]
+        produced = {number for equation in equations for number in equation.outputs}
+        read = sorted(
+            {n for equation in equations for n in equation.inputs}
+            - produced
+            - set(program.constants)
+        )
+        after = {n for equation in program.equations[first + length :] for n in equation.inputs}
+        left = sorted(produced & (after | set(program.outputs)))
+        inner = self._inner(inside=True)
+
+        def layer(*values: Any) -> list[Any]:
+            local = {**program.constants, **dict(zip(read, values, strict=True))}
+            inner._equations(equations, local)
+            return [local[number] for number in left]
+
+        results = jax.checkpoint(layer, policy=_POLICIES[self.remat])(*(env[n] for n in read))
+        env.update(zip(left, results, strict=True))
+
+    def _equations(self, equations: Sequence[Equation], env: dict[int, Any]) -> None:
+        for equation in equations:
+            results = self._equation(equation, [env[number] for number in equation.inputs])
+            env.update(zip(equation.outputs, results, strict=True))
+
+    def _equation(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+        eqn, path = equation.eqn, equation.path
+        if eqn.primitive.name == "scan":
+            return self._scan(equation, values)
+        if eqn.primitive.name in _CHECKPOINT:
+            program = flatten(_callee(eqn), f"{path}/")
+            if self.inside:
+                return self.run(program, values)
+            inner = self._inner(inside=False)
+            return jax.checkpoint(
+                lambda *values: inner.run(program, values),
+                policy=eqn.params["policy"],
+                prevent_cse=eqn.params["prevent_cse"],
+            )(*values)
+        name = self.names.get(path, "")
+        if name in self.losses:
+            return self.losses[name](*values)
+        results = (
+            [self._contraction(eqn, name, values)]
+            if name in self.layouts.contractions
+            else _bind(eqn, values)
+        )
+        return [self._put(f"{name} {k}" if k else name, result) for k, result in enumerate(results)]
+
+    def _put(self, name: str, value: Any) -> Any:
+        if name not in self.layouts.activations:
+            return value
+        shape, spec = self.layouts.activations[name]
+        if shape != jnp.shape(value):
+            raise ValueError(
+                f"{name} has shape {jnp.shape(value)} here and {shape} in the plan: the loss or the"
+                " batch is another one. Write this file again with shardlib."
+            )
+        placed = _constrain(value, spec, self.mesh)
+        back = self.layouts.cotangents.get(name)
+        return placed if back is None else _returning(NamedSharding(self.mesh, back))(placed)
+
+    def parameter(self, path: str, leaf: Any, dim: int) -> Any:
+        """A parameter, or one layer of it, whose gradient comes back as the optimizer reads it."""
+        gradient, gathered = self.layouts.parameters[path][2], self.layouts.gathered.get(path)
+        same = _returning(NamedSharding(self.mesh, P(*gradient[dim:])))(leaf)
+        return same if gathered is None else _constrain(same, P(*gathered[dim:]), self.mesh)
+
+    def _contraction(self, eqn: Any, name: str, values: list[Any]) -> Any:
+        """A contraction in the layouts of the plan, forward and backward: what the backward pass
+        finds saved are the operands as they come, so that it gathers a weight again.
+        """
+        operands, result, settles, arriving = self.layouts.contractions[name]
+        like = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
+
+        def read(position: int, value: Any) -> Any:
+            return _constrain(value, operands[position], self.mesh)
+
+        def made(*values: Any) -> Any:
+            product = _bind(eqn, [read(i, value) for i, value in enumerate(values)])[0]
+            return _constrain(product, result, self.mesh) if settles else product
+
+        if not all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in like):
+            return made(*values)
+
+        def gradient(position: int, values: Sequence[Any], cotangent: Any) -> Any:
+            aval, before = like[position], arriving[position] if position < len(arriving) else None
+            wide = before is not None and cotangent.dtype.itemsize > aval.dtype.itemsize
+            into = jax.ShapeDtypeStruct(aval.shape, cotangent.dtype if wide else aval.dtype)
+
+            def linear(value: Any) -> Any:
+                operands = [
+                    value if index == position else operand for index, operand in enumerate(values)
+                ]
+                return _bind(eqn, operands)[0]
+
+            slope = read(position, jax.linear_transpose(linear, into)(cotangent)[0])
+            if wide and before is not None:
+                slope = _constrain(slope, before, self.mesh)
+            return slope.astype(aval.dtype)
+
+        def backward(saved: Sequence[Any], cotangent: Any) -> Any:
+            reads = [read(position, value) for position, value in enumerate(saved)]
+            cotangent = _constrain(cotangent, result, self.mesh)
+            return tuple(gradient(position, reads, cotangent) for position in range(len(reads)))
+
+        run = jax.custom_vjp(made)
+        run.defvjp(lambda *values: (made(*values), values), backward)
+        return run(*values)
+
+    def _scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+        eqn, path, name = equation.eqn, equation.path, self.names.get(equation.path, "")
+        params = eqn.params
+        constants, carried = _scan_counts(params)
+        program = flatten(params["jaxpr"], f"{path}/body/")
+        remat = self.remat if _has_matmul(eqn) else "none"
+        inner = self._inner(inside=remat != "none")
+
+        def body(carry: Any, sliced: Any) -> Any:
+            placed = [self._put(f"{name} carry {k}", leaf) for k, leaf in enumerate(carry)]
+            layer = [self._entered(f"{name} enter {k}", leaf) for k, leaf in enumerate(sliced)]
+            results = inner.run(program, [*values[:constants], *placed, *layer])
+            return tuple(results[:carried]), tuple(results[carried:])
+
+        if remat != "none":
+            body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
+        avals = [var.aval for var in getattr(params["jaxpr"], "jaxpr", params["jaxpr"]).invars]
+        first = tuple(
+            leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, aval.dtype)
+            for leaf, aval in zip(
+                values[constants : constants + carried], avals[constants:], strict=False
+            )
+        )
+        final, stacked = jax.lax.scan(
+            body,
+            first,
+            tuple(values[constants + carried :]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [
+            *(self._put(f"{name} final {k}", leaf) for k, leaf in enumerate(final)),
+            *(self._put(f"{name} exit {k}", leaf) for k, leaf in enumerate(stacked)),
+        ]
+
+    def _entered(self, name: str, value: Any) -> Any:
+        return (
+            self.parameter(self.layouts.layers[name], value, 1)
+            if name in self.layouts.layers
+            else self._put(name, value)
+        )
+
+
+def _returning(sharding: NamedSharding) -> Callable[[Any], Any]:
+    """The identity, whose gradient comes back with this sharding."""
+
+    @jax.custom_vjp
+    def same(value: Any) -> Any:
+        return value
+
+    same.defvjp(
+        lambda value: (value, None),
+        lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, sharding),),
+    )
+    return same
+
+
+def _constrain(value: Any, spec: P, mesh: Mesh) -> Any:
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _callee(eqn: Any) -> Any:
+    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+    return next(eqn.params[key] for key in keys if key in eqn.params)
+
+
+def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Constants and carries of a scan: JAX 0.10 has numbers of them, 0.12 a structure."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def _has_matmul(eqn: Any) -> bool:
+    if eqn.primitive.name in _MATMULS:
+        return True
+    inner = [
+        getattr(param, "jaxpr", param)
+        for value in eqn.params.values()
+        for param in (value if isinstance(value, tuple | list) else [value])
+        if hasattr(param, "eqns") or hasattr(param, "jaxpr")
+    ]
+    return any(_has_matmul(equation) for jaxpr in inner for equation in getattr(jaxpr, "eqns", ()))
+
+
+def paths(tree: Any) -> list[tuple[str, Any]]:
+    """Dotted path and array of every leaf; the variables of NNX are their arrays."""
+
+    def key(entry: Any) -> str:
+        return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
+
+    def inside(path: Sequence[Any]) -> bool:
+        """Whether a path ends with the array of a variable of NNX."""
+        return bool(path) and str(path[-1]) in (".value", ".raw_value")
+
+    return [
+        (".".join(map(key, path[:-1] if inside(path) else path)), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _by_path(tree: Any, function: Callable[[str, Any], Any]) -> Any:
+    leaves = [function(path, leaf) for path, leaf in paths(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _stored(tree: Any, planned: Mapping[str, Sequence[Any]], what: str, mesh: Mesh) -> Any:
+    """The shardings of a tree of arrays that are stored."""
+    shapes = {path: tuple(np.shape(leaf)) for path, leaf in paths(tree)}
+    wrong = [
+        f"{path} is {shapes.get(path, 'missing')} here,"
+        f" {planned[path][0] if path in planned else 'missing'} in the plan"
+        for path in sorted({*shapes, *planned})
+        if path not in planned or shapes.get(path) != planned[path][0]
+    ]
+    if wrong:
+        raise ValueError(f"these are not {what} that were planned: {'; '.join(wrong)}")
+    return _by_path(tree, lambda path, _: NamedSharding(mesh, planned[path][1]))
+
+
+def _microbatch(batch: Any, layouts: Layouts) -> Any:
+    def part(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape, dim = list(leaf.shape), layouts.rows[path]
+        if dim is not None:
+            shape[dim] //= layouts.microbatches
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return _by_path(batch, part)
+
+
+def _parts(batch: Any, layouts: Layouts, mesh: Any) -> list[Any]:
+    """The microbatches, stacked: every device takes each from its own rows."""
+    stacked: list[Any] = []
+    for path, leaf in paths(batch):
+        dim, count = layouts.rows[path], layouts.microbatches
+        if dim is None:
+            continue
+        split = leaf.reshape(*leaf.shape[:dim], -1, count, *leaf.shape[dim + 1 :])
+        spec = P(None, *layouts.batch[path])
+        stacked.append(_constrain(jnp.moveaxis(split, dim + 1, 0), spec, mesh))
+    return stacked
+
+
+def _joined(batch: Any, rows: Sequence[Any], layouts: Layouts) -> Any:
+    remaining = iter(rows)
+    return _by_path(
+        batch, lambda path, leaf: leaf if layouts.rows[path] is None else next(remaining)
+    )

@@ -1,0 +1,1030 @@
+"""What a user holds after compiling: a program, its step, its guards, its evaluation, and what it
+refuses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib import _jax_compat, schedules
+from shardlib.annotation.names import Model, PureLoss, Seed, UserLoss, UserModule, read_seed_or_key
+from shardlib.annotation.tree import no_mesh
+from shardlib.annotation.trees import Tree
+from shardlib.errors import PlanError
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import Rows
+from shardlib.jax_types import Metrics
+from shardlib.layout import Layout, LogicalAxes
+from shardlib.lowering import mesh as shardings
+from shardlib.lowering.accumulation import Microbatches, part_of
+from shardlib.lowering.checks import (
+    FOREIGN,
+    arrays_by_path,
+    require,
+    require_functions,
+    require_lowered,
+    require_model,
+    require_own,
+    require_state,
+)
+from shardlib.lowering.collectives import GradientExchange, like
+from shardlib.lowering.contractions import Interleaving
+from shardlib.lowering.contribution import Contribution, Share, as_it_is, contribution, whole_batch
+from shardlib.lowering.disk import DiskArray, DiskStep, Where, Writer
+from shardlib.lowering.disk import on_disk as stored_leaves
+from shardlib.lowering.disk import writer as disk_writer
+from shardlib.lowering.loss import followed, lost_placements, unused_loops
+from shardlib.lowering.mesh import abstract_mesh, device_mesh, parameter_order, physical_parts
+from shardlib.lowering.pipeline.lockstep import StagedLayouts, pipeline
+from shardlib.lowering.pipeline.per_stage import (
+    Dispatch,
+    Made,
+    OneUpdate,
+    StagePrograms,
+    Update,
+    stage_programs,
+)
+from shardlib.lowering.placing import Placements, Placing
+from shardlib.lowering.random_keys import key_inputs, with_keys
+from shardlib.lowering.runtime import (
+    Gradients,
+    TrainState,
+    require_present,
+    scaled_state,
+    shapes_of_batch,
+)
+from shardlib.lowering.runtime import given as given_batch
+from shardlib.lowering.runtime import placed as placed_batch
+from shardlib.lowering.step import (
+    Evaluation,
+    Guards,
+    Run,
+    StepParts,
+    Store,
+    abstract_state,
+    apply_function,
+    gradients_function,
+    init_function,
+    named,
+    nothing_kept,
+    of_trained,
+    pipelined,
+    scaled,
+    step_function,
+    store_of,
+    unpiped,
+)
+from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
+from shardlib.lowering.weights import gather_updated
+from shardlib.planner.plan import Plan
+from shardlib.processes.values import in_every_process
+from shardlib.report.text import plan_card, plan_line
+
+# --------------------------------------------------------------------------------------------------
+# What a program is built with beside a plan and a loss.
+
+#: A value of one field of `BuildOptions`.
+BuildOption = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Where a program runs, and what belongs to it beside a plan and a loss.
+
+    Attributes:
+        devices: exactly the devices to use; by default the first ones that JAX sees.
+        abstract: lower for devices that are not here: the program can be exported, not run.
+        guards: of the step; None for none.
+        disk: folder for state that the plan puts on disk; by default what `SHARDLIB_DISK_DIR` says,
+            or else the system's folder for temporary files.
+        evaluation: what `Program.evaluate` evaluates; by default the loss.
+        evaluated: the same as the user wrote it; None where it is not known.
+        exchange: how partial sums of gradients are exchanged; by default as the plan says.
+    """
+
+    devices: Sequence[jax.Device] | None = None
+    abstract: bool = False
+    guards: Guards | None = None
+    disk: str | os.PathLike[str] | None = None
+    evaluation: PureLoss | None = None
+    evaluated: UserLoss | None = None
+    exchange: GradientExchange | None = None
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss of one microbatch, with the layouts that were planned for the loss of the whole batch.
+#
+# The loss is traced again for the shapes of a microbatch. Where it then computes other operations,
+# layouts are followed from the parameters and the batch on.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLoss:
+    """What planning knows of a loss.
+
+    Attributes:
+        traced: the loss traced for the global batch; None where it was not.
+        placements: layouts of activations.
+        around: the same outside of the layers of a pipeline, where the stages may shard them too.
+        rows: how the loss depends on the rows of the batch; None where it is the mean over them.
+        interleaving: what the loss does otherwise where fused dims are interleaved.
+    """
+
+    traced: LossJaxpr | None = None
+    placements: Placements | None = None
+    around: Placements | None = None
+    rows: Rows | None = None
+    interleaving: Interleaving | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The loss of one microbatch.
+
+    Attributes:
+        traced: it.
+        placements: layouts for its values.
+        findings: what the user should know where these are not the layouts of the plan.
+    """
+
+    traced: LossJaxpr
+    placements: Placements
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the layouts of the plan are not those of this loss."""
+        return bool(self.findings)
+
+
+def part_as_planned(
+    plan: Plan,
+    model: Model,
+    loss: PureLoss,
+    part: Tree,
+    planned: PlannedLoss,
+) -> Part:
+    """The loss of one microbatch, with the layouts of the plan where it computes what was
+    planned.
+    """
+    traced, placements = planned.traced, planned.placements or {}
+    if traced is not None and plan.microbatches == 1:
+        return Part(traced=traced, placements=placements)
+    again = trace_loss(loss, model.params, model.state, part)
+    if traced is not None and not same_program(traced, again):
+        return Part(
+            traced=again,
+            placements=followed(
+                plan,
+                again,
+                parameter_order(plan, model.params),
+                len(jax.tree.leaves(model.state)),
+            ),
+            findings=(lost_placements(len(placements)),),
+        )
+    return Part(traced=again, placements=placements)
+
+
+@diagnostic
+def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
+    """Attention that is not computed as it was planned."""
+    if chosen.attention != lowered.attention:
+        return (
+            Finding(
+                code="kernel-left-out",
+                severity="info",
+                where=f"attention={chosen.attention}",
+                message=(
+                    "JAX lowers the kernel of cuDNN only where the GPUs are; in its place stands"
+                    " attention in blocks, which keeps no scores either and is slower"
+                ),
+            ),
+        )
+    if lost and lowered.attention != "traced":
+        return (
+            Finding(
+                code="attention-as-written",
+                severity="warning",
+                where=f"attention={lowered.attention}",
+                message=(
+                    "the loss computes other operations on a microbatch than on the whole batch, so"
+                    " that attention is left to the compiler as the model is written: it keeps"
+                    " scores, unlike what is predicted"
+                ),
+                hint="pin microbatches to 1, or attention to 'traced'",
+            ),
+        )
+    return ()
+
+
+# --------------------------------------------------------------------------------------------------
+# The driver of a step: a pipeline, or microbatches one after the other.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """The loss over a whole batch, as it is run.
+
+    Attributes:
+        run: it.
+        programs: the stages of a pipeline, where they are programs of their own.
+        findings: what the user should know about it.
+    """
+
+    run: Run
+    programs: StagePrograms | None
+    findings: tuple[Finding, ...]
+
+
+def driver_of(
+    plan: Plan,
+    model: Model,
+    mesh: Mesh | AbstractMesh,
+    store: Store,
+    part: Part,
+    share: Contribution,
+    planned: PlannedLoss,
+    options: BuildOptions,
+) -> Driver:
+    """The driver that a plan asks for: a pipeline, or microbatches one after the other."""
+    loops = unused_loops(part.traced, plan, mesh, store.params, part.placements)
+    if plan.mesh["stage"] == 1:
+        placing = Placing.of(
+            part.traced,
+            plan,
+            mesh,
+            store.params,
+            part.placements,
+            None if part.lost else planned.interleaving,
+            options.exchange,
+        )
+        microbatches = Microbatches(
+            shardings=share.shardings,
+            dims=share.dims,
+            count=plan.microbatches,
+            repeated=share.repeated,
+            by_row=share.by_row,
+        )
+        run = unpiped(part.traced, placing, microbatches, store.trained.gradient, model.partition)
+        run = run.of_parts(share.prologue).finished(share.finish)
+        return Driver(run=run, programs=None, findings=loops)
+    guards = options.guards
+    state = model.state
+    if guards is not None and guards.scale is not None:
+        state = scaled_state(state, jax.ShapeDtypeStruct((), np.float32))
+    staged, findings = pipeline(
+        plan,
+        part.traced,
+        state,
+        mesh,
+        store.params,
+        StagedLayouts(
+            layers=part.placements,
+            around={} if part.lost else planned.around or {},
+            handed=share.handed,
+        ),
+        key_inputs(share.dims, part.traced.closed_jaxpr),
+        options.exchange,
+        share.repeated,
+    )
+    run, programs = pipelined(staged, share.shardings, share.dims).of_parts(share.prologue), None
+    if plan.pipeline == "programs":
+        programs = stage_programs(
+            plan, staged, mesh, store.params, share.shardings, share.dims, share.prologue
+        )
+        run = Run.of(programs.opening.gradients, run.table)
+    return Driver(
+        run=of_trained(run, model.partition).finished(share.finish),
+        programs=programs,
+        findings=(*findings, *loops),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A program is what a user holds after compiling: a plan, a mesh, and three compiled functions.
+#
+#     program = build_program(plan, model, loss, optimizer, batch, placements)
+#     state = program.init(seed=0)
+#     state, metrics = program.step(state, batch)     # donates `state`
+#
+# Nothing is ambient: layouts, rules and the mesh were fixed when the program was built, and every
+# program compiles functions of its own, so changing rules or meshes around it changes nothing in
+# it.
+
+#: Options of a compiler, by its own names.
+Options: TypeAlias = Mapping[str, str | bool | int]
+
+
+#: (program, limits, options) -> `shardlib.Verification`.
+Verifier: TypeAlias = Callable[[Any, Any, Options | None], Any]
+
+
+def verified_by(
+    verifier: Verifier | None, program: Any, limits: Any, options: Options | None
+) -> Any:
+    """The verification of a program.
+
+    Args:
+        verifier: of the program; None where it was lowered to be a part of another.
+    """
+    if verifier is None:
+        raise PlanError(
+            "this program is a part of another, which is verified as a whole\nTry:"
+            " shardlib.compile(...).verify()"
+        )
+    return verifier(program, limits, options)
+
+
+def shardings_of(tree: Tree) -> Tree:
+    """The shardings of abstract arrays, as a tree like them."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Program:
+    """A compiled training step and what belongs to it.
+
+    Attributes:
+        plan: the decisions it carries out.
+        mesh: its devices.
+        model: the user's model.
+        optimizer: the user's optimizer.
+        state: abstract training state, each leaf with its sharding.
+        batch: abstract batch, each leaf with its sharding.
+        findings: what lowering noticed, after what the plan has to say.
+        parts: what a step is made of.
+        programs: the stages of a pipeline, where they are programs of their own.
+        disk: where the optimizer's state is stored, where that is on disk.
+        verifier: what `verify` calls, which stands above this room.
+        evaluated: what `evaluate` does.
+        source: the loss as it was traced for the global batch, before any plan; None where it was
+            not.
+    """
+
+    plan: Plan
+    mesh: Mesh | AbstractMesh
+    model: Model
+    optimizer: optax.GradientTransformation
+    state: TrainState
+    batch: Tree
+    findings: tuple[Finding, ...]
+    parts: StepParts
+    programs: StagePrograms | None = None
+    disk: Writer | None = None
+    verifier: Verifier | None = None
+    evaluated: Evaluation
+    source: LossJaxpr | None = None
+
+    @property
+    def rows(self) -> Tree:
+        """Abstract global batch, each leaf with its sharding."""
+        return self.batch
+
+    def __repr__(self) -> str:
+        return plan_line(self.plan, type(self).__name__)
+
+    def _repr_html_(self) -> str:
+        return plan_card(self.plan)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered for its mesh, with nothing executed; works on meshes of devices that are
+        not there.
+
+        Raises:
+            PlanError: the stages of the pipeline are programs of their own, or the optimizer's
+                state is on disk.
+        """
+        self._one_program()
+        with _jax_compat.in_mesh(self.mesh):
+            return self._jitted_step.lower(self.state, self.batch)
+
+    @cached_property
+    def _jitted_step(self) -> jax.stages.Wrapped:
+        return jax.jit(
+            self.step_function(),
+            donate_argnums=(0,),
+            in_shardings=shardings_of((self.state, self.batch)),
+            out_shardings=(
+                shardings_of(self.state),
+                shardings.named_sharding(self.mesh, Layout()),
+            ),
+        )
+
+    @cached_property
+    def _run_step(self) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+        """The compiled step."""
+        return _jax_compat.runnable(
+            self._jitted_step, self.compiled(), (self.state, self.batch), self.mesh
+        )
+
+    def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+        """The step before it is compiled, for those who compile it otherwise.
+
+        Returns:
+            (state, batch) -> (state, metrics), not jitted.
+
+        Raises:
+            PlanError: see `lower`.
+        """
+        self._one_program()
+        return named(step_function(self.parts), "step", self.plan.digest)
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step; compiled at the first call.
+
+        Raises:
+            PlanError: see `lower`.
+        """
+        return self._compiled_step
+
+    def verify(self, *, limits: Any = None, options: Options | None = None) -> Any:
+        """Compiles the step for the machine of its plan, which need not be here, and compares what
+        the compiler made with the plan: `shardlib.verify(program)`.
+
+        Args:
+            limits: `shardlib.verify.isolation.Limits`, seconds and bytes of memory that the
+                compiler may take.
+            options: options of the compiler, by its own names.
+
+        Returns:
+            A `shardlib.Verification`.
+
+        Raises:
+            ShardlibError: see `shardlib.verify`.
+        """
+        return verified_by(self.verifier, self, limits, options)
+
+    def prepare(self) -> None:
+        """Compiles all that a step runs, if that has not been done."""
+        if self.programs is not None:
+            _ = self._dispatch
+        elif self.disk is not None:
+            self._on_disk.prepare()
+        else:
+            _ = self._compiled_step
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
+        and "peak".
+
+        Where a step is several programs, of the one that needs the most; what stages that are
+        programs of their own keep beside it is not counted.
+
+        Returns:
+            Bytes by name.
+        """
+        several = self._several
+        return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()
+
+    def timeline(self) -> str:
+        """The schedule of the pipeline as text, a column a tick, or a task where stages are
+        programs of their own; empty without stages.
+        """
+        if self.programs is not None:
+            return schedules.orders_text(self.programs.order)
+        return "" if self.parts.run.table is None else schedules.text(self.parts.run.table)
+
+    @cached_property
+    def _gradients(self) -> Callable[[TrainState, Tree], Gradients]:
+        """The first half of a step; it leaves the state alone."""
+        self._one_program()
+        run = named(gradients_function(self.parts), "gradients", self.plan.digest)
+        with _jax_compat.in_mesh(self.mesh):
+            found = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
+            compiled = found.lower(self.state, self.batch).compile()
+        return _jax_compat.runnable(found, compiled, (self.state, self.batch), self.mesh)
+
+    @cached_property
+    def _apply(self) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+        """The second half of a step, which takes the state over."""
+        self._one_program()
+        run = named(apply_function(self.parts), "apply", self.plan.digest)
+        whole = shardings.named_sharding(self.mesh, Layout())
+        return jax.jit(run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), whole))
+
+    @property
+    def _several(self) -> Dispatch | DiskStep | None:
+        """What runs a step that is several programs; None where it is one."""
+        return (
+            self._dispatch
+            if self.programs is not None
+            else self._on_disk
+            if self.disk is not None
+            else None
+        )
+
+    def _one_program(self) -> None:
+        if self.disk is not None:
+            raise PlanError(
+                "a step whose optimizer state is on disk is no single program\nTry:"
+                " offload=['optimizer'], or shardlib.verify(init, loss, optimizer, batch,"
+                " plan=program.plan), which compiles it with that state in host memory"
+            )
+        if self.programs is not None:
+            raise PlanError(
+                "a step whose stages are programs of their own (pipeline='programs') is no single"
+                " program\nTry: pipeline='lockstep'"
+            )
+
+    @cached_property
+    def _compiled_step(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+    @cached_property
+    def _dispatch(self) -> Dispatch:
+        assert self.programs is not None
+        return self.programs.compiled(
+            self.state,
+            self.batch,
+            self._update,
+            f"shardlib_{self.plan.digest}",
+        )
+
+    def _update(self, made: Made) -> Update:
+        """What stages that are programs of their own leave to be done, compiled."""
+        if self.disk is not None:
+            step = self._with_disk(made)
+            step.prepare()
+            return step
+        run = named(step_function(self.parts), "update", self.plan.digest)
+        metrics = shardings.named_sharding(self.mesh, Layout())
+        jitted = jax.jit(
+            run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), metrics)
+        )
+        compiled = jitted.lower(self.state, made).compile()
+        runs = _jax_compat.runnable(jitted, compiled, (self.state, made), None)
+        return OneUpdate(call=compiled, run=runs)
+
+    @property
+    def _first(self) -> Callable[[Any], TrainState]:
+        """seed -> the state before the first step."""
+        parts = self.parts
+        return init_function(
+            self.model, parts.optimizer, parts.precision, parts.guards, parts.run.kept
+        )
+
+    @cached_property
+    def _on_disk(self) -> DiskStep:
+        """Where stages are programs of their own, for the first state alone."""
+        return self._with_disk(self.batch)
+
+    def _with_disk(self, batch: Tree) -> DiskStep:
+        """The step with its state on disk, for an abstract batch, or what stages leave of it."""
+        assert self.disk is not None and isinstance(self.mesh, Mesh)
+        where = Where(
+            mesh=self.mesh,
+            state=self.state,
+            whole=shardings.named_sharding(self.mesh, Layout()),
+            digest=self.plan.digest,
+        )
+        return DiskStep(
+            where=where,
+            batch=batch,
+            function=step_function(self.parts),
+            first=self._first,
+            writer=self.disk,
+        )
+
+    @cached_property
+    def _init(self) -> Callable[[Any], TrainState]:
+        """A seed, or the data of a key -> the state before the first step."""
+        init = named(
+            self._first,
+            "init",
+            self.plan.digest,
+        )
+        return jax.jit(init, out_shardings=shardings_of(self.state))
+
+    def init(self, seed: Seed = 0) -> TrainState:
+        """Makes the state before the first step, each array where it will stay, with the numbers of
+        the user's own constructor.
+
+        Args:
+            seed: of the random streams of the constructor, 0 to 2**31 - 1; or a key, typed or raw,
+                of which `jax.random.key(3)` gives the numbers of seed 3.
+
+        Returns:
+            The state; `step` donates it.
+
+        Raises:
+            ArgumentError: the seed is neither an integer from 0 to 2**31 - 1 nor a key.
+        """
+        number = read_seed_or_key(seed)
+        if self.disk is not None:
+            return self._on_disk.init(number)
+        with no_mesh():
+            return self._init(number)
+
+    def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Does one training step.
+
+        Args:
+            state: from `init` or the step before; its buffers are donated and cannot be used again.
+            batch: the global batch, host arrays, or arrays that `put` has placed.
+
+        Returns:
+            The next state, and metrics as arrays on the devices: "loss", the mean over the global
+            batch, those of guards ("gradient_norm", "skipped", "loss_scale"), and the user's own.
+
+        Raises:
+            StateError: arrays of the state were donated to a step before, or deleted, or it is the
+                state of another program.
+            BatchError: the batch is not the one that the program was compiled for.
+            DiskError: state that rests on disk cannot be read or written there.
+        """
+        require_state("step", state)
+        require_present("step", state)
+        if self.disk is not None:
+            # its arrays are taken over one by one: half would be gone before one does not fit
+            require_own("step", state, self.state)
+        require(batch, self.batch)
+        several = self._several
+        try:
+            if several is None:
+                state, metrics = self._run_step(state, given_batch(batch, self.batch))
+            else:
+                state, metrics = several.step(state, placed_batch(batch, self.batch))
+            return state, in_every_process(metrics)
+        except FOREIGN as error:
+            require_own("step", state, self.state, error=error)
+            raise
+
+    def gradients(self, state: TrainState, batch: Tree) -> Gradients:
+        """The first half of a step, with the state left usable; `params` of what it gives may be
+        changed before `apply`.
+
+        Args:
+            state: see `step`.
+            batch: see `step`.
+
+        Raises:
+            StateError, BatchError: see `step`.
+            PlanError: a step is several programs: of stages, or with state on disk.
+        """
+        require_state("gradients", state)
+        require_present("gradients", state)
+        require(batch, self.batch)
+        try:
+            return self._gradients(state, given_batch(batch, self.batch))
+        except FOREIGN as error:
+            require_own("gradients", state, self.state, error=error)
+            raise
+
+    def apply(
+        self, state: TrainState, gradients: Gradients
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The second half of a step: the optimizer, and guards where there are some.
+
+        Args:
+            state: that the gradients were taken of; it is donated.
+            gradients: of `gradients`.
+
+        Raises:
+            StateError, PlanError: see `gradients`.
+        """
+        require_state("apply", state)
+        require_present("apply", state)
+        require_own("apply", state, self.state)
+        with _jax_compat.in_mesh(self.mesh):
+            state, metrics = self._apply(state, gradients)
+        return state, in_every_process(metrics)
+
+    def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
+        """The metrics of a batch of any number of rows, exactly, with no update; the state stays
+        usable.
+
+        NNX models are in `model.eval()` mode (no dropout, running statistics); Linen models and
+        pytrees do what their loss says, so give `compile` an `evaluation` loss for them where it
+        trains. See `docs/evaluation.md`.
+
+        Args:
+            state: from `init` or a step.
+            batch: the rows, host arrays or arrays on devices; dims other than the first as compiled
+                for.
+
+        Returns:
+            "loss" and the user's own metrics, by name.
+
+        Raises:
+            StateError: arrays of the state were donated to a step before, or deleted, or it is the
+                state of another program.
+            BatchError: the batch has no rows, or has not the dims that it was compiled for.
+            TracingError: the loss does not trace for these shapes.
+            PlanError: the program was lowered for devices that are not here.
+        """
+        return self.evaluated.evaluate(state, batch)
+
+    def evaluation(self, loss: UserLoss | None = None, *, batch_axes: Tree = None) -> Evaluation:
+        """An evaluation of another loss, or of other batches; keep it, since it keeps what it
+        compiles.
+
+        Args:
+            loss: (model, batch) -> scalar or (scalar, metrics), with the parameters as the step
+                shards them; by default that of `evaluate`.
+            batch_axes: logical axes of its batch, see `shardlib.compile`; by default those of a
+                step, or else by convention.
+
+        Returns:
+            What evaluates: `evaluation.evaluate(state, batch)` gives metrics by name. Programs are
+            compiled at their first use.
+        """
+        return (
+            self.evaluated
+            if loss is None and batch_axes is None
+            else self.evaluated.of(loss, batch_axes)
+        )
+
+    def put(self, batch: Tree) -> Tree:
+        """Places the arrays of a batch on the devices where a step expects them.
+
+        Every process gives the whole global batch; arrays that are in place already are passed on.
+
+        Args:
+            batch: the global batch, a tree like the one that was traced.
+
+        Returns:
+            The same tree of arrays, sharded as a step takes them.
+
+        Raises:
+            BatchError: tree, shapes or dtypes differ from the batch that was traced; all arrays
+                concerned are listed.
+        """
+        require(batch, self.batch)
+        return placed_batch(batch, self.batch)
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """Paths of the arrays of a state that rest on disk."""
+        return (
+            frozenset(stored_leaves(self.state).values()) if self.disk is not None else frozenset()
+        )
+
+    def stow(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
+        """Puts an array of a state on disk, where it is one of `stored`.
+
+        Args:
+            array: laid out as in `state`.
+            sums: its sums, see `shardlib.lowering.runtime`.
+
+        Returns:
+            What stands for the array in the state.
+
+        Raises:
+            PlanError: the program keeps nothing on disk.
+            DiskError: the disk is full or cannot be written.
+        """
+        if self.disk is None:
+            raise PlanError("the program keeps nothing on disk\nTry: pin={'offload': ['disk']}")
+        return self.disk.put(array, sums)
+
+    def anew(self, state: TrainState) -> TrainState:
+        """A state with its optimizer and guards as before the first step.
+
+        Args:
+            state: of this program; parameters and model state are taken over and not copied.
+
+        Returns:
+            A state for `step`, of the same step number.
+
+        Raises:
+            StateError: parameters or model state were donated to a step before, or deleted, or are
+                those of another program.
+        """
+        require_model("anew", state, self.state)
+        try:
+            opt_state = self._first_opt_state(state.params)
+        except FOREIGN as error:
+            require_own("anew", state.inference, self.state.inference, error=error)
+            raise
+        guard = (
+            None
+            if self.parts.guards is None
+            else jax.jit(self.parts.guards.first, out_shardings=shardings_of(self.state.guard))()
+        )
+        exchange = (
+            None
+            if (kept := self.parts.run.kept) is None
+            else jax.jit(lambda: nothing_kept(kept), out_shardings=shardings_of(kept))()
+        )
+        return replace(state, opt_state=opt_state, guard=guard, exchange=exchange)
+
+    @cached_property
+    def _first_opt_state(self) -> Callable[[Tree], Tree]:
+        """Parameters -> the optimizer's state before the first step; compiled once."""
+
+        def init(params: Tree) -> Tree:
+            return self.parts.optimizer.init(
+                self.model.partition.trained(like(params, self.model.params))
+            )
+
+        if self.disk is not None:
+            return lambda params: self._on_disk.fresh(init, params)
+        return jax.jit(init, out_shardings=shardings_of(self.state.opt_state))
+
+    def module(self, state: TrainState) -> UserModule:
+        """The user's own model around the arrays of a state: an nnx module, or a params tree.
+
+        Args:
+            state: of this program.
+
+        Returns:
+            The model; its arrays are those of the state, sharded as they are.
+
+        Raises:
+            StateError: parameters or model state were donated to a step before, or deleted, or are
+                those of another program.
+        """
+        require_model("module", state, self.state)
+        return self.model.rebuild(like(state.params, self.model.params), state.model_state)
+
+    def state_dict(self, state: TrainState) -> dict[str, jax.Array]:
+        """The arrays of the model by dotted path, parameters first: those of the state themselves,
+        sharded as they are. `plan.parameters` and checkpoints have the same paths.
+
+        Args:
+            state: of this program.
+
+        Raises:
+            StateError: see `module`; or a parameter and an array of the model's state share a path.
+        """
+        require_model("state_dict", state, self.state)
+        return arrays_by_path(state)
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan becomes a program: its mesh, how state is stored, the loss with its layouts, the step.
+
+
+def build_program(
+    plan: Plan,
+    model: Model,
+    loss: PureLoss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    *,
+    batch_axes: Mapping[str, LogicalAxes] | None = None,
+    planned: PlannedLoss | None = None,
+    options: BuildOptions | None = None,
+) -> Program:
+    """Lowers a plan.
+
+    Args:
+        planned: what planning knows of the loss; by default nothing.
+    """
+    require_lowered(plan)
+    planned, options = planned or PlannedLoss(), options or BuildOptions()
+    chosen, plan = plan, _runnable(plan, options)
+    mesh, device_findings = _mesh(plan, options)
+    shapes = shapes_of_batch(batch)
+    store = store_of(plan, model, optimizer, mesh)
+    cut_batch = shardings.batch_shardings(plan, shapes, mesh)
+    dims = shardings.batch_dims(batch_axes or _unnamed(shapes))
+    part = part_as_planned(plan, model, loss, part_of(shapes, dims, plan.microbatches), planned)
+    dims = with_keys(dims, shapes, part.traced.program)
+    require_functions(plan, part.traced.read(store.parameters), lost=part.lost)
+    share = _contribution(
+        plan,
+        model,
+        planned,
+        Share(traced=part.traced, dims=dims, shardings=cut_batch),
+        shapes,
+        mesh,
+    )
+    part = _scaled(replace(part, traced=share.traced), model, options.guards)
+    driver = driver_of(plan, model, mesh, store, part, share, planned, options)
+    _require_scale(driver.run, options.guards)
+    state = abstract_state(plan, model, store, mesh, options.guards, driver.run.kept)
+    writer, disk_findings = (
+        disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
+    )
+    return Program(
+        plan=chosen,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        state=state,
+        batch=shardings.with_shardings(shapes, cut_batch),
+        findings=_each_once(
+            plan.findings,
+            model.findings,
+            device_findings,
+            store.findings,
+            disk_findings,
+            part.findings,
+            kernel_findings(chosen, plan, part.lost),
+            () if planned.interleaving is None else planned.interleaving.findings,
+            driver.findings,
+        ),
+        parts=_step_parts(plan, model, store, driver.run, options.guards, mesh),
+        evaluated=Evaluation(
+            plan=plan,
+            mesh=mesh,
+            model=model,
+            loss=options.evaluation or loss,
+            written=options.evaluated,
+            params=store.params,
+            state=replace(state, opt_state=(), exchange=None),
+            axes=batch_axes or {},
+        ),
+        programs=driver.programs,
+        disk=writer,
+        source=planned.traced,
+    )
+
+
+def _unnamed(batch: Tree) -> dict[str, LogicalAxes]:
+    """No logical axes for any array of a batch, by path."""
+    return {
+        shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(batch)
+    }
+
+
+def _contribution(
+    plan: Plan,
+    model: Model,
+    planned: PlannedLoss,
+    part: Share,
+    shapes: Tree,
+    mesh: Mesh | AbstractMesh,
+) -> Contribution:
+    """What a microbatch contributes to the loss of the batch; the loss as it is where nothing is
+    known of its rows.
+    """
+    if planned.rows is None or planned.traced is None:
+        return as_it_is(part.traced, part.dims, part.shardings)
+    batch = whole_batch(planned.traced, planned.rows, model, shapes, part.dims)
+    return contribution(plan, batch, part, mesh)
+
+
+def _require_scale(run: Run, guards: Guards | None) -> None:
+    """Raises where the loss is scaled, and gradients that wait for the next step are not."""
+    if run.kept is not None and guards is not None and guards.scale is not None:
+        raise PlanError(
+            "a gradient exchange that keeps what it does not send cannot be scaled with a loss"
+            " whose scale changes\nTry: guards without a scale"
+        )
+
+
+def _step_parts(
+    plan: Plan,
+    model: Model,
+    store: Store,
+    run: Run,
+    guards: Guards | None,
+    mesh: Mesh | AbstractMesh,
+) -> StepParts:
+    """What a step is made of."""
+    return StepParts(
+        run=run,
+        optimizer=store.optimizer,
+        partition=model.partition,
+        params=store.trained,
+        gather=gather_updated(plan, store.trained_params, mesh),
+        precision=store.precision,
+        updated=store.precision.updated(store.trained_params),
+        guards=guards,
+        opt_state=store.opt_shardings,
+    )
+
+
+@diagnostic
+def _each_once(*findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*findings)))
+
+
+def _runnable(plan: Plan, options: BuildOptions) -> Plan:
+    """The plan as it can be lowered: JAX lowers the kernel of cuDNN only where the GPUs are."""
+    if options.abstract and plan.attention == "cudnn":
+        return replace(plan, attention="blocks")
+    return plan
+
+
+def _mesh(plan: Plan, options: BuildOptions) -> tuple[Mesh | AbstractMesh, tuple[Finding, ...]]:
+    """The mesh of a program, its axes in physical parts."""
+    if options.abstract:
+        return abstract_mesh(plan), ()
+    return device_mesh(
+        plan.mesh,
+        options.devices,
+        topology=plan.topology,
+        order=plan.axis_order,
+        parts=physical_parts(plan),
+    )
+
+
+def _scaled(part: Part, model: Model, guards: Guards | None) -> Part:
+    """The loss of a microbatch, times the scale that the state carries where there is one."""
+    if guards is None or guards.scale is None:
+        return part
+    params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))
+    return replace(part, traced=scaled(part.traced, params, states))

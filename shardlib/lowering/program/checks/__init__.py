@@ -1,2 +1,0 @@
-"""What is checked before anything is lowered or run: plans that have no lowering, and states of
-other programs."""

@@ -1,0 +1,607 @@
+"""What runs and what it runs on: training state, compiled executables, checksums of arrays, random
+keys, batches.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import methodcaller
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from shardlib._jax_compat import in_mesh, runnable
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.errors import StateError, raise_all
+from shardlib.jax_types import Leaf
+from shardlib.lowering.random_keys import dtype_of, is_key, placed_keys
+from shardlib.report.elements import bytes_text, card
+from shardlib.tracing.program import Equation, Program, flatten
+from shardlib.tracing.rewriting import bind, needed
+
+# --------------------------------------------------------------------------------------------------
+# Puts the arrays of a batch where a program expects them.
+
+
+def shapes_of_batch(batch: Tree) -> Tree:
+    """Shapes and dtypes of a batch as JAX has them, without shardings."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), dtype_of(leaf)), batch)
+
+
+def placed(batch: Tree, target: Tree) -> Tree:
+    """A batch on the devices; arrays that are in place already are passed on.
+
+    Args:
+        batch: arrays of the asked shapes and dtypes.
+    """
+    return jax.tree.map(_placed, batch, target)
+
+
+def given(batch: Tree, target: Tree) -> Tree:
+    """A batch for the call of one compiled program: as `placed`, but arrays of NumPy are left to
+    the call, which puts them for less than half of what it costs to put them one by one.
+
+    Args:
+        batch: arrays of the asked shapes and dtypes.
+    """
+    if jax.process_count() > 1:  # a call takes arrays that are alike in all processes, and compares
+        return placed(batch, target)
+    return jax.tree.map(
+        lambda leaf, aval: (
+            np.asarray(leaf, aval.dtype) if isinstance(leaf, np.ndarray) else _placed(leaf, aval)
+        ),
+        batch,
+        target,
+    )
+
+
+def _placed(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """A whole array as the step expects it. Several processes take each what its devices hold;
+    `jax.device_put` would have them compare all of it first, every step.
+    """
+    if isinstance(leaf, jax.Array) and leaf.sharding == target.sharding:
+        return leaf
+    if is_key(leaf):
+        return placed_keys(leaf, target.sharding)
+    host = (
+        np.asarray(leaf, target.dtype)
+        if isinstance(leaf, (int, float, np.ndarray, np.generic))
+        else leaf
+    )
+    if jax.process_count() > 1 and isinstance(host, np.ndarray):
+        return jax.make_array_from_callback(
+            target.shape, target.sharding, lambda index: host[index], dtype=target.dtype
+        )
+    return jax.device_put(host, target.sharding)
+
+
+# --------------------------------------------------------------------------------------------------
+# How is a flipped bit found, on whatever mesh the array lives? Two sums over its bits that do not
+# depend on the layout.
+#
+# The bit patterns of the elements, as unsigned integers, are summed modulo 2**32 with weights that
+# depend on the element's flat index alone. All weights are odd: a single flipped bit changes a sum
+# by an odd multiple of a power of two below 2**32, which is never zero. The second weight
+# scrambles the index (finaliser of MurmurHash3), so that errors that cancel in one sum do not
+# cancel in the other. Integer addition wraps and is associative, so that the order, the mesh and
+# the number of processes change nothing. Indices wrap too: elements that are 2**32 apart have the
+# same weights.
+
+
+def sums(
+    arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding] | None = None
+) -> jax.Array:
+    """Two sums of every array, uint32 [arrays, 2], by sorted path; pure and jittable."""
+    rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
+    return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)
+
+
+def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+    """The sums of an array by those of its pieces. In automatic partitioning a reduction of two
+    arrays at once would gather them.
+    """
+    if (
+        not isinstance(sharding, NamedSharding)
+        or not isinstance(sharding.mesh, Mesh)
+        or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    ):
+        return _sums(array, array.shape, ())
+    cuts = [
+        () if dim is None else dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec
+    ]
+    names = tuple(name for dim in cuts for name in dim)
+
+    def piece(local: jax.Array) -> jax.Array:
+        offsets = tuple(
+            lax.axis_index(dim) * local.shape[number] if dim else 0
+            for number, dim in enumerate(cuts)
+        )
+        sums = _sums(local, array.shape, offsets)
+        return lax.psum(sums, names) if names else sums
+
+    return jax.shard_map(
+        piece,
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(array)
+
+
+def _sums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
+    """The sums of a piece of an array of some shape, whose first element is at `offsets`; dims
+    beyond those begin at 0.
+    """
+    bits = _bits(piece)
+    index = _flat_index(bits.shape, (*shape, *bits.shape[piece.ndim :]), offsets)
+    zero = jnp.uint32(0)
+    return jnp.stack(
+        lax.reduce(
+            (bits * (2 * index + 1), bits * (_scrambled(index) | 1)),
+            (zero, zero),
+            lambda left, right: (left[0] + right[0], left[1] + right[1]),
+            tuple(range(bits.ndim)),
+        )
+    )
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """The bits of every element as uint32, with an inner dim of 2 for 64-bit elements and for
+    complex ones.
+    """
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return _bits(jnp.stack([array.real, array.imag], -1))
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return lax.bitcast_convert_type(
+            array, _UNSIGNED[min(jnp.finfo(array.dtype).bits, 32)]
+        ).astype(jnp.uint32)
+    if array.dtype.itemsize > 4:
+        return lax.bitcast_convert_type(array, jnp.uint32)
+    return array.astype(jnp.uint32)
+
+
+_UNSIGNED = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+
+
+def _flat_index(
+    local: tuple[int, ...], shape: tuple[int, ...], offsets: Sequence[Any]
+) -> jax.Array:
+    """Flat indices, in an array of some shape, of a piece of it."""
+    index = jnp.zeros(local, jnp.uint32)
+    for dim in range(len(local)):
+        stride = math.prod(shape[dim + 1 :]) % 2**32
+        place = lax.broadcasted_iota(jnp.uint32, local, dim) + jnp.asarray(
+            offsets[dim] if dim < len(offsets) else 0
+        ).astype(jnp.uint32)
+        index += place * jnp.uint32(stride)
+    return index
+
+
+def _scrambled(index: jax.Array) -> jax.Array:
+    mixed = (index ^ (index >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return mixed ^ (mixed >> 16)
+
+
+def by_path(arrays: Mapping[str, jax.Array], rows: np.ndarray) -> dict[str, tuple[int, int]]:
+    """The result of `sums` on the host by path.
+
+    Args:
+        rows: uint32 [arrays, 2], in the order of the sorted paths.
+    """
+    return {
+        path: (int(row[0]), int(row[1])) for path, row in zip(sorted(arrays), rows, strict=True)
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Is a state still there? A step donates the state that it is given: its buffers become those of
+# the next state.
+
+_IS_DELETED = methodcaller("is_deleted")
+#: Leaves that an error names.
+NAMED = 3
+
+
+def require_present(caller: str, state: Tree) -> None:
+    """Refuses a state whose arrays were donated or deleted; a compiled program would read what is
+    no longer there, which kills the process on simulated devices.
+    """
+    try:
+        gone = any(
+            map(_IS_DELETED, jax.tree.leaves(state))
+        )  # hundreds of leaves at every step: some tens of microseconds
+    except (AttributeError, jax.errors.JAXTypeError):  # arrays of NumPy, or traced ones
+        gone = any(map(_deleted, jax.tree.leaves(state)))
+    if not gone:
+        return
+    paths = [
+        path_text(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if _deleted(leaf)
+    ]
+    more = [f"and {len(paths) - NAMED} more"] if len(paths) > NAMED else []
+    raise_all(
+        StateError,
+        f"the state given to {caller} is no longer there: a step takes over the buffers of the"
+        " state that it is given",
+        [*(f"{path} was deleted" for path in paths[:NAMED]), *more],
+        hint="use the state that step returned: state, metrics = program.step(state, batch)",
+    )
+
+
+def _deleted(leaf: Any) -> bool:
+    return hasattr(leaf, "is_deleted") and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+# --------------------------------------------------------------------------------------------------
+# A function of arrays as a compiled program that reads what it needs, and returns nothing that its
+# caller has already.
+#
+# What a pass forward remembers is in part what it was given: such arrays are kept by whoever
+# called, not copied by the program. The same goes for a result that is asked for twice.
+
+#: Arrays in some order.
+Arrays = list[Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Draft:
+    """A traced function.
+
+    Attributes:
+        program: its jaxpr.
+        equations: those that its results need.
+        inputs: abstract arrays that it takes, with their shardings.
+        reads: positions of those that it reads.
+        made: positions of results that it makes, each result once.
+        sources: for every result, (whether it is made, its position in `made` or among the inputs).
+    """
+
+    program: Program
+    equations: tuple[Equation, ...]
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    reads: tuple[int, ...]
+    made: tuple[int, ...]
+    sources: tuple[tuple[bool, int], ...]
+
+    @staticmethod
+    def of(
+        function: Callable[..., Arrays], inputs: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    ) -> Draft:
+        """Traces a function."""
+        with in_mesh(mesh):
+            return Draft.of_program(flatten(jax.make_jaxpr(function)(*inputs)), inputs)
+
+    @staticmethod
+    def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> Draft:
+        """Of what has been traced: those of its equations that its outputs need."""
+        positions = {number: k for k, number in enumerate(program.inputs)}
+        fresh = list(dict.fromkeys(number for number in program.outputs if number not in positions))
+        places = {number: place for place, number in enumerate(fresh)}
+        equations, reads = needed(program.equations, fresh)
+        return Draft(
+            program=program,
+            equations=tuple(equations),
+            inputs=tuple(inputs),
+            reads=tuple(k for k, number in enumerate(program.inputs) if number in reads),
+            made=tuple(program.outputs.index(number) for number in fresh),
+            sources=tuple(
+                (False, positions[number]) if number in positions else (True, places[number])
+                for number in program.outputs
+            ),
+        )
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of all results."""
+        avals = [self.program.avals[number] for number in self.program.outputs]
+        return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+
+    @property
+    def on_host(self) -> tuple[bool, ...]:
+        """Of all results, whether they are in host memory."""
+        avals = [self.program.avals[number] for number in self.program.outputs]
+        return tuple(aval.memory_space == jax.memory.Space.Host for aval in avals)
+
+    def without(self, dropped: Collection[int]) -> Draft:
+        """The same function without inputs that it does not read."""
+        left = [k for k in range(len(self.inputs)) if k not in dropped]
+        place = {k: position for position, k in enumerate(left)}
+        return replace(
+            self,
+            program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
+            inputs=tuple(self.inputs[k] for k in left),
+            reads=tuple(place[k] for k in self.reads),
+            sources=tuple((fresh, k if fresh else place[k]) for fresh, k in self.sources),
+        )
+
+    def compiled(
+        self,
+        name: str,
+        mesh: Mesh,
+        *,
+        shardings: Sequence[NamedSharding | None] = (),
+        donated: Sequence[int] = (),
+    ) -> Executable:
+        """Compiles it.
+
+        Args:
+            shardings: of the results that have to have one; None leaves one to the compiler.
+        """
+        requested = [*shardings, *[None] * (len(self.sources) - len(shardings))]
+
+        def run(*read: Any) -> Arrays:
+            env = {
+                **self.program.constants,
+                **{self.program.inputs[k]: leaf for k, leaf in zip(self.reads, read, strict=True)},
+            }
+            for equation in self.equations:
+                env.update(
+                    zip(
+                        equation.outputs,
+                        bind(equation, [env[number] for number in equation.inputs]),
+                        strict=True,
+                    )
+                )
+            return [env[self.program.outputs[k]] for k in self.made]
+
+        run.__name__ = run.__qualname__ = name
+        taken = tuple(position for position, k in enumerate(self.reads) if k in set(donated))
+        with in_mesh(mesh):
+            jitted = jax.jit(
+                run, donate_argnums=taken, out_shardings=[requested[k] for k in self.made]
+            )
+            arguments = tuple(self.inputs[k] for k in self.reads)
+            compiled = jitted.lower(*arguments).compile()
+        return Executable(
+            call=compiled,
+            run=runnable(jitted, compiled, arguments, mesh),
+            reads=self.reads,
+            sources=self.sources,
+            draft=self,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Executable:
+    """A compiled program.
+
+    Attributes:
+        call: the program.
+        run: what runs it.
+        reads, sources, draft: see `Draft`.
+    """
+
+    call: jax.stages.Compiled
+    run: Callable[..., Any]
+    reads: tuple[int, ...]
+    sources: tuple[tuple[bool, int], ...]
+    draft: Draft
+
+    def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
+        """Results, for all inputs; those that are not read may be anything."""
+        results = self.run(*[inputs[k] for k in self.reads])
+        return [results[k] if fresh else inputs[k] for fresh, k in self.sources]
+
+    @property
+    def results(self) -> list[jax.ShapeDtypeStruct]:
+        """Abstract results, with their shardings."""
+        output_shardings = jax.tree.leaves(self.call.output_shardings)
+        shardings = [
+            output_shardings[k] if fresh else self.draft.inputs[k].sharding
+            for fresh, k in self.sources
+        ]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.draft.results, shardings, strict=True)
+        ]
+
+
+# --------------------------------------------------------------------------------------------------
+# A tree of arrays whose leaves show which device has which part: treescope's picture
+# (`treescope.render_array_sharding`), in the tree that treescope draws.
+#
+# Values are neither shown nor read, so that nothing is computed or fetched, whatever the size of
+# an array and wherever its shards are.
+
+#: Arrays and devices beyond which no tree is drawn: a picture has a colour for each device.
+_ARRAYS, _DEVICES = 200, 64
+#: Lines up to which the tree is unfolded.
+_LINES = 100
+
+
+def sharding_tree(parts: Mapping[str, Tree]) -> str:
+    """HTML that fetches nothing; empty without treescope, where arrays have been donated, and where
+    there are too many arrays or devices to look at.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(dict(parts)) if isinstance(leaf, jax.Array)]
+    if not 0 < len(arrays) <= _ARRAYS or any(leaf.is_deleted() for leaf in arrays):
+        return ""
+    if max(len(leaf.sharding.device_set) for leaf in arrays) > _DEVICES:
+        return ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # treescope asks NumPy for old names
+        return _drawn(jax.tree.map(_without_keys, dict(parts)))
+
+
+def _drawn(parts: dict[str, Tree]) -> str:
+    try:
+        import treescope
+    except ImportError:
+        return ""
+
+    def shown(value: Any, path: str | None) -> Any:
+        """The picture of an array in place of its values."""
+        if not isinstance(value, jax.Array):
+            return None
+        figure: Any = treescope.render_array_sharding(value)
+        return treescope.IPythonVisualization(figure, replace=True)
+
+    with (
+        treescope.active_autovisualizer.set_scoped(shown),
+        treescope.using_expansion_strategy(max_height=_LINES, target_width=1),
+    ):
+        return treescope.render_to_html(parts, compressed=True)
+
+
+def _without_keys(leaf: Any) -> Any:
+    """A leaf, or shape and dtype of random keys, which treescope would print."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+# --------------------------------------------------------------------------------------------------
+# Arrays of a state as a card in a notebook: shape, dtype, and what a device has of each.
+
+#: Arrays that are listed, the largest first.
+_MOST = 40
+_HEAD = ("array", "shape", "dtype", "sharded over", "a device")
+
+
+def state_card(title: str, parts: Mapping[str, Tree]) -> str:
+    """The arrays of a state as HTML; nothing is fetched from devices."""
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    lines: list[str] = []
+    for name, tree in parts.items():
+        sized_rows = [
+            _row(f"{name}{jax.tree_util.keystr(path)}", leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        ]
+        if sized_rows:
+            local = bytes_text(sum(size for size, _ in sized_rows))
+            lines.append(f"{name}: {len(sized_rows)} arrays, {local} a device")
+        rows += sized_rows
+    rows.sort(key=lambda row: -row[0])
+    if len(rows) > _MOST:
+        lines.append(f"the {_MOST} largest of {len(rows)} arrays:")
+    tree = "which device has which part, as a tree", sharding_tree(parts)
+    return card(title, lines, rows=[row for _, row in rows[:_MOST]], head=_HEAD, drawn=tree)
+
+
+def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:
+    """Bytes that a device has of an array, and its row."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = tuple(leaf.shape)
+    local = sharding.shard_shape(shape) if sharding is not None else shape
+    size = math.prod(local) * leaf.dtype.itemsize
+    over = str(tuple(sharding.spec)) if isinstance(sharding, NamedSharding) else "-"
+    shown = " x ".join(map(str, shape)) or "scalar"
+    return size, (name, shown, str(leaf.dtype), over, bytes_text(size))
+
+
+# --------------------------------------------------------------------------------------------------
+# What training carries from step to step.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class GuardState:
+    """What guards carry from step to step (`shardlib.lowering.step`); None where they
+    carry no such thing.
+
+    Attributes:
+        scale: the loss is multiplied by it before gradients are taken, float32 scalar.
+        good: steps since the scale changed, int32 scalar.
+        limit: a step whose loss is above it is skipped, float32 scalar.
+    """
+
+    scale: Any = None
+    good: Any = None
+    limit: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """A pytree with everything that a step reads and writes; a step donates it.
+
+    Attributes:
+        step: number of steps done, int32 scalar; skipped ones count.
+        params: trained and frozen arrays, nested dicts.
+        model_state: what the model itself updates (random streams, batch statistics).
+        opt_state: the optimizer's state.
+        guard: what guards carry; None without guards.
+        exchange: what devices keep of partial sums of gradients, by the path of the operation that
+            makes them (`shardlib.lowering.collectives`); None where they keep nothing.
+    """
+
+    step: Any
+    params: Tree
+    model_state: Tree
+    opt_state: Tree
+    guard: GuardState | None = None
+    exchange: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        parts = (
+            ("params", self.params),
+            ("model state", self.model_state),
+            ("optimizer state", self.opt_state),
+        )
+        counts = [
+            f"{len(leaves)} arrays of {name}"
+            for name, tree in parts
+            if (leaves := jax.tree.leaves(tree))
+        ]
+        return f"<TrainState {', '.join(counts)}>"
+
+    def _repr_html_(self) -> str:
+        parts = {
+            "params": self.params,
+            "model state": self.model_state,
+            "optimizer state": self.opt_state,
+        }
+        return state_card(repr(self), parts)
+
+    @property
+    def inference(self) -> dict[str, Tree]:
+        """What an evaluation needs, parameters and model state."""
+        return {"params": self.params, "model_state": self.model_state}
+
+    @property
+    def inputs(self) -> Tree:
+        """Model state as the loss takes it: with the scale of the loss beside it where there is
+        one.
+        """
+        return (
+            self.model_state
+            if self.guard is None or self.guard.scale is None
+            else scaled_state(self.model_state, self.guard.scale)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What the first half of a step found: a pytree, for the second half.
+
+    Attributes:
+        params: gradients of the trained parameters, a tree like them, sharded as the optimizer
+            reads them. With a scale of the loss they are multiplied by it.
+        loss: of the batch.
+        metrics: the user's own, by name.
+        model_state: what the model itself has updated.
+        exchange: see `TrainState.exchange`.
+    """
+
+    params: Tree
+    loss: Any
+    metrics: dict[str, Any]
+    model_state: Tree
+    exchange: dict[str, Any] | None = None
+
+
+def scaled_state(model_state: Tree, scale: Leaf) -> dict[str, Tree]:
+    """Model state with the scale of the loss beside it."""
+    return {"model": model_state, "scale": scale}

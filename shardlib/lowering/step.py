@@ -1,0 +1,860 @@
+"""The second half of a step, after its gradients:
+
+parts.py     what a step is made of
+updated.py   the update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib import _jax_compat
+from shardlib.annotation.names import Model, PureLoss, UserLoss
+from shardlib.annotation.tree import no_mesh
+from shardlib.annotation.trees import Partition, Tree
+from shardlib.errors import PlanError, TracingError, raise_all
+from shardlib.findings import Finding
+from shardlib.jax_types import Function, Index, Metrics, Value
+from shardlib.layout import Layout, LogicalAxes
+from shardlib.lowering import mesh as shardings
+from shardlib.lowering.accumulation import Microbatches, accumulated, accumulated_once, once
+from shardlib.lowering.checks import FOREIGN, require_own, require_state
+from shardlib.lowering.collectives import Precision, like, stored
+from shardlib.lowering.disk import GRADIENT
+from shardlib.lowering.loss import LaidOut, abstract_batch, laid_out_for, placed_loss
+from shardlib.lowering.mesh import ParameterShardings, constrain, moved
+from shardlib.lowering.offload import fetched, offloading, to_host
+from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
+from shardlib.lowering.placing import Placing
+from shardlib.lowering.random_keys import BatchDims, key_inputs, with_keys
+from shardlib.lowering.runtime import (
+    Gradients,
+    GuardState,
+    TrainState,
+    placed,
+    require_present,
+    scaled_state,
+    shapes_of_batch,
+)
+from shardlib.lowering.uses import LossJaxpr
+from shardlib.planner.plan import Plan
+from shardlib.processes.values import in_every_process
+from shardlib.schedules import GPIPE, Timetable
+from shardlib.tracing.program import flatten
+
+# --------------------------------------------------------------------------------------------------
+# What is the loss of any number of rows, with no gradients and nothing updated?
+#
+#     program = shardlib.compile(init, loss, optimizer, batch, evaluation=validation_loss)
+#     metrics = program.evaluate(state, rows)                      # any number of rows
+#
+# A call evaluates the loss of exactly the rows that it is given, all at once: they are neither
+# padded nor worked through in microbatches, so that the result is exact for every loss, mean or
+# sum or anything else. Each number of rows is a program of its own, with the plan's shardings of
+# the parameters, compiled at its first use and kept. Rows are sharded over as many devices as they
+# divide over.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationProgram:
+    """An evaluation compiled for certain rows.
+
+    Attributes:
+        call: (parameters, model state, batch) -> metrics.
+        batch: abstract batch, each leaf with its sharding.
+        findings: what lowering noticed.
+    """
+
+    call: Callable[..., dict[str, Any]]
+    batch: Tree
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """A loss to be evaluated on batches of any number of rows; made by `Program.evaluation`.
+
+    Attributes:
+        plan: the decisions of the training step.
+        mesh: its devices.
+        model: the user's model.
+        loss: what is evaluated.
+        params: shardings of the parameters.
+        state: abstract training state, each leaf with its sharding.
+        axes: logical axes of the batch of a step, by path.
+        batch_axes: logical axes of batches, a tree like them; None for those of a step, or else by
+            convention.
+        written: the loss as the user wrote it; None where it is not known.
+        programs: those that have been compiled, by structure, shapes and dtypes of the batch.
+    """
+
+    plan: Plan
+    mesh: Any
+    model: Model
+    loss: PureLoss
+    params: shardings.ParameterShardings
+    state: TrainState
+    axes: Mapping[str, LogicalAxes]
+    batch_axes: Tree = None
+    written: UserLoss | None = None
+    programs: dict[Any, EvaluationProgram] = field(default_factory=dict)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was noticed in all that has been evaluated so far."""
+        return tuple(
+            dict.fromkeys(
+                finding for program in self.programs.values() for finding in program.findings
+            )
+        )
+
+    def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
+        """The metrics of a batch: "loss", and the user's own. The state stays usable and
+        unchanged.
+        """
+        require_state("evaluate", state)
+        require_present("evaluate", state.inference)
+        program = self.compiled(batch)
+        rows = placed(batch, program.batch)
+        try:
+            return in_every_process(program.call(state.params, state.model_state, rows))
+        except FOREIGN as error:
+            require_own("evaluate", state.inference, self.state.inference, error=error)
+            raise
+
+    def compiled(self, batch: Tree) -> EvaluationProgram:
+        """The program for batches of these shapes, arrays or abstract; compiled at the first call.
+
+        Args:
+            batch: arrays, or `jax.ShapeDtypeStruct`; only shapes and dtypes matter.
+        """
+        shapes = shapes_of_batch(batch)
+        leaves, structure = jax.tree.flatten(shapes)
+        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self.programs:
+            self.programs[key] = self._compiled(shapes)
+        return self.programs[key]
+
+    def _compiled(self, batch: Tree) -> EvaluationProgram:
+        if not isinstance(self.mesh, Mesh):
+            raise PlanError(
+                "a program for devices that are not here cannot evaluate\nTry:"
+                " shardlib.compile(...) on the devices themselves"
+            )
+        found = laid_out_for(
+            _at_once(self.plan),
+            self.model,
+            self._unchanging,
+            batch,
+            self.batch_axes,
+            self.axes,
+        )
+        whole = shardings.named_sharding(self.mesh, Layout())
+        sharded = abstract_batch(
+            batch, found, lambda layout: shardings.named_sharding(self.mesh, layout)
+        )
+        loss, findings = self._lowered(found, sharded)
+
+        def evaluate(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
+            value, (metrics, _) = loss(params, model_state, batch)
+            return {"loss": value, **metrics}
+
+        evaluate.__name__ = evaluate.__qualname__ = f"shardlib_evaluate_{self.plan.digest}"
+        arguments = (self.state.params, self.state.model_state, sharded)
+        with _jax_compat.in_mesh(self.mesh):
+            jitted = jax.jit(
+                evaluate,
+                in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
+                out_shardings=whole,
+            )
+            compiled = jitted.lower(*arguments).compile()
+        call = _jax_compat.runnable(jitted, compiled, arguments, self.mesh)
+        return EvaluationProgram(call=call, batch=sharded, findings=(*found.findings, *findings))
+
+    def _unchanging(self, params: Tree, state: Tree, batch: Tree) -> Any:
+        """The loss, whose model state stays as it is."""
+        value, (metrics, _) = self.loss(params, state, batch)
+        return value, (metrics, state)
+
+    def _lowered(self, found: LaidOut, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
+        """The laid-out loss, through the stages where there are some."""
+        plan, cuts = found.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
+        if plan.mesh["stage"] > 1:
+            dims = with_keys(shardings.batch_dims(found.axes), batch, found.traced.program)
+            try:
+                staged, told = pipeline(
+                    plan,
+                    found.traced,
+                    self.model.state,
+                    self.mesh,
+                    self.params,
+                    StagedLayouts(layers=found.placements, around={}),
+                    key_inputs(dims, found.traced.closed_jaxpr),
+                )
+            except PlanError as error:
+                return self._unpiped(found), (
+                    Finding(
+                        code="evaluation-without-stages",
+                        severity="warning",
+                        where=f"stage={plan.mesh['stage']}",
+                        message=(
+                            "the evaluation does not go through the stages, and every device"
+                            f" gathers all layers: {error}"
+                        ),
+                    ),
+                )
+            return (
+                lambda params, state, batch: staged.loss(
+                    params, state, *Microbatches(shardings=cuts, dims=dims, count=1).split(batch)
+                ),
+                told,
+            )
+        return self._unpiped(found), ()
+
+    def _unpiped(self, found: LaidOut) -> PureLoss:
+        return placed_loss(
+            found.traced,
+            Placing.of(found.traced, found.plan, self.mesh, self.params, found.placements),
+        )
+
+    def of(self, loss: UserLoss | None, batch_axes: Tree) -> Evaluation:
+        """The same of another loss of the user's.
+
+        Args:
+            loss: (model, batch) -> scalar or (scalar, metrics); None for this one.
+            batch_axes: logical axes of its batches; None for the convention.
+        """
+        return replace(
+            self,
+            loss=self.loss if loss is None else self.model.evaluated(loss),
+            batch_axes=batch_axes,
+            written=self.written if loss is None else loss,
+            programs={},
+        )
+
+
+def _at_once(plan: Plan) -> Plan:
+    """A plan for all rows at once: one microbatch, which goes through the stages once, and nothing
+    to be kept for a backward pass.
+    """
+    return replace(
+        plan,
+        microbatches=1,
+        accumulation=1,
+        virtual_stages=1,
+        schedule=GPIPE.name if plan.mesh["stage"] > 1 else plan.schedule,
+        gather="use",
+        remat="none",
+        remat_layers=0,
+        remat_classes=(),
+        offload=(),
+        pipeline="lockstep",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What keeps a step from doing harm: finite checks, a scale of the loss, clipped gradients, a limit
+# for the loss.
+#
+#     guards = shardlib.Guards(clip=1.0, scale=2.0**15)
+#     program = shardlib.compile(init, loss, optimizer, batch, guards=guards)
+#     state, metrics = program.step(state, batch)
+#     metrics["gradient_norm"], metrics["skipped"], metrics["loss_scale"]
+#
+# All of it is part of the compiled step: nothing waits for the host. The norm of the gradients is
+# one scalar, summed over all devices at once; it is not finite where any gradient is not, so it is
+# the check too.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guards:
+    """Guards of a training step. A step whose loss or gradients are not finite leaves parameters,
+    optimizer state and model state as they were.
+
+    Attributes:
+        clip: gradients whose global norm is larger are scaled down to it; None leaves them.
+        scale: first scale of the loss, for gradients in float16; None for no scale. It is halved
+            after gradients that are not finite and doubled after `growth` steps without
+            (arXiv:1710.03740, section 3.2; torch.amp.GradScaler).
+        growth: steps after which the scale is doubled.
+        spike: skip steps whose loss is above the `limit` of the state, which is infinite until
+            `limited` sets it.
+
+    Raises:
+        PlanError: numbers out of range, all of them listed.
+    """
+
+    clip: float | None = None
+    scale: float | None = None
+    growth: int = 2000
+    spike: bool = False
+
+    def __post_init__(self) -> None:
+        failures = [
+            f"{name} is {value!r}; it must be positive and finite"
+            for name, value in (("clip", self.clip), ("scale", self.scale))
+            if value is not None and not (math.isfinite(value) and value > 0)
+        ]
+        failures += [f"growth is {self.growth!r}; it must be at least 1"] if self.growth < 1 else []
+        if failures:
+            raise_all(PlanError, "the guards are not usable", failures)
+
+    def first(self) -> GuardState:
+        """What they carry before the first step."""
+        return GuardState(
+            scale=None if self.scale is None else jnp.float32(self.scale),
+            good=None if self.scale is None else jnp.int32(0),
+            limit=jnp.float32(jnp.inf) if self.spike else None,
+        )
+
+    def after(self, state: GuardState, finite: Value) -> GuardState:
+        """What they carry after a step with gradients that are finite, or not.
+
+        Args:
+            state: before the step.
+            finite: whether loss and gradients are finite, boolean scalar.
+
+        Returns:
+            The state with the scale halved or doubled, where there is one.
+        """
+        if state.scale is None:
+            return state
+        grown = state.good + 1 >= self.growth
+        return replace(
+            state,
+            scale=jnp.where(
+                finite, jnp.where(grown, state.scale * 2, state.scale), state.scale / 2
+            ),
+            good=jnp.where(finite & ~grown, state.good + 1, 0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A step's loss and gradients behind its guards.
+
+    Attributes:
+        loss: without the scale.
+        gradients: without the scale, and clipped.
+        norm: global norm of the gradients before they are clipped.
+        finite: whether all of them are finite.
+        wanted: whether the update is to be done.
+    """
+
+    loss: Any
+    gradients: Tree
+    norm: Any
+    finite: Any
+    wanted: Any
+
+    def chosen(self, new: Tree, old: Tree) -> Tree:
+        """New arrays where the update is wanted, otherwise those before it."""
+        return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
+
+    def metrics(self, state: GuardState) -> Metrics:
+        """What they say of the step, which began with a state."""
+        found = {"gradient_norm": self.norm, "skipped": 1 - self.wanted.astype(jnp.int32)}
+        return found if state.scale is None else {**found, "loss_scale": state.scale}
+
+
+def checked(
+    guards: Guards, state: GuardState, loss: Value, gradients: Tree, shardings: Tree
+) -> Checked:
+    """Checks a step."""
+    if state.scale is not None:
+        loss, gradients = (
+            loss / state.scale,
+            jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients),
+        )
+    norm = global_norm(jax.tree.leaves(gradients), jax.tree.leaves(shardings))
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    wanted = finite if state.limit is None else finite & (loss <= state.limit)
+    if guards.clip is not None:
+        clip, small = guards.clip, norm < guards.clip
+        gradients = jax.tree.map(
+            lambda leaf: jnp.where(small, leaf, leaf / norm.astype(leaf.dtype) * clip), gradients
+        )
+    return Checked(loss=loss, gradients=gradients, norm=norm, finite=finite, wanted=wanted)
+
+
+def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
+    """Euclidean norm of all elements of all arrays, float32 at least: every device sums its
+    shards, and one all-reduce the sums of all devices.
+    """
+    mesh = shardings[0].mesh
+
+    def local(*pieces: Any) -> Any:
+        sums = [
+            jnp.sum(
+                jnp.square(
+                    jnp.abs(piece).astype(jnp.promote_types(jnp.abs(piece).dtype, jnp.float32))
+                )
+            )
+            * (_ways(sharding) / mesh.size)
+            for piece, sharding in zip(pieces, shardings, strict=True)
+        ]
+        return jax.lax.psum(sum(sums[1:], sums[0]), mesh.axis_names)
+
+    specs = tuple(sharding.spec for sharding in shardings)
+    return jnp.sqrt(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
+            *leaves
+        )
+    )
+
+
+def _ways(sharding: NamedSharding) -> int:
+    """Number of different pieces of an array."""
+    names = [
+        name
+        for dim in sharding.spec
+        if dim is not None
+        for name in (dim if isinstance(dim, tuple) else (dim,))
+    ]
+    return math.prod(sharding.mesh.shape[name] for name in names)
+
+
+def limited(state: TrainState, limit: float) -> TrainState:
+    """The state with a limit for the loss of the steps to come: those above it are skipped."""
+    if state.guard is None or state.guard.limit is None:
+        raise PlanError(
+            "the program has no limit for the loss\nTry: shardlib.compile(...,"
+            " guards=shardlib.Guards(spike=True))"
+        )
+    old = state.guard.limit
+    return replace(
+        state,
+        guard=replace(
+            state.guard, limit=jax.device_put(jnp.asarray(limit, old.dtype), old.sharding)
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# How is a loss multiplied by a scale that changes from step to step?
+#
+# Gradients in float16 are lost under 6e-8; those of a loss that is multiplied by a scale are not,
+# and are divided by it before the update (arXiv:1710.03740, section 3.2). The scale enters the
+# traced loss beside the model state, so that it reaches the loss wherever that is computed: in
+# microbatches, and in both forms of pipelines.
+
+
+def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
+    """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
+    batch), multiplied by the scale in float32 at least.
+    """
+    before = parameters + states
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed_jaxpr.in_avals]
+
+    def run(first: list[Any], scale: Any, rest: list[Any]) -> Any:
+        loss, (metrics, state) = jax.tree.unflatten(
+            traced.out_tree, jex.jaxpr_as_fun(traced.closed_jaxpr)(*first, *rest)
+        )
+        return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (
+            metrics,
+            scaled_state(state, scale),
+        )
+
+    with no_mesh():
+        again, shapes = jax.make_jaxpr(run, return_shape=True)(
+            avals[:before], jax.ShapeDtypeStruct((), jnp.float32), avals[before:]
+        )
+    old, new = (
+        [(equation.path, equation.name) for equation in flatten(one).equations]
+        for one in (traced.closed_jaxpr, again)
+    )
+    if new[: len(old)] != old:
+        raise TracingError(
+            "the loss does not trace again with a scale: its equations change\nTry: no scale of the"
+            " loss"
+        )
+    return LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
+
+
+# --------------------------------------------------------------------------------------------------
+# What a step is made of.
+
+#: What devices keep of partial sums of gradients from step to step, by path of an operation.
+Kept = dict[str, Any] | None
+#: What a loss gives: itself, and (metrics, model state after the step).
+Results = tuple[Value, tuple[Metrics, Tree]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The loss over a whole batch, with its layouts in place, as functions of (params, state,
+    batch, kept); parameters come and stay as they are stored.
+
+    Attributes:
+        gradients: -> ((loss, (metrics, state)), gradients of the trained parameters, kept).
+        table: the schedule of a pipeline; None without stages.
+        kept: abstract, with shardings; None where devices keep nothing.
+    """
+
+    gradients: Callable[[Tree, Tree, Tree, Kept], tuple[Results, Tree, Kept]]
+    table: Timetable | None = None
+    kept: Kept = None
+
+    @staticmethod
+    def of(
+        function: Callable[[Tree, Tree, Tree], tuple[Results, Tree]], table: Timetable | None = None
+    ) -> Run:
+        """A run that keeps nothing; `function` gives results and gradients.
+
+        Args:
+            function: (params, state, batch) -> (results, gradients).
+            table: which stage does what in which tick; None without stages.
+        """
+
+        def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
+            return *function(params, state, batch), None
+
+        return Run(gradients=gradients, table=table)
+
+    def of_parts(self, prologue: Callable[[Tree, Tree], Tree]) -> Run:
+        """The same of a batch that the prologue has not been through."""
+        return replace(
+            self,
+            gradients=lambda params, state, batch, kept: self.gradients(
+                params, state, prologue(state, batch), kept
+            ),
+        )
+
+    def finished(self, finish: Callable[[Results, Tree], tuple[Results, Tree]]) -> Run:
+        """The same with results that are finished after the last microbatch."""
+
+        def gradients(*arguments: Any) -> Any:
+            results, found, kept = self.gradients(*arguments)
+            return *finish(results, found), kept
+
+        return replace(self, gradients=gradients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Everything that a step is made of.
+
+    Attributes:
+        run: the loss and its gradient.
+        optimizer: the user's optimizer.
+        partition: which parameters are trained.
+        params: shardings of the trained parameters.
+        gather: lays updated parameters out as they are stored, over the old ones.
+        precision: the dtypes of the plan.
+        updated: abstract parameters in the dtypes of the update.
+        guards: of the step; None for none.
+        opt_state: shardings of the optimizer's state, with the memory that it rests in.
+    """
+
+    run: Run
+    optimizer: optax.GradientTransformation
+    partition: Partition
+    params: ParameterShardings
+    gather: Callable[[Tree, Tree], Tree]
+    precision: Precision
+    updated: Tree
+    guards: Guards | None = None
+    opt_state: Tree = None
+
+
+# --------------------------------------------------------------------------------------------------
+# How a program stores its parameters and the optimizer's state: shardings, dtypes, memory.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """How parameters and the optimizer's state are stored.
+
+    Attributes:
+        params, trained: shardings of all parameters, and of the trained ones.
+        trained_params: abstract.
+        precision: the dtypes of the plan.
+        optimizer: the user's, with its state in these dtypes.
+        opt_state: abstract.
+        opt_shardings: of the optimizer's state, with the memory that it is stored in.
+        findings: what the user should know about it.
+    """
+
+    params: shardings.ParameterShardings
+    trained: shardings.ParameterShardings
+    trained_params: Tree
+    precision: Precision
+    optimizer: optax.GradientTransformation
+    opt_state: Tree
+    opt_shardings: Tree
+    findings: tuple[Finding, ...]
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters there are."""
+        return len(jax.tree.leaves(self.params.compute))
+
+
+def store_of(
+    plan: Plan,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+) -> Store:
+    """How a plan stores the parameters of a model and the state of an optimizer."""
+    params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
+    trained, cuts = model.partition.trained(model.params), params.of(model.partition)
+    in_dtypes = stored(optimizer, trained, precision)
+    opt_state = jax.eval_shape(in_dtypes.init, trained)
+    on_devices, findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
+    offloaded, offload_findings = offloading(plan, opt_state, trained, on_devices, mesh)
+    return Store(
+        params=params,
+        trained=cuts,
+        trained_params=trained,
+        precision=precision,
+        optimizer=in_dtypes,
+        opt_state=opt_state,
+        opt_shardings=offloaded,
+        findings=(*findings, *offload_findings),
+    )
+
+
+def abstract_state(
+    plan: Plan,
+    model: Model,
+    store: Store,
+    mesh: Mesh | AbstractMesh,
+    guards: Guards | None,
+    kept: Kept,
+) -> TrainState:
+    """The state of a program, each leaf with its sharding; what the plan has no layout for is
+    replicated.
+    """
+    replicated = shardings.named_sharding(mesh, Layout())
+
+    def everywhere(tree: Tree) -> Tree:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), tree
+        )
+
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), np.int32, sharding=replicated),
+        params=shardings.with_shardings(
+            model.partition.mapped(store.precision.resting, model.params), store.params.rest
+        ),
+        model_state=shardings.with_shardings(
+            model.state, shardings.state_shardings(plan, model.state, mesh)
+        ),
+        opt_state=shardings.with_shardings(store.opt_state, store.opt_shardings),
+        guard=None if guards is None else everywhere(jax.eval_shape(guards.first)),
+        exchange=kept,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The update of a step: the optimizer on whatever part of the state is local.
+
+
+def updated(
+    parts: StepParts,
+    state: TrainState,
+    loss: Value,
+    gradients: Tree,
+    model_state: Tree,
+    chosen: Callable[[Tree, Tree], Tree] = lambda new, old: new,
+) -> TrainState:
+    """The state after the optimizer's update, with nothing that devices keep.
+
+    Args:
+        gradients: of the trained parameters, in the dtypes of the update.
+    """
+    optimizer = optax.with_extra_args_support(parts.optimizer)
+    stored = parts.partition.trained(state.params)
+    local = like(moved(stored, parts.params.rest, parts.params.state), parts.updated)
+    before = fetched(state.opt_state, parts.opt_state)
+    gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
+    updates, opt_state = optimizer.update(gradients, before, local, value=loss)
+    params = parts.precision.resting(
+        chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local)
+    )
+    rested = parts.partition.joined(
+        moved(parts.gather(params, stored), parts.params.state, parts.params.rest),
+        state.params,
+    )
+    return TrainState(
+        step=state.step + 1,
+        params=rested,
+        model_state=chosen(model_state, state.model_state),
+        opt_state=to_host(chosen(opt_state, before), parts.opt_state),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What does one training step do, as a function that `jax.jit` compiles?
+
+
+def unpiped(
+    traced: LossJaxpr,
+    placing: Placing,
+    microbatches: Microbatches,
+    gradient: Tree,
+    partition: Partition,
+) -> Run:
+    """The batch at once, or one microbatch after another."""
+    loss, late = placed_loss(traced, placing), once(traced, placing)
+
+    def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
+        def joined(trained: Tree) -> Tree:
+            return partition.joined(trained, params)
+
+        def of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
+            return loss(joined(trained), state, batch)
+
+        if late is not None:
+            found = replace(late, joined=joined, complete=partition.numbered(late.complete))
+            return accumulated_once(found, batch, microbatches, gradient)(
+                partition.trained(params), state, kept
+            )
+        run = accumulated(
+            of_trained,
+            batch,
+            microbatches,
+            lambda tree: constrain(tree, gradient),
+            placing.reductions,
+        )
+        return *run(partition.trained(params), state), None
+
+    keeps = late is not None and placing.reductions.exchange.keeps
+    return Run(gradients=gradients, kept=late.abstract if late is not None and keeps else None)
+
+
+def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
+    """The microbatches through the stages of a pipeline."""
+    parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
+    return Run.of(
+        lambda params, state, batch: pipeline.gradients(params, state, *parts.split(batch)),
+        pipeline.stages.table,
+    )
+
+
+def of_trained(run: Run, partition: Partition) -> Run:
+    """A run that gives the gradients of trained parameters, for one that has some for all."""
+
+    def gradients(*arguments: Any) -> Any:
+        results, found, kept = run.gradients(*arguments)
+        return results, partition.trained(found), kept
+
+    return replace(run, gradients=gradients)
+
+
+def init_function(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    guards: Guards | None = None,
+    kept: Kept = None,
+) -> Callable[[Index], TrainState]:
+    """seed -> the state before the first step; `kept` is abstract, see `Run`.
+
+    Args:
+        precision: dtypes of stored arrays.
+        guards: None for none.
+    """
+
+    def init(seed: Index) -> TrainState:
+        # static parts that `init` makes anew, as functions, are other objects than the traced ones
+        traced = jax.tree.structure((model.params, model.state))
+        params, state = traced.unflatten(jax.tree.leaves(model.init(seed)))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=model.partition.mapped(precision.resting, params),
+            model_state=state,
+            opt_state=optimizer.init(model.partition.trained(params)),
+            guard=None if guards is None else guards.first(),
+            exchange=nothing_kept(kept),
+        )
+
+    return init
+
+
+def nothing_kept(kept: Kept) -> Kept:
+    """What devices keep before the first step: zeros."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
+
+
+def step_function(
+    parts: StepParts,
+) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+    """(state, batch) -> (state, metrics): gradients, then the optimizer on whatever part of the
+    state is local.
+    """
+    gradients, apply = gradients_function(parts), apply_function(parts)
+
+    def step(state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        return apply(state, gradients(state, batch))
+
+    return step
+
+
+def gradients_function(parts: StepParts) -> Callable[[TrainState, Tree], Gradients]:
+    """(state, batch) -> gradients, the first half of a step."""
+
+    def gradients(state: TrainState, batch: Tree) -> Gradients:
+        (loss, (metrics, model_state)), found, kept = parts.run.gradients(
+            state.params, state.inputs, batch, state.exchange
+        )
+        return Gradients(
+            params=like(constrain(found, parts.params.gradient), parts.updated),
+            loss=loss,
+            metrics=dict(metrics),
+            model_state=model_state,
+            exchange=kept,
+        )
+
+    return gradients
+
+
+def apply_function(
+    parts: StepParts,
+) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
+    """(state, gradients) -> (state, metrics), the second half of a step."""
+
+    def apply(state: TrainState, given: Gradients) -> tuple[TrainState, Metrics]:
+        if parts.guards is None or state.guard is None:
+            after = updated(
+                parts, state, given.loss, given.params, given.model_state, lambda new, old: new
+            )
+            return replace(after, exchange=given.exchange), {"loss": given.loss, **given.metrics}
+        found = checked(parts.guards, state.guard, given.loss, given.params, parts.params.gradient)
+        after = updated(
+            parts,
+            state,
+            found.loss,
+            found.gradients,
+            given.model_state if state.guard.scale is None else given.model_state["model"],
+            found.chosen,
+        )
+        guard = parts.guards.after(state.guard, found.finite)
+        exchange = found.chosen(given.exchange, state.exchange)
+        return replace(after, guard=guard, exchange=exchange), {
+            "loss": found.loss,
+            **found.metrics(state.guard),
+            **given.metrics,
+        }
+
+    return apply
+
+
+def named(function: Function, kind: str, digest: str) -> Function:
+    """Gives a function the plan's digest as part of its name, which becomes the name of the
+    compiled module.
+    """
+    function.__name__ = function.__qualname__ = f"shardlib_{kind}_{digest}"
+    return function

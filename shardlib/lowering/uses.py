@@ -1,0 +1,775 @@
+"""What a traced loss does with its parameters: their uses, custom calls, contractions, and fused
+dims.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from shardlib._jax_compat import scan_counts
+from shardlib.annotation.names import PureLoss
+from shardlib.annotation.tree import no_mesh
+from shardlib.annotation.trees import Tree
+from shardlib.errors import ShardlibError, TracingError
+from shardlib.functions.attention import Attention
+from shardlib.graph import input_source
+from shardlib.jax_types import Aval, Eqn
+from shardlib.lowering.contractions import Use, View
+from shardlib.lowering.mesh import batch_path
+from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed
+from shardlib.tracing.program import (
+    CUSTOM,
+    REMAT,
+    Call,
+    Equation,
+    Program,
+    callee,
+    flatten,
+    has_matmul,
+    result_path,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Which parameters are stacks of layers, tables of lookups, kernels of convolutions, or needed in a
+# narrower dtype than their own.
+#
+# Each of the four is found by what reads it:
+#
+#     scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer a slice
+#     table[tokens], table[:length]             a table: read by lookups and slices alone
+#     conv(x, kernel)                           a kernel, known by its shape
+#     x @ weight.astype(bfloat16)               a weight in bfloat16, if nothing else reads it
+
+
+def looked_up(program: Program, parameters: int) -> frozenset[int]:
+    """Which parameters are tables, read by lookups or slices of rows and nothing else? Their
+    gathered form is not needed for the backward pass.
+
+    A slice of rows of which devices have shards makes XLA's partitioner permute rows between
+    devices, with pairs of devices that GPUs refuse (JAX 0.10.2).
+    """
+    tables: set[int] = set()
+    others: set[int] = set(program.outputs)
+    for equation in program.equations:
+        lookup = equation.name == "gather" or _of_rows(program, equation)
+        tables.update(equation.inputs[:1] if lookup else ())
+        others.update(equation.inputs[1:] if lookup else equation.inputs)
+    return frozenset(
+        i for i, number in enumerate(program.inputs[:parameters]) if number in tables - others
+    )
+
+
+def _of_rows(program: Program, equation: Equation) -> bool:
+    """Whether an equation takes some rows of an array, and all that these have."""
+    if equation.name not in ("slice", "dynamic_slice"):
+        return False
+    before, after = (program.avals[n].shape for n in (equation.inputs[0], equation.outputs[0]))
+    return before[1:] == after[1:]
+
+
+def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
+    """Shapes of the kernels of all convolutions among JAX equations, and in what they call.
+
+    A kernel that is stored sharded is gathered, and its gradient reduced, in the layout of use:
+    where the gradient of a kernel is sharded over tensor and fsdp while the batch is sharded over a
+    third axis, XLA's partitioner gives wrong numbers (seen on CPU with JAX 0.10.2).
+    """
+    shapes: set[tuple[int, ...]] = set()
+    for eqn in equations:
+        if eqn.primitive.name == "conv_general_dilated":
+            kernel: Any = eqn.invars[1].aval
+            shapes.add(tuple(kernel.shape))
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    shapes |= convolved(inner.eqns)
+    return frozenset(shapes)
+
+
+def narrowed(program: Program, parameters: int) -> dict[int, np.dtype]:
+    """The dtype to which a parameter, or every layer of it, is cast by the one operation that reads
+    it, where that is a narrower floating one. Its gradient has no more digits either.
+    """
+    dtypes: dict[int, np.dtype] = {}
+    _find_casts(
+        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, dtypes
+    )
+    return dtypes
+
+
+def _find_casts(
+    program: Program, parameters: Mapping[int, int], dtypes: dict[int, np.dtype]
+) -> None:
+    readers: dict[int, list[Equation]] = {number: [] for number in parameters}
+    for equation in program.equations:
+        for number in equation.inputs:
+            if number in readers:
+                readers[number].append(equation)
+    for number, parameter in parameters.items():
+        if len(readers[number]) != 1 or number in program.outputs:
+            continue
+        (reader,) = readers[number]
+        if reader.name == "convert_element_type":
+            wide, dtype = program.avals[number].dtype, reader.params["new_dtype"]
+            if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < wide.itemsize:
+                dtypes[parameter] = dtype
+        elif (body := _entered(reader)) is not None:
+            _find_casts(body, {body.inputs[reader.inputs.index(number)]: parameter}, dtypes)
+
+
+def _entered(equation: Equation) -> Program | None:
+    """What runs in an equation whose operands are the inputs of that, one by one."""
+    if equation.name in REMAT:
+        return flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+    if equation.name == "scan":
+        return flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+    return None
+
+
+def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
+    """Which slices of which scans are layers of a stacked parameter?
+
+    Returns:
+        Path under which a slice reaches `place` -> index of the parameter; only for parameters that
+    """
+    slices: dict[str, int] = {}
+    reads: Counter[int] = Counter()
+    _find_slices(
+        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, slices, reads
+    )
+    return {path: parameter for path, parameter in slices.items() if reads[parameter] == 1}
+
+
+def _find_slices(
+    program: Program, parameters: Mapping[int, int], slices: dict[str, int], reads: Counter[int]
+) -> None:
+    for equation in program.equations:
+        inner: dict[int, int] = {}
+        if equation.name in REMAT:
+            inner = {
+                position: parameters[number]
+                for position, number in enumerate(equation.inputs)
+                if number in parameters
+            }
+            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            _find_slices(
+                body,
+                {body.inputs[position]: parameter for position, parameter in inner.items()},
+                slices,
+                reads,
+            )
+            continue
+        reads.update(parameters[number] for number in equation.inputs if number in parameters)
+        if equation.name == "scan":
+            first = sum(scan_counts(equation.params))
+            slices.update(
+                {
+                    f"{equation.path}/enter/{k}": parameters[number]
+                    for k, number in enumerate(equation.inputs[first:])
+                    if number in parameters
+                }
+            )
+    reads.update(parameters[number] for number in program.outputs if number in parameters)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which operations use a parameter, and which dim of theirs is which dim of the parameter?
+#
+# A parameter is followed through casts, transpositions and reshapes, and into the layers of a
+# scan, to the matmul, convolution, lookup or slice that uses it. There its gradient comes about,
+# so there it can be reduced (`lowering/weights/gradients.py`).
+
+#: An operation that adds a parameter to an activation.
+ADDITION = "add"
+#: Operations that take a part of a parameter.
+SLICES: frozenset[str] = frozenset({"slice", "dynamic_slice"})
+_LINEAR: frozenset[str] = frozenset({"dot_general", "conv_general_dilated", "gather", *SLICES})
+_SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
+
+
+def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
+    """Finds the matmuls, convolutions, lookups and slices of parameters, and additions of matrices
+    to activations that have more dims.
+
+    Returns:
+        Path of the equation -> how it uses a parameter; an equation with several parameters among
+    """
+    uses: dict[str, Use] = {}
+    views = {
+        number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape))))
+        for i, number in enumerate(program.inputs[:parameters])
+    }
+    _follow(program, views, uses)
+    return uses
+
+
+def _follow(program: Program, parameter_views: Mapping[int, View], uses: dict[str, Use]) -> None:
+    views, spread = dict(parameter_views), dict[int, View]()
+    for equation in program.equations:
+        operands = [views.get(number) for number in equation.inputs]
+        beside = [spread.get(number) for number in equation.inputs]
+        if any(beside) and not any(operands):
+            _follow_spread(equation, beside, spread, uses)
+            continue
+        if not any(operands):
+            continue
+        if equation.name == "broadcast_in_dim" and (view := _with_more_dims(equation, operands)):
+            spread[equation.outputs[0]] = view
+            continue
+        if equation.name in REMAT:
+            _enter(
+                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, uses
+            )
+        elif equation.name == "scan":
+            _enter(
+                flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope),
+                _parameter_uses_scanned(equation, operands),
+                uses,
+            )
+        elif equation.name in _LINEAR:
+            using = [(i, view) for i, view in enumerate(operands) if view is not None]
+            if len(using) == 1:
+                uses[equation.path] = Use(
+                    equation=equation,
+                    operand=using[0][0],
+                    view=using[0][1],
+                    rows=_cast(program, equation),
+                )
+        elif (view := seen_through(equation, operands, program)) is not None:
+            views[equation.outputs[0]] = view
+
+
+def _with_more_dims(equation: Equation, operands: list[View | None]) -> View | None:
+    """The view of a matrix that gets more dims, of one element each; None for anything else."""
+    view, shape = operands[0], equation.params["shape"]
+    aval = equation.eqn.invars[0].aval
+    if view is None or len(operands) != 1 or sum(size > 1 for size in aval.shape) < 2:
+        return None
+    places = dict(zip(equation.params["broadcast_dimensions"], range(aval.ndim), strict=True))
+    if any(
+        size != (aval.shape[places[dim]] if dim in places else 1) for dim, size in enumerate(shape)
+    ):
+        return None
+    return replace(
+        view,
+        dims=tuple(view.dims[places[dim]] if dim in places else None for dim in range(len(shape))),
+    )
+
+
+def _follow_spread(
+    equation: Equation, operands: list[View | None], spread: dict[int, View], uses: dict[str, Use]
+) -> None:
+    """Follows a matrix that has got more dims through casts to the addition that it is for."""
+    using = [(i, view) for i, view in enumerate(operands) if view is not None]
+    if equation.name in _SAME:
+        spread[equation.outputs[0]] = using[0][1]
+    elif equation.name == ADDITION and len(using) == 1:
+        uses[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
+
+
+def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
+    """What the result of an equation is a view of, for views of its operands; None where it is
+    none.
+
+    Args:
+        operands: views of its operands; None where one is none.
+    """
+    if len(operands) != 1 or operands[0] is None:
+        return None
+    dims = _dims(equation, operands[0].dims, program.avals[equation.inputs[0]].shape)
+    return None if dims is None else replace(operands[0], dims=dims)
+
+
+def _cast(program: Program, equation: Equation) -> Any:
+    """The narrower floating dtype that is all that becomes of what a lookup or slice takes; None
+    where there is more.
+    """
+    if equation.name not in ("gather", *SLICES) or equation.outputs[0] in program.outputs:
+        return None
+    readers = [reader for reader in program.equations if equation.outputs[0] in reader.inputs]
+    wide = program.avals[equation.outputs[0]].dtype
+    if (
+        len(readers) != 1
+        or readers[0].name != "convert_element_type"
+        or not jnp.issubdtype(wide, jnp.floating)
+    ):
+        return None
+    narrow = readers[0].params["new_dtype"]
+    return (
+        narrow if jnp.issubdtype(narrow, jnp.floating) and narrow.itemsize < wide.itemsize else None
+    )
+
+
+def _enter(body: Program, operands: list[View | None], uses: dict[str, Use]) -> None:
+    _follow(
+        body,
+        {
+            number: view
+            for number, view in zip(body.inputs, operands, strict=True)
+            if view is not None
+        },
+        uses,
+    )
+
+
+def _parameter_uses_scanned(equation: Equation, operands: list[View | None]) -> list[View | None]:
+    """Views inside the body of a scan: constants as they are, carries unknown, stacks as one
+    layer.
+    """
+    constants, carried = scan_counts(equation.params)
+    layers = [
+        (
+            None
+            if view is None
+            else replace(
+                view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])
+            )
+        )
+        for view in operands[constants + carried :]
+    ]
+    return [*operands[:constants], *[None] * carried, *layers]
+
+
+def _dims(
+    equation: Equation, dims: tuple[int | None, ...], shape: tuple[int, ...]
+) -> tuple[int | None, ...] | None:
+    """The dims of a result that rearranges its one operand; None where it does anything else."""
+    params: dict[str, Any] = equation.params
+    if equation.name in _SAME:
+        return dims
+    if equation.name == "transpose":
+        return tuple(dims[i] for i in params["permutation"])
+    if equation.name == "squeeze":
+        return tuple(dim for i, dim in enumerate(dims) if i not in params["dimensions"])
+    if equation.name == "reshape" and params.get("dimensions") is None:
+        return _reshaped(dims, shape, tuple(params["new_sizes"]))
+    return None
+
+
+def _reshaped(
+    dims: tuple[int | None, ...], before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[int | None, ...]:
+    """The dims after a reshape: those that begin at the same stride, where one is a multiple of the
+    other, share their major part.
+
+    >>> _reshaped((0, 1), (8, 12), (8, 3, 4)), _reshaped((0, 1, 2), (8, 3, 4), (24, 4))
+    ((0, 1, None), (0, 2))
+    >>> _reshaped((0, 1), (8, 12), (12, 8))
+    (None, None)
+    """
+    starts: dict[int, tuple[int, int | None]] = {}
+    outside = 1
+    for dim, size in zip(dims, before, strict=True):
+        if size > 1:
+            starts[outside] = size, dim
+        outside *= size
+    dims_after: list[int | None] = []
+    outside = 1
+    for size in after:
+        before_size, dim = starts.get(outside, (0, None))
+        dims_after.append(
+            dim
+            if size > 1 and before_size and (before_size % size == 0 or size % before_size == 0)
+            else None
+        )
+        outside *= size
+    return tuple(dims_after)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which custom calls does a loss have, and how are their operands laid out?
+#
+# A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
+# place of the equations of its call. For that, it must be known how the plan shards the operands,
+# and which of them are parameters, that come as they rest.
+
+#: (path of an equation, index of its result), as `place` is told them.
+Source = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A custom call.
+
+    Attributes:
+        call: the call.
+        avals: abstract values of its operands.
+        results: abstract values of its results.
+        makers: what makes each result, where the call runs as it is written; None for constants.
+        sources: what makes each operand, or which input of the loss it is; None for constants.
+        views: for each operand the parameter that it is, or a layer of it; None for others.
+    """
+
+    call: Call
+    avals: tuple[Aval, ...]
+    results: tuple[Aval, ...]
+    makers: tuple[Source | None, ...]
+    sources: tuple[Source | None, ...]
+    views: tuple[View | None, ...]
+
+    def key(self, operand: int) -> Source:
+        """Where placements have the layout of an operand."""
+        return f"{self.call.path}/operand", operand
+
+
+def sites(walked: Iterable[Step]) -> dict[str, Site]:
+    """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in
+    other loops and branches.
+    """
+    return {step.site.call.path: step.site for step in walked if step.site is not None}
+
+
+def operands(sites: Mapping[str, Site]) -> dict[Source, Source]:
+    """Where placements have the layouts of all operands, and of results of attention -> what makes
+    them.
+
+    Results of attention come laid out by heads; what reads them, and keeps them for the backward
+    pass, has them as the plan does.
+    """
+    read = {
+        site.key(k): source
+        for site in sites.values()
+        for k, source in enumerate(site.sources)
+        if source is not None
+    }
+    results = {
+        maker: maker
+        for site in sites.values()
+        for maker in site.makers
+        if maker is not None and isinstance(site.call.form, Attention)
+    }
+    return read | results
+
+
+def custom_operands(walked: Iterable[Step]) -> dict[Source, Source]:
+    """Where placements have the layouts of the operands of functions with a derivative of their own
+    that multiply matrices -> what makes them.
+
+    Such a function runs as it is, with rules that no layout can be given inside; so it gets its
+    operands as the plan has them in use.
+    """
+    return {
+        (f"{step.equation.path}/operand", k): source
+        for step in walked
+        if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
+        for k, source in enumerate(step.sources)
+        if source is not None
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An equation on the way through a loss.
+
+    Attributes:
+        program: the program that it stands in: the loss, the body of a loop, or what is
+            rematerialised.
+        equation: the equation.
+        sources: what makes each operand; None where nothing is known.
+        views: for each operand the parameter that it is, or a layer of it; None for others.
+        site: the custom call that begins with the equation; None where none does.
+    """
+
+    program: Program
+    equation: Equation
+    sources: tuple[Source | None, ...]
+    views: tuple[View | None, ...]
+    site: Site | None
+
+    @property
+    def operands(self) -> tuple[tuple[int, View], ...]:
+        """The operands that are parameters, or layers of them: (position, which one)."""
+        return tuple(
+            (position, view) for position, view in enumerate(self.views) if view is not None
+        )
+
+
+def steps(program: Program, parameters: int) -> Iterator[Step]:
+    """The equations of a loss in order, those of bodies of scans and under rematerialisation
+    too.
+    """
+    return _steps(
+        program,
+        {number: input_source(k) for k, number in enumerate(program.inputs)},
+        {
+            number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape))))
+            for i, number in enumerate(program.inputs[:parameters])
+        },
+    )
+
+
+def _steps(
+    program: Program, sources: Mapping[int, Source], views: Mapping[int, View]
+) -> Iterator[Step]:
+    sources, views, begun = dict(sources), dict(views), set[str]()
+    for equation in program.equations:
+        yield Step(
+            program=program,
+            equation=equation,
+            sources=tuple(sources.get(number) for number in equation.inputs),
+            views=tuple(views.get(number) for number in equation.inputs),
+            site=_begun(program, equation, sources, views, begun),
+        )
+        for index, number in enumerate(equation.outputs):
+            maker = result_path(equation, index)
+            if maker is not None:
+                sources[number] = maker
+        view = seen_through(equation, [views.get(n) for n in equation.inputs], program)
+        if view is not None:
+            views[equation.outputs[0]] = view
+        if equation.name in REMAT:
+            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            yield from _steps(
+                body,
+                _inside(body.inputs, equation.inputs, sources),
+                _inside(body.inputs, equation.inputs, views),
+            )
+        elif equation.name == "scan":
+            yield from _custom_calls_scanned(equation, sources, views)
+
+
+def _begun(
+    program: Program,
+    equation: Equation,
+    sources: Mapping[int, Source],
+    views: Mapping[int, View],
+    begun: set[str],
+) -> Site | None:
+    """The call that begins with an equation, which is then among those that have begun."""
+    call = equation.call
+    if call is None or call.path in begun:
+        return None
+    begun.add(call.path)
+    return Site(
+        call=call,
+        avals=tuple(program.avals[number] for number in call.inputs),
+        results=tuple(program.avals[number] for number in call.outputs),
+        makers=_makers(program, call),
+        sources=tuple(sources.get(number) for number in call.inputs),
+        views=tuple(views.get(number) for number in call.inputs),
+    )
+
+
+def _makers(program: Program, call: Call) -> tuple[Source | None, ...]:
+    """What makes the results of a call."""
+    makers = {
+        number: result_path(equation, index)
+        for equation in program.equations
+        if equation.call is not None and equation.call.path == call.path
+        for index, number in enumerate(equation.outputs)
+    }
+    return tuple(makers.get(number) for number in call.outputs)
+
+
+def _custom_calls_scanned(
+    equation: Equation, sources: Mapping[int, Source], views: Mapping[int, View]
+) -> Iterator[Step]:
+    constants, carried = scan_counts(equation.params)
+    body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+    kinds = [
+        *((("carry", k)) for k in range(carried)),
+        *(("enter", k) for k in range(len(body.inputs) - constants - carried)),
+    ]
+    inner = _inside(body.inputs[:constants], equation.inputs[:constants], sources)
+    inner |= {
+        number: (f"{equation.path}/{kind}/{k}", 0)
+        for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)
+    }
+    inner_views = _inside(body.inputs[:constants], equation.inputs[:constants], views)
+    first = constants + carried
+    inner_views |= {
+        number: replace(
+            view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])
+        )
+        for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()
+    }
+    yield from _steps(body, inner, inner_views)
+
+
+def _inside(
+    inner: Sequence[int], outer: Sequence[int], by_number: Mapping[int, Any]
+) -> dict[int, Any]:
+    return {
+        to: by_number[number]
+        for to, number in zip(inner, outer, strict=True)
+        if number in by_number
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# A traced loss, read once: its parameter uses, custom calls, loops and tables.
+#
+#     reading = LossReading(program=flatten(jaxpr), parameters=3)
+#     reading.uses["4/body/7"]        the matmul that uses a parameter, and how
+#     reading.calls["9"]              a custom call, such as attention
+#     reading.slices["4/enter/0"]     the stacked parameter of which a scan takes one layer a time
+#
+# Every fact is made when it is first asked for, and kept.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossReading:
+    """What is known of a loss.
+
+    Attributes:
+        program: the loss, flattened.
+        parameters: how many of its first inputs are parameters.
+    """
+
+    program: Program
+    parameters: int
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Its equations in order, those of layers and under rematerialisation too."""
+        return tuple(steps(self.program, self.parameters))
+
+    @cached_property
+    def uses(self) -> Mapping[str, Use]:
+        """The matmuls, convolutions and lookups of parameters, by path."""
+        return {
+            path: use
+            for path, use in self._all_uses.items()
+            if use.equation.name not in (*SLICES, ADDITION)
+        }
+
+    @cached_property
+    def sliced(self) -> Mapping[str, Use]:
+        """The slices that are taken of parameters, by path."""
+        return {path: use for path, use in self._all_uses.items() if use.equation.name in SLICES}
+
+    @cached_property
+    def added(self) -> Mapping[str, Use]:
+        """The additions of matrices to activations with more dims, by path."""
+        uses = self._all_uses.items()
+        return {path: use for path, use in uses if use.equation.name == ADDITION}
+
+    @cached_property
+    def _all_uses(self) -> Mapping[str, Use]:
+        return weight_uses(self.program, self.parameters)
+
+    @cached_property
+    def calls(self) -> Mapping[str, Site]:
+        """The custom calls, by path."""
+        return sites(self.steps)
+
+    @cached_property
+    def slices(self) -> Mapping[str, int]:
+        """Path of a slice of a scan -> the stacked parameter that it is one layer of."""
+        return stacked_parameters(self.program, self.parameters)
+
+    @cached_property
+    def tables(self) -> frozenset[int]:
+        """The parameters that are read by lookups alone."""
+        return looked_up(self.program, self.parameters)
+
+    @cached_property
+    def kernels(self) -> frozenset[tuple[int, ...]]:
+        """Shapes of the kernels of convolutions."""
+        return convolved(equation.eqn for equation in self.program.equations)
+
+    @cached_property
+    def narrowed(self) -> Mapping[int, np.dtype]:
+        """The parameters of which all that is read is in a narrower dtype -> that dtype."""
+        return narrowed(self.program, self.parameters)
+
+    @cached_property
+    def dtypes(self) -> tuple[np.dtype, ...]:
+        """Traced dtype of each parameter."""
+        inputs = self.program.inputs[: self.parameters]
+        return tuple(self.program.avals[number].dtype for number in inputs)
+
+    @cached_property
+    def operands(self) -> Mapping[Source, Source]:
+        """Where placements have the layouts of operands of custom calls, and of functions with a
+        derivative of their own that multiply matrices -> what makes them.
+        """
+        return operands(self.calls) | custom_operands(self.steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss as a jaxpr, over the leaves of (params, state, batch).
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossJaxpr:
+    """A loss as a jaxpr.
+
+    Attributes:
+        closed_jaxpr: over the leaves of (params, state, batch).
+        out_tree: structure of (loss, (metrics, state)).
+    """
+
+    closed_jaxpr: jex.ClosedJaxpr
+    out_tree: jax.tree_util.PyTreeDef
+
+    @cached_property
+    def program(self) -> Program:
+        """The loss, flattened."""
+        return flatten(self.closed_jaxpr)
+
+    def read(self, parameters: int) -> LossReading:
+        """What is known of the loss, whose first inputs are so many parameters; read once."""
+        return self._readings.setdefault(
+            parameters, LossReading(program=self.program, parameters=parameters)
+        )
+
+    @cached_property
+    def _readings(self) -> dict[int, LossReading]:
+        return {}
+
+
+def trace_loss(
+    loss: PureLoss,
+    params: Tree,
+    state: Tree,
+    batch: Tree,
+    *,
+    what: str = "one microbatch,",
+) -> LossJaxpr:
+    """Traces a loss, without the layouts that it brings along."""
+
+    def traced(loss: PureLoss) -> tuple[jex.ClosedJaxpr, Tree]:
+        with no_mesh():
+            return jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
+
+    def free() -> tuple[jex.ClosedJaxpr, Tree]:
+        return traced(freed(loss, NO_MESH))
+
+    try:
+        try:
+            closed_jaxpr, shapes = traced(loss)
+            if brings_layouts(closed_jaxpr):
+                closed_jaxpr, shapes = free()
+        except ShardlibError:
+            raise
+        except Exception:  # axes of a mesh where none is in force
+            closed_jaxpr, shapes = free()
+    except ShardlibError:
+        raise
+    except Exception as error:
+        arrays = ", ".join(
+            f"{batch_path(path)} {leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        )
+        raise TracingError(
+            f"the loss does not trace for {what} {arrays}: {type(error).__name__}: {error}"
+        ) from error
+    return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
+
+
+def same_program(first: LossJaxpr, second: LossJaxpr) -> bool:
+    """Whether two traces have the same equations in the same places, whatever their shapes."""
+    return [(e.path, e.name) for e in first.program.equations] == [
+        (e.path, e.name) for e in second.program.equations
+    ]

@@ -1,0 +1,942 @@
+"""How an operation gets a sharded weight, and how the gradient of that weight is reduced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.annotation.trees import Tree
+from shardlib.jax_types import Aval, DType, Index, Value
+from shardlib.layout import Layout
+from shardlib.lowering.collectives import Cuts, Machine, machine_of, row_major
+from shardlib.lowering.contractions import Use
+from shardlib.lowering.mesh import parameter_order
+from shardlib.planner.plan import ParameterLayout, Plan
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rewriting import bind
+
+# --------------------------------------------------------------------------------------------------
+# How does an operation get a frozen weight that is stored sharded?
+#
+# It is gathered where it is used, as trained ones are (`shardlib.lowering.gradients`), and has no
+# gradient: the backward pass gathers it again for the gradient of the activation. What is kept
+# between the two are its pieces alone; the activation is not kept for it.
+
+
+def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Value]:
+    """An operation whose weight is frozen: gathered forward, and again backward."""
+    if use.equation.name == "gather":
+        return lambda table, *others: use.run((gathered(use.moved(table)), *others))
+
+    def run(activation: Value, weight: Value) -> Value:
+        like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
+
+        def forward(activation: Value, weight: Value) -> Value:
+            operand = gathered(use.moved(weight))
+            return use.run((activation, operand) if use.operand else (operand, activation))
+
+        @jax.custom_vjp
+        def apart(activation: Value, weight: Value) -> Value:
+            return forward(activation, weight)
+
+        def backward(weight: Value, cotangent: Value) -> tuple[Value, None]:
+            return use.gradient(1 - use.operand, gathered(use.moved(weight)), cotangent, like), None
+
+        apart.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)
+        return apart(activation, weight)
+
+    return (
+        (lambda activation, weight: run(use.kept(activation), weight))
+        if use.operand
+        else lambda weight, activation: run(use.kept(activation), weight)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# An operation gets the weight that it uses, as the plan has it in use.
+#
+# A weight that is stored sharded is gathered where it is used, in the dtype of use, and again in
+# the backward pass: what is kept between the two are its shards.
+
+
+def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Value], Value]:
+    """Gathers an operand that is stored sharded, as the plan has its parameter in use.
+
+    Where the stored shards are no pieces of the operand, the compiler is left to find a way. An
+    operand that is the parameter transposed is gathered as the parameter lies: compilers gather a
+    table that is used both ways once.
+    """
+    if parameter.rest == parameter.compute:
+        return lambda operand: operand
+    sources = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
+    compute: Cuts = {dim: parameter.compute[source] for dim, source in sources}
+    stored: Cuts = {dim: parameter.rest[source] for dim, source in sources}
+    if {axis for cut in compute.values() for axis in cut} != set(parameter.compute.axes):
+        return lambda operand: operand
+    in_pieces = {axis for cut in stored.values() for axis in cut} == set(parameter.rest.axes)
+    order = use.view.order
+    if not order:
+        return machine.gather(use.shape, stored if in_pieces else None, compute)
+    gather = machine.gather(
+        tuple(use.shape[dim] for dim in order),
+        _in_order(stored, order) if in_pieces else None,
+        _in_order(compute, order),
+    )
+    return lambda operand: gather(operand.transpose(order)).transpose(np.argsort(order))
+
+
+def _in_order(cuts: Cuts, order: Sequence[int]) -> Cuts:
+    """How a value is sharded whose dims are put in another order."""
+    return {position: cuts[dim] for position, dim in enumerate(order) if dim in cuts}
+
+
+def gather_updated(
+    plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh
+) -> Callable[[Tree, Tree], Tree]:
+    """Gathers updated parameters that are stored replicated and whose optimizer state is sharded
+    (ZeRO 1 and 2).
+
+    Stacks of matrices are gathered one by one, into the place where the stack is stored: gathered
+    at once they would be there twice. On CPU devices they are gathered at once: XLA runs loops that
+    do not depend on each other side by side there, and where two of them hold collectives of the
+    same group, devices wait for each other for good (seen with JAX 0.10.2; its executor orders the
+    beginnings of collectives, and a loop has begun before its collectives have).
+
+    Returns:
+        -> the updated ones as they are stored.
+    """
+    machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
+    loops = not _on_cpu(mesh)
+
+    def function(parameter: ParameterLayout) -> Callable[[Value, Value], Value]:
+        if parameter.state == parameter.rest:
+            return lambda leaf, old: leaf
+        stacked = (
+            loops and len(parameter.shape) > 2 and not parameter.state[0] and not parameter.rest[0]
+        )
+        first = 1 if stacked else 0
+        gather_one = machine.gather(
+            parameter.shape[first:],
+            dict(enumerate(tuple(parameter.state)[first:])),
+            dict(enumerate(tuple(parameter.rest)[first:])),
+        )
+        return partial(_over, gather_one) if stacked else lambda leaf, old: gather_one(leaf)
+
+    functions = [function(plan.parameters[i]) for i in order]
+
+    def gather(params: Tree, olds: Tree) -> Tree:
+        leaves, structure = jax.tree.flatten(params)
+        return structure.unflatten(
+            [
+                function(leaf, old)
+                for leaf, old, function in zip(
+                    leaves, jax.tree.leaves(olds), functions, strict=True
+                )
+            ]
+        )
+
+    return gather
+
+
+def _on_cpu(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a program's devices are the CPU's; those of an abstract mesh are not known."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+
+def _over(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
+    """A stack gathered matrix by matrix, each over the old one.
+
+    A loop that stacks its results up begins with zeros, and XLA makes one array of those and of the
+    zeros that gradients of stacks begin with: they would be there from the first gradient on (seen
+    with JAX 0.10.2: 26 GiB of 90 for Llama 3 8B). The old parameters are donated, and dead by then;
+    the barrier keeps the first matrix from being overwritten before all have been read.
+
+    Args:
+        stack: the updated matrices, [layers, ...], sharded.
+        old: what they were made from, as it is stored, in the same dtype.
+    """
+
+    def body(index: Index, out: Value) -> Value:
+        matrix = jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(out, gather(matrix), index, 0)
+
+    start, _ = jax.lax.optimization_barrier((old, stack))
+    return jax.lax.fori_loop(0, stack.shape[0], body, start)
+
+
+# --------------------------------------------------------------------------------------------------
+# The gradient of a weight is made before the gradient of its activation is handed on, where that
+# keeps a large cotangent from waiting.
+#
+# Both gradients of a head read the cotangent of the logits, which is far larger than the
+# activations of the last layer. Nothing asks for the gradient of the weight before the step ends,
+# so XLA for GPUs may make it after the loop over layers, and the cotangent of the logits takes
+# memory all the way back. Here, the layers go back when every device has its partial sums:
+#
+# partial sums = activation^T x cotangent         one of their elements marks that they are there
+#     to the layers = barrier(cotangent x weight^T, mark)
+#     gradient = reduced partial sums                 whenever the links are free
+#
+# The barrier computes nothing: no number changes.
+
+Gradient = TypeVar("Gradient", jax.Array, "jax.Array | None")
+
+#: How many times the activation a result is that should not wait. Float32 logits of published
+#: models are 16 times (Llama 3 405B) to several hundred times the activations that they are made
+#: of; what the layers of a model make of one that are written out, up to 8 times (gate and up in
+#: one).
+LARGE = 10
+
+
+def outgrows(use: Use) -> bool:
+    """Whether the result of a contraction of a weight takes far more memory than its activation,
+    and is made once in a step or microbatch: the logits.
+    """
+    result = use.equation.eqn.outvars[0].aval
+    once = "body" not in use.equation.path.split("/")
+    return once and _bytes(result) >= LARGE * _bytes(use.other)
+
+
+def _bytes(aval: Aval) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def mark(sums: Value) -> Value:
+    """An element of one device's partial sums, [1]; inside a manual region."""
+    return jax.lax.slice(sums, (0,) * sums.ndim, (1,) * sums.ndim).reshape(1)
+
+
+def after(value: Gradient, marks: Sequence[Value]) -> Gradient:
+    """A value that nothing reads before some marks are there; itself where there are none.
+
+    Args:
+        value: the gradient of an activation; None where it has none.
+    """
+    return jax.lax.optimization_barrier((value, *marks))[0] if marks else value
+
+
+# --------------------------------------------------------------------------------------------------
+# The partial sums of one gradient become the gradient that the optimizer reads.
+#
+# What a device has summed over its own examples is scattered over the mesh axes that shard the
+# gradient, and all-reduced over the others that hold partial sums. For a weight A[I, J_T] in use
+# whose gradient is stored as A[I_F, J_T], with the batch sharded over fsdp and data:
+#
+#     partial sums [I, J_T] on every device
+#     reduce-scatter over fsdp along I      [I_F, J_T]
+#     all-reduce over data                  A[I_F, J_T]
+#
+# On a TPU torus the compiler makes a reduce-scatter only along one physical dim at a time, and
+# only of the rows of a matrix. So the sums are laid out as rows, and scattered over the physical
+# parts of fsdp one after another, the major one first.
+
+#: Columns and rows of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
+LANES, SUBLANES = 128, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How the partial sums of one gradient become the gradient that the optimizer reads.
+
+    Attributes:
+        scattered: dims of the operand that the stored gradient is sharded along, beyond what shards
+            them already.
+        summed: mesh axes that hold partial sums and shard no dim.
+        order: dims of the operand in the order of the parameter's, where it is used transposed:
+            sums are all-reduced as the parameter lies, a table that is used both ways once, since
+            compilers add what is of one shape before they reduce it. () where nothing is moved.
+    """
+
+    scattered: Cuts
+    summed: tuple[str, ...]
+    order: tuple[int, ...] = ()
+
+    def apply(self, partial: jax.Array, machine: Machine, *, stacked: bool = False) -> jax.Array:
+        """Reduces one device's partial sums, inside a manual region."""
+        return self.exchanged(partial, machine, stacked=stacked)[0]
+
+    def exchanged(
+        self, partial: jax.Array, machine: Machine, *, stacked: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The same, and what the device keeps for the next step; None where it keeps nothing."""
+        return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
+
+    def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
+        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`."""
+        for dim, axes in self.scattered.items():
+            partial = (
+                _scattered_rows(partial, dim, machine.parts(axes), stacked)
+                if machine.torus
+                else _scattered(partial, dim, machine.parts(axes))
+            )
+        if not self.summed:
+            return partial
+        parts = machine.parts(self.summed)
+        if len(self.order) != partial.ndim:
+            return jax.lax.psum(partial, parts)
+        return jax.lax.psum(partial.transpose(self.order), parts).transpose(np.argsort(self.order))
+
+
+def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
+    result = jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
+    return row_major(result) if dim else result
+
+
+def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:
+    """Scatters sums along a dim, one part after another, with that dim outside of the tiles of
+    memory.
+
+    Along a dim inside of tiles the TPU compiler has no reduce-scatter, or one with padding and an
+    exchange of rows between neighbours; and none of rows that end inside of a tile, which are
+    filled up with zeros.
+    """
+    first = jnp.moveaxis(partial, dim, 0)
+    length, size = first.shape[0], first.size // first.shape[0]
+    missing = -size % LANES if size > LANES else 0
+    flat = jnp.pad(first.reshape(length, size), ((0, 0), (0, missing)))
+    devices = math.prod(jax.lax.axis_size(part) for part in parts)
+    in_tiles = flat.shape[1] % LANES == 0 and length % (devices * SUBLANES) == 0
+    result = (
+        _tiles_scattered(flat, parts)
+        if in_tiles
+        else _rows_scattered(flat, parts, moved=stacked or length > flat.shape[1])
+    )
+    return jnp.moveaxis(result[:, :size].reshape(-1, *first.shape[1:]), 0, dim)
+
+
+def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
+    """Scatters the rows of a matrix in blocks that are whole tiles, as they lie in memory: nothing
+    is padded. Rows as matrices of lanes would be: 10 x 128 columns of a row take 16 x 128.
+    """
+    length, size = flat.shape
+    tiles = flat.reshape(length // SUBLANES, SUBLANES, size // LANES, LANES).swapaxes(1, 2)
+    for part in parts:
+        tiles = jax.lax.psum_scatter(row_major(tiles), part, scatter_dimension=0, tiled=True)
+    return tiles.swapaxes(1, 2).reshape(-1, size)
+
+
+def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> jax.Array:
+    """Scatters the rows of a matrix whose shards are no whole tiles, each as a matrix of lanes."""
+    length, size = flat.shape
+    rows = flat.reshape(length, size // LANES, LANES) if size % LANES == 0 else flat
+    for part in parts:
+        if moved or rows.ndim == 2:
+            rows = row_major(rows)
+        rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
+    return rows.reshape(rows.shape[0], size)
+
+
+def reduction(
+    use: Use,
+    gradient: Layout,
+    partial: tuple[str, ...],
+    machine: Machine,
+    weight_cuts: Cuts | None = None,
+) -> Reduction:
+    """Plans the reduction of the gradient of one operand."""
+    scattered: Cuts = {}
+    for dim, source in enumerate(use.view.dims):
+        axes = () if source is None else gradient[source]
+        before = (weight_cuts or {}).get(dim, ())
+        further = axes[len(before) :]
+        if (
+            further
+            and axes[: len(before)] == before
+            and set(further) <= set(partial)
+            and use.shape[dim] % machine.ways(axes) == 0
+        ):
+            scattered[dim] = further
+    done = {axis for axes in scattered.values() for axis in axes}
+    return Reduction(
+        scattered=scattered,
+        summed=tuple(axis for axis in partial if axis not in done),
+        order=use.view.order,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A matrix that is only added to activations: the positions of a vision transformer.
+#
+# Its gradient is the sum of the cotangent over the batch. Left to automatic partitioning, TPUs
+# make a reduce-scatter of that where the batch is sharded over one dim of the torus, and an all-
+# reduce where over several. So every device sums over its own examples, and the partial sums are
+# reduced as `reduction.py` says.
+
+
+def reduced_sum(
+    use: Use, batch: tuple[str, ...], parameter: ParameterLayout, machine: Machine
+) -> Callable[..., Value] | None:
+    """An addition of a matrix that is gathered, and whose gradient is reduced to the stored layout
+    at once; None where the compiler does so, or it is not the first dim alone that is summed over.
+    """
+    rank, rows = len(use.shape), use.other.shape[0]
+    if (
+        not parameter.trained
+        or parameter.compute.axes
+        or not machine.torus
+        or len(machine.parts(batch)) < 2
+        or rows % machine.ways(batch)
+        or tuple(use.other.shape) != (rows, *use.shape[1:])
+        or use.shape[0] != 1
+    ):
+        return None
+    plan = reduction(use, parameter.gradient, batch, machine)
+    if not plan.scattered:
+        return None
+    gathered = in_use(use, parameter, machine)
+    regions = (machine.spec({0: batch}, rank),), machine.spec(plan.scattered, rank)
+
+    def forward(activation: Value, weight: Value) -> Value:
+        return bind(use.equation, (activation, gathered(weight)))[0]
+
+    @jax.custom_vjp
+    def run(activation: Value, weight: Value) -> Value:
+        return forward(activation, weight)
+
+    def local(cotangent: Value) -> Value:
+        return plan.apply(cotangent.sum(0, keepdims=True), machine)
+
+    run.defvjp(
+        lambda activation, weight: (forward(activation, weight), None),
+        lambda _, cotangent: (cotangent, machine.manual(local, *regions)(cotangent)),
+    )
+    return run if use.operand else lambda weight, activation: run(activation, weight)
+
+
+# --------------------------------------------------------------------------------------------------
+# An operation on a weight, taken apart: how its operands are sharded where every device makes its
+# own partial sums of the weight's gradient.
+
+#: Mesh axes that shard weights in use; the others shard the batch.
+WEIGHTS: tuple[str, ...] = ("tensor",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """An operation on a weight, taken apart.
+
+    Attributes:
+        use: the operation.
+        plan: the reduction of its gradient.
+        held: how the weight is sharded in use.
+        partial: mesh axes that hold partial sums.
+        arguments: how activation and cotangent are cut where partial sums are made.
+        kept: how the gradient is sharded in the end.
+        local_shape: shape of the weight in use on one device.
+    """
+
+    use: Use
+    plan: Reduction
+    held: Cuts
+    partial: tuple[str, ...]
+    arguments: tuple[PartitionSpec, PartitionSpec]
+    kept: PartitionSpec
+    local_shape: tuple[int, ...]
+
+    def moved(self, cotangent: Value) -> Value:
+        """The cotangent of the result as it goes to the devices that make partial sums of it."""
+        return cotangent
+
+    def marks(self, machine: Machine) -> tuple[PartitionSpec, ...]:
+        """How the marks of partial sums are sharded that are made before the gradient of the
+        activation is handed on (`large_cotangents.py`); none where they may wait: compilers for
+        TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
+        devices exchange the gradient of the activation.
+        """
+        wait = machine.torus or any(self.held.values()) or not outgrows(self.use)
+        return () if wait else (PartitionSpec(machine.parts(self.partial)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandCuts:
+    """How the operands of a weight's gradient are sharded inside the region.
+
+    Attributes:
+        activation: cuts of the activation.
+        result: cuts of the cotangent of the result.
+        partial: mesh axes that shard what is summed over.
+    """
+
+    activation: Cuts
+    result: Cuts
+    partial: tuple[str, ...]
+
+
+def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
+    """How a weight in use is sharded; None where the batch is sharded along one of its dims, or a
+    dim of the parameter is none of the operand's.
+    """
+    weight_cuts: Cuts = {
+        dim: parameter.compute[source]
+        for dim, source in enumerate(use.view.dims)
+        if source is not None and parameter.compute[source]
+    }
+    axes = {axis for cut in weight_cuts.values() for axis in cut}
+    return weight_cuts if axes == set(parameter.compute.axes) and axes <= set(WEIGHTS) else None
+
+
+def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | None:
+    """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the
+    result has them; None where the batch is not sharded.
+    """
+    dims = dims_of(use.equation, use.operand)
+    taken = {axis for cut in weight_cuts.values() for axis in cut}
+    own_cuts = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.own}
+    partial = tuple(axis for dim in dims.own for axis in own_cuts[dim])
+    if not any(axis not in WEIGHTS for axis in partial) or any(
+        axis not in WEIGHTS
+        for dim in range(len(result))
+        if dim not in dims.own
+        for axis in result[dim]
+    ):
+        return None
+    activation = {
+        **{dims.own[dim]: cut for dim, cut in own_cuts.items()},
+        **{to: weight_cuts[dim] for dim, to in dims.activation.items() if dim in weight_cuts},
+    }
+    return OperandCuts(
+        activation=activation,
+        result={
+            **own_cuts,
+            **{to: weight_cuts[dim] for dim, to in dims.result.items() if dim in weight_cuts},
+        },
+        partial=partial,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """Which dims of a contraction are one.
+
+    Attributes:
+        own: result dim -> activation dim, of those that the weight does not have.
+        activation: weight dim -> activation dim.
+        result: weight dim -> result dim.
+    """
+
+    own: dict[int, int]
+    activation: dict[int, int]
+    result: dict[int, int]
+
+
+def dims_of(equation: Equation, weight: int) -> Dims:
+    """The dims that a matmul or convolution matches, for the operand that is the weight."""
+    numbers = equation.params["dimension_numbers"]
+    if equation.name == "conv_general_dilated":
+        ungrouped = (
+            equation.params["batch_group_count"] == 1
+            and equation.params["feature_group_count"] == 1
+            and weight == 1
+        )
+        own_dims = {numbers.out_spec[0]: numbers.lhs_spec[0]} if ungrouped else {}
+        return Dims(
+            own=own_dims,
+            activation={numbers.rhs_spec[1]: numbers.lhs_spec[1]},
+            result={numbers.rhs_spec[0]: numbers.out_spec[1]},
+        )
+    contracted, batch = numbers
+    ranks = [variable.aval.ndim for variable in equation.eqn.invars]
+    free = [
+        [dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])]
+        for side in (0, 1)
+    ]
+    places = {0: len(batch[0]), 1: len(batch[0]) + len(free[0])}
+    activation = 1 - weight
+    return Dims(
+        own={places[activation] + i: dim for i, dim in enumerate(free[activation])},
+        activation={
+            **dict(zip(contracted[weight], contracted[activation], strict=True)),
+            **dict(zip(batch[weight], batch[activation], strict=True)),
+        },
+        result={
+            **{dim: places[weight] + i for i, dim in enumerate(free[weight])},
+            **{dim: i for i, dim in enumerate(batch[weight])},
+        },
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A matmul or convolution of a weight, whose gradient is taken one device at a time.
+#
+# Left to automatic partitioning, the partial sums of its gradient become an all-reduce of the
+# whole array, of which every device then keeps its shard: twice the bytes of a reduce-scatter. So
+# the gradient is taken in a manual region: every device multiplies its own examples by its own
+# part of the weight's dims, and the result is reduced as `reduction.py` says. The forward pass and
+# the gradient of the activation stay automatic.
+
+
+class Contraction(Apart):
+    """A contraction of a weight, taken apart."""
+
+    def op(self, activation: Value, weight: Value) -> Value:
+        """The operation."""
+        return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
+
+    def partial_sums(self, activation: Value, cotangent: Value, dtype: DType) -> Value:
+        """The gradient of the weight from one device's examples, inside a manual region.
+
+        Args:
+            dtype: of the sums.
+        """
+        return self.use.gradient(
+            self.use.operand, activation, cotangent, jax.ShapeDtypeStruct(self.local_shape, dtype)
+        )
+
+    def to_activation(self, activation: Value, weight: Value, cotangent: Value) -> Value:
+        """The gradient of the activation."""
+        return self.use.to_activation(activation, weight, cotangent)
+
+    def adds_in(self, sums: DType) -> DType:
+        """The dtype in which partial sums are made: that of the weight."""
+        return self.use.dtype
+
+
+def contraction_of(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+) -> Contraction | None:
+    """A contraction taken apart; None where the batch is not sharded, or the gradient cannot be
+    taken one device at a time.
+    """
+    weight_cuts = held_in_use(use, parameter)
+    cuts = None if weight_cuts is None else operand_cuts(use, result, weight_cuts)
+    if weight_cuts is None or cuts is None:
+        return None
+    plan = reduction(use, parameter.gradient, cuts.partial, machine, weight_cuts)
+    return Contraction(
+        use=use,
+        plan=plan,
+        held=weight_cuts,
+        partial=cuts.partial,
+        arguments=(
+            machine.spec(cuts.activation, use.other.ndim),
+            machine.spec(cuts.result, len(result)),
+        ),
+        kept=machine.spec(
+            {
+                dim: (*weight_cuts.get(dim, ()), *plan.scattered.get(dim, ()))
+                for dim in range(len(use.shape))
+            },
+            len(use.shape),
+        ),
+        local_shape=tuple(
+            size // machine.ways(weight_cuts.get(dim, ())) for dim, size in enumerate(use.shape)
+        ),
+    )
+
+
+def reduced_contraction(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+) -> Callable[..., Value] | None:
+    """A contraction whose gradient by the weight is reduced to the stored layout at once; None
+    where it cannot be taken apart.
+    """
+    contraction = contraction_of(use, result, parameter, machine)
+    if contraction is None:
+        return None
+    gathered, marks = in_use(use, parameter, machine), contraction.marks(machine)
+
+    def forward(activation: Value, weight: Value) -> Value:
+        return contraction.op(activation, gathered(use.moved(weight)))
+
+    @jax.custom_vjp
+    def run(activation: Value, weight: Value) -> Value:
+        return forward(activation, weight)
+
+    def backward(saved: tuple[Value, Value], cotangent: Value) -> tuple[Value, Value]:
+        activation, weight = saved
+
+        def local(activation: Value, cotangent: Value) -> tuple[Value, ...]:
+            sums = contraction.partial_sums(activation, cotangent, weight.dtype)
+            return contraction.plan.apply(sums, machine), *(mark(sums) for _ in marks)
+
+        gradient, *marked = machine.manual(
+            local, contraction.arguments, (contraction.kept, *marks)
+        )(activation, cotangent)
+        back = contraction.to_activation(activation, gathered(use.moved(weight)), cotangent)
+        return after(back, marked), gradient
+
+    def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value]]:
+        recomputed = use.found_again(activation)
+        return forward(recomputed, weight), (recomputed, weight)
+
+    run.defvjp(saving, backward)
+    return (
+        (lambda activation, weight: run(use.kept(activation), weight))
+        if use.operand
+        else lambda weight, activation: run(use.kept(activation), weight)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A lookup in a table that is sharded, and its gradient: a scatter-add on every device.
+#
+# What a matmul is for other weights, a scatter-add is here: every device adds the cotangents of
+# its own examples to its own rows of the table, and the sums are reduced as `reduction.py` says.
+
+
+def is_lookup(equation: Equation) -> bool:
+    """Whether a gather takes whole rows of a matrix: `table[indices]`."""
+    numbers, table = equation.params["dimension_numbers"], equation.eqn.invars[0].aval
+    rank = equation.eqn.outvars[0].aval.ndim
+    return (
+        table.ndim == 2
+        and numbers.start_index_map == (0,)
+        and numbers.collapsed_slice_dims == (0,)
+        and numbers.offset_dims == (rank - 1,)
+        and not numbers.operand_batching_dims
+        and tuple(equation.params["slice_sizes"]) == (1, table.shape[1])
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(Apart):
+    """A lookup in a table, taken apart: the activation are the indices.
+
+    Attributes:
+        result: layout of the rows that are found.
+        machine: where it runs.
+    """
+
+    result: Layout
+    machine: Machine
+
+    def op(self, indices: Value, table: Value) -> Value:
+        """The operation, on a table that may be in a narrower dtype than its own; where rows are on
+        several devices, each looks into its own, and what they find is summed.
+        """
+        rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
+        if not self.held[0]:
+            return bind(self.use.equation, (table, indices))[0].astype(dtype)
+        cuts = {
+            **{
+                dim: tuple(a for a in axes if a not in self.held[0])
+                for dim, axes in enumerate(self.result[:-1])
+            },
+            rank - 1: self.held[1],
+        }
+        scattered = next(
+            (
+                dim
+                for dim, axes in enumerate(self.result[:-1])
+                if axes == (*cuts[dim], *self.held[0])
+            ),
+            None,
+        )
+        parts = self.machine.parts(self.held[0])
+
+        def local(indices: Value, table: Value) -> Value:
+            rows = self._rows(indices, table)
+            return (
+                jax.lax.psum(rows, parts)
+                if scattered is None
+                else jax.lax.psum_scatter(rows, parts, scatter_dimension=scattered, tiled=True)
+            )
+
+        left = cuts if scattered is None else {**cuts, scattered: self.result[scattered]}
+        return self.machine.manual(
+            local,
+            (self.arguments[0], self.machine.spec(self.held, 2)),
+            self.machine.spec(left, rank),
+        )(indices, table).astype(dtype)
+
+    def _rows(self, indices: Value, table: Value) -> Value:
+        """The rows that one device has, zeros for the others; for indices that are out of range
+        what the operation says, on the first device.
+        """
+        rows = table.at[self._inside(indices)[..., 0]].get(mode="fill", fill_value=0)
+        if self._clips:
+            return rows
+        filled = self.use.equation.params["fill_value"]
+        outside = (indices < 0) | (indices >= self.use.shape[0])
+        first = jax.lax.axis_index(self.machine.parts(self.held[0])) == 0
+        return jnp.where(
+            outside & first, jnp.asarray(jnp.nan if filled is None else filled, rows.dtype), rows
+        )
+
+    @property
+    def _clips(self) -> bool:
+        return "clip" in str(self.use.equation.params["mode"]).lower()
+
+    def _inside(self, indices: Value) -> Value:
+        """Indices into the rows of one device; their number for rows of others."""
+        clipped = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
+        here = clipped - (
+            jax.lax.axis_index(self.machine.parts(self.held[0])) * self.local_shape[0]
+            if self.held[0]
+            else 0
+        )
+        return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
+
+    def moved(self, cotangent: Value) -> Value:
+        """The cotangent in the dtype in which the rows are used, of which it was made: compilers
+        for TPUs gather it as it is given.
+        """
+        rows = self.use.rows
+        return cotangent if rows is None else cotangent.astype(rows)
+
+    def partial_sums(self, indices: Value, cotangent: Value, dtype: DType) -> Value:
+        """The gradient of the table from one device's examples, inside a manual region.
+
+        Args:
+            dtype: of the sums.
+        """
+        rank, inside = len(self.result), self._inside(indices)
+        numbers = jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(rank - 1,),
+            inserted_window_dims=(0,),
+            scatter_dims_to_operand_dims=(0,),
+        )
+        return jax.lax.scatter_add(
+            jnp.zeros(self.local_shape, dtype),
+            inside,
+            cotangent.astype(dtype),
+            numbers,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+        )
+
+    def to_activation(self, indices: Value, table: Value, cotangent: Value) -> None:
+        """Nothing: indices have no gradient."""
+        return None
+
+    def adds_in(self, sums: DType) -> DType:
+        """The dtype in which partial sums are made: that of all sums, since many rows of the
+        cotangent may be added to one of the table.
+        """
+        return sums
+
+
+def lookup_of(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+) -> Lookup | None:
+    """A lookup taken apart; None where the batch is not sharded, or it is no lookup of whole
+    rows.
+    """
+    if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
+        return None
+    weight_cuts: Cuts = {
+        i: tuple(a for a in parameter.compute[dim] if a in WEIGHTS)
+        for i, dim in enumerate(use.view.dims)
+        if dim is not None
+    }
+    taken = {axis for axes in weight_cuts.values() for axis in axes}
+    cuts: Cuts = {
+        dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])
+    }
+    partial = tuple(axis for axes in cuts.values() for axis in axes)
+    if not any(axis not in WEIGHTS for axis in partial):
+        return None
+    plan, rank = reduction(use, parameter.gradient, partial, machine, weight_cuts), len(result)
+    return Lookup(
+        use=use,
+        plan=plan,
+        held=weight_cuts,
+        partial=partial,
+        arguments=(
+            machine.spec(cuts, rank),
+            machine.spec({**cuts, rank - 1: weight_cuts[1]}, rank),
+        ),
+        kept=machine.spec(
+            {dim: (*weight_cuts[dim], *plan.scattered.get(dim, ())) for dim in weight_cuts}, 2
+        ),
+        local_shape=tuple(
+            size // machine.ways(weight_cuts[dim]) for dim, size in enumerate(use.shape)
+        ),
+        result=result,
+        machine=machine,
+    )
+
+
+def reduced_lookup(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+) -> Callable[..., Value] | None:
+    """A lookup whose gradient by the table is reduced to the stored layout at once; None where it
+    cannot be taken apart.
+    """
+    lookup = lookup_of(use, result, parameter, machine)
+    if lookup is None:
+        return None
+    gathered, dtype = in_use(use, parameter, machine), use.dtype
+
+    def forward(table: Value, indices: Value) -> Value:
+        return lookup.op(indices, gathered(use.moved(table)))
+
+    @jax.custom_vjp
+    def run(table: Value, indices: Value) -> Value:
+        return forward(table, indices)
+
+    def local(indices: Value, cotangent: Value) -> Value:
+        return lookup.plan.apply(lookup.partial_sums(indices, cotangent, dtype), machine)
+
+    def backward(indices: Value, cotangent: Value) -> tuple[Value, None]:
+        cotangent = lookup.moved(cotangent)
+        return machine.manual(local, lookup.arguments, lookup.kept)(indices, cotangent), None
+
+    run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)
+    return run
+
+
+# --------------------------------------------------------------------------------------------------
+# A slice of a parameter that is stored sharded: taken of the shards, and gathered after that.
+#
+# Of a table of positions [4096, embed_F] a sequence of 1,024 tokens reads as many rows: every
+# device takes those of its own columns, and they are gathered in the dtype of their use. Gathered
+# before the slice, it would be the whole table in the dtype in which it is stored.
+
+
+def gathered_slice(
+    use: Use, parameter: ParameterLayout, machine: Machine
+) -> Callable[..., Value] | None:
+    """A slice of a parameter that gathers what it takes, and whose gradient comes back as the
+    optimizer reads it; None where the parameter is sharded along a dim that the slice shortens.
+    """
+    out = use.equation.eqn.outvars[0].aval
+    if use.operand != 0 or None in use.view.dims or not parameter.trained:
+        return None
+
+    def along(layout: Layout) -> Cuts:
+        return {
+            dim: layout[source] for dim, source in enumerate(use.view.dims) if source is not None
+        }
+
+    compute, stored, gradient = map(along, (parameter.compute, parameter.rest, parameter.gradient))
+    if not any(gradient.values()) or any(
+        cuts[dim]
+        for cuts in (compute, stored, gradient)
+        for dim, size in enumerate(out.shape)
+        if size < use.shape[dim]
+    ):
+        return None
+    gathered = machine.gather(out.shape, stored, compute)
+    # Over the batch the gradient is scattered first; what shards its rows is gathered after that.
+    gradient_spec = machine.spec(gradient, out.ndim)
+    scattered = PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in gradient_spec))
+    steps = [NamedSharding(machine.mesh, spec) for spec in (scattered, gradient_spec)]
+
+    def taken(table: Value, *starts: Value) -> Value:
+        return bind(use.equation, (table, *starts))[0]
+
+    def forward(table: Value, *starts: Value) -> Value:
+        return gathered(taken(use.moved(table), *starts)).astype(out.dtype)
+
+    @jax.custom_vjp
+    def run(table: Value, *starts: Value) -> Value:
+        return forward(table, *starts)
+
+    def backward(starts: tuple[Value, ...], cotangent: Value) -> tuple[Value | None, ...]:
+        summed = cotangent if use.rows is None else cotangent.astype(use.rows)
+        for sharding in steps:
+            summed = jax.lax.with_sharding_constraint(summed, sharding)
+        table = jax.ShapeDtypeStruct(use.shape, use.dtype)
+        padded = jax.linear_transpose(lambda table: taken(table, *starts), table)
+        return (*padded(summed.astype(out.dtype)), *(None for _ in starts))
+
+    run.defvjp(lambda table, *starts: (forward(table, *starts), starts), backward)
+    return run

@@ -1,0 +1,533 @@
+"""Chips: what one JAX device does by itself: compute, memory, fixed overheads.
+
+All figures are per *JAX device*, the thing that `jax.devices()` lists. A TPU v4 or v5p chip has two
+TensorCores that act as one device ("megacore"); a TPU7x chip has two that are two devices, so its
+device has half a chip's figures.
+
+>>> chip = Chip(
+...     name="toy", vendor="cpu", flops_per_s=(("bfloat16", 2e9), ("float32", 1e9)),
+...     hbm_bytes=8, hbm_bytes_per_s=1e9, reserved_bytes=2,
+... )
+>>> chip.peak("bfloat16"), chip.peak("float16"), chip.peak("float32"), chip.usable_bytes
+(2000000000.0, 2000000000.0, 1000000000.0, 6)
+
+Products: chips with the links that they are sold with, and how data sheets are read.
+
+A link has the rate of its hardware and an `efficiency`: the part of that rate which large
+collectives reach in measurements. Data sheets alone would make every plan look better than it is.
+Short names of sources are those of `shardlib.machines.catalog`.
+
+>>> ici(45e9, "book").kind, gpu_memory(100, 1e9, 1e8).usable_bytes
+('torus', 90)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlib.collective import KINDS as COLLECTIVES
+from shardlib.errors import TopologyError, raise_all
+from shardlib.untrusted.data import JsonObject
+
+# --------------------------------------------------------------------------------------------------
+
+#: No figure of a machine is larger: the fastest chips have about 1e16 FLOP/s.
+LARGEST = 1e24
+VENDORS: tuple[str, ...] = ("google", "nvidia", "cpu")
+
+#: Where to look, in order, when a chip has no figure of its own for a dtype: the format that its
+#: matrix unit computes in instead.
+FALLBACKS: Mapping[str, tuple[str, ...]] = {
+    "float16": ("bfloat16", "float32"),
+    "float32": ("bfloat16",),
+    "bfloat16": ("float16", "float32"),
+    "int8": ("bfloat16", "float32"),
+    "uint8": ("int8", "bfloat16", "float32"),
+    "int4": ("int8", "bfloat16", "float32"),
+    "uint4": ("int8", "bfloat16", "float32"),
+    "float8_e4m3fn": ("bfloat16", "float32"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """The part of a machine behind one JAX device.
+
+    Attributes:
+        name: word of the topology spelling, "h100".
+        vendor: one of `VENDORS`.
+        flops_per_s: (dtype name, peak dense FLOP/s) pairs; a multiply and an add are two FLOPs. Any
+            mapping is accepted.
+        hbm_bytes: memory of the device.
+        hbm_bytes_per_s: peak rate of that memory.
+        reserved_bytes: memory that compiler and runtime keep for themselves.
+        launch_s: fixed time of one op or kernel that is not hidden by the next one.
+        host_bytes_per_s: rate that large copies between the host's memory and the device reach in
+            one direction; 0 where it is not known.
+        disk_bytes_per_s: rate at which the disks of a host are read, and written, for each device
+            of the host; 0 where it is not known.
+        devices_per_chip: JAX devices that share one chip.
+        attention_width: the widest head that the vendor's kernel of attention takes, elements.
+        sources: where the figures come from.
+
+    Raises:
+        TopologyError: a figure is missing, not positive or contradicts another.
+    """
+
+    name: str
+    vendor: str
+    flops_per_s: tuple[tuple[str, float], ...]
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    reserved_bytes: int = 0
+    launch_s: float = 0.0
+    host_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
+    devices_per_chip: int = 1
+    attention_width: int = 128
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        pairs = dict(self.flops_per_s)  # a mapping or pairs
+        object.__setattr__(
+            self, "flops_per_s", tuple((dtype, float(rate)) for dtype, rate in pairs.items())
+        )
+        object.__setattr__(self, "sources", tuple(self.sources))
+        failures = (
+            [f"vendor is {self.vendor!r}; vendors are {', '.join(VENDORS)}"]
+            if self.vendor not in VENDORS
+            else []
+        )
+        if not self.flops_per_s:
+            failures.append("flops_per_s is empty; give at least one dtype, e.g. bfloat16 = 1e14")
+        failures += [
+            f"flops_per_s of {dtype} is {rate}; it must be positive"
+            for dtype, rate in self.flops_per_s
+            if not rate > 0
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it must be positive"
+            for name in ("hbm_bytes", "hbm_bytes_per_s", "devices_per_chip", "attention_width")
+            if not getattr(self, name) > 0
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it must not be negative"
+            for name in ("reserved_bytes", "launch_s", "host_bytes_per_s", "disk_bytes_per_s")
+            if getattr(self, name) < 0
+        ]
+        if self.reserved_bytes >= self.hbm_bytes > 0:
+            failures.append(
+                f"reserved_bytes is {self.reserved_bytes}, which leaves nothing of {self.hbm_bytes}"
+                " hbm_bytes"
+            )
+        if failures:
+            raise_all(TopologyError, f"chip {self.name!r} is not usable", failures)
+
+    def peak(self, dtype: str) -> float:
+        """Peak dense FLOP/s in a dtype.
+
+        A dtype without a figure of its own runs in the next format that the matrix unit has:
+        float16 as bfloat16, int4 as int8, every 8-bit float as float8_e4m3fn, 8-bit formats as
+        bfloat16 where there is no faster path, and the rest (float64, wide integers, booleans) as
+        float32.
+        """
+        rates = dict(self.flops_per_s)
+        name = "float8_e4m3fn" if dtype.startswith("float8") else dtype
+        for candidate in (dtype, name, *FALLBACKS.get(name, ()), "float32", "bfloat16"):
+            if candidate in rates:
+                return rates[candidate]
+        return min(rates.values())
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a program can have."""
+        return self.hbm_bytes - self.reserved_bytes
+
+    def to_json(self) -> JsonObject:
+        """The chip as plain data."""
+        return {
+            "name": self.name,
+            "vendor": self.vendor,
+            "flops_per_s": dict(self.flops_per_s),
+            "hbm_bytes": self.hbm_bytes,
+            "hbm_bytes_per_s": self.hbm_bytes_per_s,
+            "reserved_bytes": self.reserved_bytes,
+            "launch_s": self.launch_s,
+            "host_bytes_per_s": self.host_bytes_per_s,
+            "disk_bytes_per_s": self.disk_bytes_per_s,
+            "devices_per_chip": self.devices_per_chip,
+            "attention_width": self.attention_width,
+            "sources": list(self.sources),
+        }
+
+
+# --------------------------------------------------------------------------------------------------
+# A tier: one level of the links of a machine, such as the ICI torus of a slice or the network
+# between hosts.
+
+KINDS: tuple[str, ...] = ("torus", "mesh", "switch", "network", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A collective as it was measured, with all devices at work.
+
+    Attributes:
+        kind: one of `shardlib.collective.KINDS`.
+        ways: participants.
+        latency_s: seconds of the smallest.
+        seconds_per_byte: seconds that each byte of the full array adds: the gathered array, the
+            operand of a reduce-scatter, the buffer, the message.
+
+    Raises:
+        TopologyError: the fields do not fit each other.
+    """
+
+    kind: str
+    ways: int
+    latency_s: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        failures = (
+            [f"kind is {self.kind!r}; kinds are {', '.join(COLLECTIVES)}"]
+            if self.kind not in COLLECTIVES
+            else []
+        )
+        if type(self.ways) is not int or self.ways < 2:
+            failures.append(f"ways is {self.ways}; it needs an integer of at least 2")
+        failures += [
+            f"{name} is {getattr(self, name)}; it must not be negative"
+            for name in ("latency_s", "seconds_per_byte")
+            if not getattr(self, name) >= 0
+        ]
+        if failures:
+            raise_all(TopologyError, f"exchange {self.kind!r} is not usable", failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Links of one kind.
+
+    Attributes:
+        name: what people call it.
+        kind: "torus" (neighbours only, one link a dim), "mesh" (a link from everyone to everyone: a
+            group has those between its members), "switch" or "network" (everyone reaches everyone
+            through one port), or "memory" (simulated devices of one process; the latency is that of
+            a whole collective).
+        shape: devices or domains along each dim; one dim unless it is a torus.
+        wrap: for each dim, whether the last is a neighbour of the first; False unless it is a
+            torus.
+        bytes_per_s: peak rate in one direction: of the link in each dim for a torus, of a device's
+            port, or of all its links in a mesh, otherwise.
+        latency_s: time of one hop or step that carries no data.
+        efficiency: part of the rate that large collectives reach.
+        exchanges: collectives among the devices of a "memory" that were measured; they take the
+            place of its rate and latency.
+        sources: where the figures come from.
+
+    Raises:
+        TopologyError: the fields do not fit each other.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    bytes_per_s: float
+    latency_s: float = 0.0
+    wrap: tuple[bool, ...] = ()
+    efficiency: float = 1.0
+    exchanges: tuple[Exchange, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "exchanges", tuple(self.exchanges))
+        object.__setattr__(self, "wrap", tuple(self.wrap) or (False,) * len(self.shape))
+        object.__setattr__(self, "sources", tuple(self.sources))
+        failures = (
+            [f"kind is {self.kind!r}; kinds are {', '.join(KINDS)}"]
+            if self.kind not in KINDS
+            else []
+        )
+        if not self.shape or any(type(n) is not int or n < 1 for n in self.shape):
+            failures.append(f"shape is {list(self.shape)}; it needs integers of at least 1")
+        if self.kind in KINDS[1:] and len(self.shape) != 1:
+            failures.append(f"shape is {list(self.shape)}; a {self.kind} has one dim")
+        if len(self.wrap) != len(self.shape):
+            failures.append(f"wrap has {len(self.wrap)} entries for {len(self.shape)} dims")
+        if any(self.wrap) and self.kind != "torus":
+            failures.append(f"wrap is set, which only a torus has; the kind is {self.kind!r}")
+        if not self.bytes_per_s > 0:
+            failures.append(f"bytes_per_s is {self.bytes_per_s}; it must be positive")
+        if self.latency_s < 0:
+            failures.append(f"latency_s is {self.latency_s}; it must not be negative")
+        if not 0 < self.efficiency <= 1:
+            failures.append(f"efficiency is {self.efficiency}; it must be above 0 and at most 1")
+        if self.exchanges and self.kind != "memory":
+            failures.append(
+                f"exchanges are set, which only a memory has; the kind is {self.kind!r}"
+            )
+        if failures:
+            raise_all(TopologyError, f"tier {self.name!r} is not usable", failures)
+
+    @property
+    def devices(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        """The rate that large collectives reach."""
+        return self.bytes_per_s * self.efficiency
+
+    def to_json(self) -> JsonObject:
+        """The tier as plain data."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "wrap": list(self.wrap),
+            "bytes_per_s": self.bytes_per_s,
+            "latency_s": self.latency_s,
+            "efficiency": self.efficiency,
+            **(
+                {"exchanges": [dict(exchange.__dict__) for exchange in self.exchanges]}
+                if self.exchanges
+                else {}
+            ),
+            "sources": list(self.sources),
+        }
+
+
+# --------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+#: Part of a GPU's memory that a training program gets. JAX takes 0.75 unless
+#: XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, "GPU memory allocation"); 0.9 is what
+#: training scripts commonly set, and what plans for GPUs assume.
+GPU_MEMORY_FRACTION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One kind of connection between devices.
+
+    Attributes:
+        name: what people call it.
+        kind: "torus", "mesh", "switch", "network" or "memory", as in `Tier`.
+        bytes_per_s: peak rate of one device in one direction (for a torus: of the link in one dim).
+        latency_s: time of one hop or step that carries no data.
+        efficiency: part of the rate that large collectives reach.
+        sources: where the figures come from.
+    """
+
+    name: str
+    kind: str
+    bytes_per_s: float
+    latency_s: float
+    efficiency: float = 1.0
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A chip with the links it is sold with.
+
+    Attributes:
+        chip: the chip.
+        fast: links inside a fast domain (ICI slice, NVLink domain, one host).
+        slow: links between fast domains.
+        dims: number of sizes in the spelling: 1 for a count of GPUs, 2 or 3 for a torus.
+        most: largest fast domain, in chips.
+        on_chip: link between devices that share a chip; None where there is one device a chip.
+        full_ring: the torus size that wraps around (2D pods); 0 for pods of 4x4x4 cubes, where full
+            cubes wrap.
+    """
+
+    chip: Chip
+    fast: Link
+    slow: Link
+    dims: int
+    most: int
+    on_chip: Link | None = None
+    full_ring: int = 0
+
+    @property
+    def example(self) -> str:
+        """A spelling that parses."""
+        return f"{self.chip.name}:{ {1: min(8, self.most), 2: '16x16', 3: '4x4x4'}[self.dims] }"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memories of one device.
+
+    Attributes:
+        hbm_bytes: what the data sheet says.
+        usable_bytes: what a program gets of it.
+        hbm_bytes_per_s: peak rate.
+        host_bytes_per_s: rate of large copies to and from the host, in one direction.
+    """
+
+    hbm_bytes: int
+    usable_bytes: int
+    hbm_bytes_per_s: float
+    host_bytes_per_s: float
+
+
+def gpu_memory(hbm_bytes: int, hbm_bytes_per_s: float, host_bytes_per_s: float) -> Memory:
+    """The memories of a GPU, of which a program gets `GPU_MEMORY_FRACTION`.
+
+    Args:
+        hbm_bytes: size of the memory.
+        hbm_bytes_per_s: its rate.
+        host_bytes_per_s: rate of the link to the host, one direction.
+    """
+    return Memory(
+        hbm_bytes=hbm_bytes,
+        usable_bytes=int(hbm_bytes * GPU_MEMORY_FRACTION),
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
+    )
+
+
+def tpu(
+    name: str,
+    memory: Memory,
+    *,
+    bf16: float,
+    eight_bit: float,
+    fp8: bool = False,
+    devices_per_chip: int = 1,
+    sources: tuple[str, ...],
+) -> Chip:
+    """A TPU device. Float32 products run as one bfloat16 pass at JAX's default precision
+    (`jax.lax.Precision.DEFAULT`).
+    """
+    flops = (("bfloat16", bf16), ("float32", bf16), ("float8_e4m3fn" if fp8 else "int8", eight_bit))
+    return Chip(
+        name=name,
+        vendor="google",
+        flops_per_s=flops,
+        hbm_bytes=memory.hbm_bytes,
+        reserved_bytes=memory.hbm_bytes - memory.usable_bytes,
+        hbm_bytes_per_s=memory.hbm_bytes_per_s,
+        devices_per_chip=devices_per_chip,
+        host_bytes_per_s=memory.host_bytes_per_s,
+        # assumed: half the 1 us of an ICI hop (book, sharding.md); no published figure for one
+        # fusion
+        launch_s=5e-7,
+        sources=sources,
+    )
+
+
+def gpu(
+    name: str,
+    memory: Memory,
+    *,
+    bf16: float,
+    tf32: float,
+    int8: float,
+    fp8: float | None = None,
+    attention_width: int = 128,
+    sources: tuple[str, ...],
+) -> Chip:
+    """An NVIDIA GPU. Float32 products run in TensorFloat-32 at JAX's default precision.
+
+    Args:
+        bf16, tf32, int8, fp8: peak dense FLOP/s; None where there is no such format.
+    """
+    flops = [("bfloat16", bf16), ("float16", bf16), ("float32", tf32), ("int8", int8)]
+    if fp8 is not None:
+        flops.append(("float8_e4m3fn", fp8))
+    return Chip(
+        name=name,
+        vendor="nvidia",
+        attention_width=attention_width,
+        flops_per_s=tuple(flops),
+        hbm_bytes=memory.hbm_bytes,
+        hbm_bytes_per_s=memory.hbm_bytes_per_s,
+        host_bytes_per_s=memory.host_bytes_per_s,
+        reserved_bytes=memory.hbm_bytes - memory.usable_bytes,
+        # book, gpus.md quiz 1 question 7: an addition of 0.23 us of memory traffic takes 1.5 us in
+        # JAX
+        launch_s=1.3e-6,
+        sources=sources,
+    )
+
+
+def ici(bytes_per_s: float, source: str) -> Link:
+    """Links between chips of a TPU slice.
+
+    Args:
+        bytes_per_s: of one link, one direction.
+    """
+    return Link(
+        name="ICI",
+        kind="torus",
+        bytes_per_s=bytes_per_s,
+        latency_s=1e-6,  # book, sharding.md "A note on ICI latency": a hop is typically around 1 us
+        # book, sharding.md pop quiz 2: 560 us by bandwidth, 680 us in the profile (v5e, all-gather
+        # of 34 MB)
+        efficiency=0.82,
+        sources=(
+            source,
+            "book sharding.md: about 1 us a hop; 560 us predicted against 680 us profiled",
+        ),
+    )
+
+
+def dcn(bytes_per_s: float, source: str) -> Link:
+    """The data-centre network between TPU slices.
+
+    Args:
+        bytes_per_s: of one device, one direction.
+    """
+    return Link(
+        name="DCN",
+        kind="network",
+        bytes_per_s=bytes_per_s,
+        latency_s=25e-6,  # assumed: a data-centre round trip through the host; no published figure
+        sources=(source, "latency assumed"),
+    )
+
+
+def nvlink(bytes_per_s: float, efficiency: float, source: str) -> Link:
+    """NVLink through switches.
+
+    Args:
+        bytes_per_s: of one device, one direction.
+    """
+    return Link(
+        name="NVLink",
+        kind="switch",
+        bytes_per_s=bytes_per_s,
+        latency_s=1.9e-6,  # nccl: NVLINK, ring, LL128
+        efficiency=efficiency,
+        sources=(source, "nccl tuning.cc hwLat NVLINK ring LL128: 1.9 us"),
+    )
+
+
+def infiniband(bytes_per_s: float, source: str) -> Link:
+    """The network between nodes of GPUs.
+
+    Args:
+        bytes_per_s: of one device, one direction.
+    """
+    return Link(
+        name="InfiniBand",
+        kind="network",
+        bytes_per_s=bytes_per_s,
+        latency_s=4e-6,  # nccl: NET, ring, LL128
+        # calculon-ai/calculon systems/a100_80g.json: fitted part of the rate on A100 with HDR
+        # InfiniBand
+        efficiency=0.9,
+        sources=(
+            source,
+            "nccl tuning.cc hwLat NET ring LL128: 4.0 us",
+            "calculon a100_80g.json: 0.9 of the rate",
+        ),
+    )

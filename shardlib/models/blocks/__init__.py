@@ -1,1 +1,0 @@
-"""The parts of the reference models: attention, feed-forward, position encodings, parameters."""

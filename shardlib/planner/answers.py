@@ -1,0 +1,1088 @@
+"""What a plan answers when it is asked: alternatives, constraints, shadow prices, and the move to
+another machine. Values only.
+
+Who holds which part of an array, and what must be sent when the layout changes?
+
+A layout cuts every dim of an array into equal parts; the place of a device on the mesh says which
+part of each dim it holds. Two layouts on two sets of devices are compared device by device: what a
+device needs and does not hold, it must receive. A part that no device holds any more is lost, and
+must come from a checkpoint.
+
+>>> old = Shards((8,), Layout("data"), MeshShape(data=4), np.arange(4))
+>>> new = Shards((8,), Layout("data"), MeshShape(data=2), np.arange(2))
+>>> [new.ranges(device) for device in (0, 1)], old.ranges(1)
+([((0, 4),), ((4, 8),)], ((2, 4),))
+>>> moved_elements(old, new, np.arange(2))
+array([2, 4])
+>>> lost_elements(old, np.arange(2))
+4
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib.compact import compact
+from shardlib.errors import ArgumentError, raise_all
+from shardlib.layout import MESH_AXES, Layout, MeshShape
+from shardlib.machines.catalog import BOARD_POWER
+from shardlib.machines.topology import Topology
+from shardlib.planner.plan import RESTART_S, Plan, plan_to_data
+from shardlib.report.elements import (
+    TIE,
+    aligned,
+    and_more,
+    bytes_text,
+    clip,
+    count_text,
+    percent_text,
+    ratio_text,
+    seconds_text,
+    wrapped,
+)
+from shardlib.untrusted.data import JsonObject
+
+# --------------------------------------------------------------------------------------------------
+# A plan that was not chosen, and what it decides differently.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A plan that was not chosen.
+
+    Attributes:
+        place: 1 for the best of them.
+        mesh: its mesh.
+        summary: its other decisions in a few words.
+        step_seconds: predicted time of a step.
+        peak_bytes: predicted bytes per device.
+        ratio: its time over the chosen plan's.
+        differs: what it decides differently, "remat dots -> full".
+        ties: further plans that are predicted to be equally fast.
+    """
+
+    place: int
+    mesh: MeshShape
+    summary: str
+    step_seconds: float
+    peak_bytes: int
+    ratio: float
+    differs: tuple[str, ...]
+    ties: int = 0
+
+    def to_json(self) -> JsonObject:
+        """The alternative as plain data."""
+        return {**self.__dict__, "mesh": dict(self.mesh), "differs": list(self.differs)}
+
+
+def alternatives_text(found: Iterable[Alternative]) -> str:
+    """The alternatives as a table for people."""
+    rows = [("", "step", "time", "memory", "mesh", "other decisions")]
+    rows += [
+        (
+            f"{one.place}.",
+            seconds_text(one.step_seconds),
+            ratio_text(one.ratio),
+            bytes_text(one.peak_bytes),
+            str(one.mesh),
+            (one.summary or "-") + (f" (and {one.ties:,} as fast)" if one.ties else ""),
+        )
+        for one in found
+    ]
+    if len(rows) == 1:
+        return (
+            "\n".join(["Alternatives", *wrapped("  - ", "none: no other plan is legal and fits.")])
+            + "\n"
+        )
+    return "\n".join(["Alternatives, by predicted time", *aligned(rows, right={0, 1, 2, 3})]) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# What holds a plan back: memory, pins, and sizes that divide no further.
+
+#: Rows of the table of plans that do not fit.
+_MOST_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfReach:
+    """A plan that is faster and does not fit; none that needs less memory is as fast, unless it
+    recomputes a part of the layers only.
+
+    Attributes:
+        mesh: its mesh.
+        summary: its other decisions in a few words.
+        step_seconds: predicted time of a step.
+        peak_bytes: predicted bytes per device.
+        short_bytes: bytes that a device lacks for it.
+    """
+
+    mesh: MeshShape
+    summary: str
+    step_seconds: float
+    peak_bytes: int
+    short_bytes: int
+
+    def to_json(self) -> JsonObject:
+        """The plan as plain data."""
+        return {**self.__dict__, "mesh": dict(self.mesh)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """A constraint without which the plan would be faster, or could be.
+
+    Attributes:
+        kind: "memory", "pin" or "size".
+        what: the memory of the chip, the pin, or the colour whose size it is.
+        message: one sentence.
+        step_seconds: time of the best plan without it; 0 where it is not known.
+    """
+
+    kind: str
+    what: str
+    message: str
+    step_seconds: float = 0.0
+
+    def to_json(self) -> JsonObject:
+        """The constraint as plain data."""
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What holds a plan back.
+
+    Attributes:
+        step_seconds: time of the plan.
+        binding: the constraints, the one that costs most first.
+        staircase: faster plans that do not fit, the one that lacks least first; each is faster than
+            all before it.
+    """
+
+    step_seconds: float
+    binding: tuple[Binding, ...]
+    staircase: tuple[OutOfReach, ...]
+
+    def to_json(self) -> JsonObject:
+        """The constraints as plain data."""
+        return {
+            "step_seconds": self.step_seconds,
+            "binding": [one.to_json() for one in self.binding],
+            "staircase": [one.to_json() for one in self.staircase],
+        }
+
+    def __str__(self) -> str:
+        lines = ["What holds the plan back"]
+        lines += [line for one in self.binding for line in wrapped("  - ", one.message)] or wrapped(
+            "  - ", "nothing: no memory, pin or size stands in the way of a faster plan."
+        )
+        if self.staircase:
+            rows = [("step", "memory", "lacking", "mesh", "other decisions")]
+            rows += [
+                (
+                    seconds_text(one.step_seconds),
+                    bytes_text(one.peak_bytes),
+                    bytes_text(one.short_bytes),
+                    str(one.mesh),
+                    one.summary or "-",
+                )
+                for one in self.staircase[:_MOST_ROWS]
+            ]
+            more = len(self.staircase) - _MOST_ROWS
+            lines += [
+                "",
+                "Faster plans that do not fit",
+                *aligned(rows, right={0, 1, 2}),
+                *([f"  and {more} that lack still more"] if more > 0 else []),
+            ]
+        return "\n".join(lines) + "\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# The kernels of a step beside the roofline of their chip.
+#
+# The *intensity* of a kernel is its FLOPs over the bytes that it moves. Under the ridge, where the
+# peak rate meets the rate of the memory, memory limits it; above, the matrix units do (Williams,
+# Waterman, Patterson, CACM 52(4), 2009).
+
+KERNEL_HEAD = ("kernel", "phase", "count", "FLOP", "FLOP/byte", "time", "of roofline")
+#: Rows that a text lists.
+_MOST = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """Equal kernels of a step, on one device.
+
+    Attributes:
+        name: where in the model it is, and what it computes.
+        kind: JAX's primitive.
+        phase: "forward", "backward" or "rematerialised".
+        dtype: of its operands.
+        count: executions in a step.
+        flops: of all of them.
+        bytes: that all of them move.
+        seconds: predicted, of all of them.
+    """
+
+    name: str
+    kind: str
+    phase: str
+    dtype: str
+    count: float
+    flops: float
+    bytes: float
+    seconds: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The kernels of a step on one device, and the roofline that they are under.
+
+    Attributes:
+        chip: its name.
+        peak_flops_per_s: by dtype, of the dtypes that kernels have.
+        bytes_per_s: of its memory.
+        kernels: the slowest first.
+    """
+
+    chip: str
+    peak_flops_per_s: tuple[tuple[str, float], ...]
+    bytes_per_s: float
+    kernels: tuple[KernelTime, ...]
+
+    __repr__ = compact
+
+    @property
+    def seconds(self) -> float:
+        """Of all kernels in a step."""
+        return sum(one.seconds for one in self.kernels)
+
+    def bound(self, one: KernelTime) -> float:
+        """Seconds of a kernel on the roofline: at the peak, or at the rate of memory."""
+        peak = dict(self.peak_flops_per_s)[one.dtype]
+        return max(one.flops / peak, one.bytes / self.bytes_per_s)
+
+    def to_json(self) -> JsonObject:
+        """The kernels as plain data."""
+        return {
+            "chip": self.chip,
+            "peak_flops_per_s": dict(self.peak_flops_per_s),
+            "bytes_per_s": self.bytes_per_s,
+            "kernels": [{**asdict(one), "bound_seconds": self.bound(one)} for one in self.kernels],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"Kernels: {seconds_text(self.seconds)} a step on one {self.chip}",
+                *aligned([KERNEL_HEAD, *kernel_rows(self, _MOST)], right={2, 3, 4, 5, 6}),
+                *and_more(len(self.kernels) - _MOST, "kinds of kernel"),
+                "",
+            ]
+        )
+
+
+def kernel_rows(found: Kernels, most: int) -> Sequence[tuple[str, ...]]:
+    """A row for each of the slowest kernels."""
+    return [
+        (
+            clip(one.name, 36),
+            one.phase,
+            f"{one.count:,.0f}",
+            count_text(one.flops),
+            f"{one.intensity:,.0f}",
+            seconds_text(one.seconds),
+            percent_text(found.bound(one) / one.seconds if one.seconds else 0.0),
+        )
+        for one in found.kernels[:most]
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+
+Ints = NDArray[np.int64]
+#: First and end of a part, elements, for every dim.
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """An array that is spread over devices.
+
+    Attributes:
+        shape: elements per dim.
+        layout: mesh axes per dim.
+        mesh: sizes of the mesh axes.
+        order: number of the device at each place of the mesh, places counted with the last axis
+            fastest.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    mesh: MeshShape
+    order: Ints
+
+    def ranges(self, device: int) -> Ranges | None:
+        """The part that a device holds; None where it is not on the mesh."""
+        (places,) = np.nonzero(self.order == device)
+        if not len(places):
+            return None
+        parts = self._parts()[:, places[0]]
+        sizes = self._sizes()
+        return tuple(
+            (int(part * size), int((part + 1) * size))
+            for part, size in zip(parts, sizes, strict=True)
+        )
+
+    def starts(self, devices: int) -> tuple[Ints, Ints]:
+        """First element per dim and device, and the size of a part per dim."""
+        sizes = np.array(self._sizes(), np.int64)
+        first = np.full((len(self.shape), devices), -1, np.int64)
+        first[:, self.order] = self._parts() * sizes[:, None]
+        return first, sizes
+
+    def _sizes(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape, self.mesh)
+
+    def _parts(self) -> Ints:
+        """Number of the part of each dim, by place: integers of shape (dims, places)."""
+        sizes = tuple(self.mesh[axis] for axis in MESH_AXES)
+        places = dict(
+            zip(MESH_AXES, np.unravel_index(np.arange(math.prod(sizes)), sizes), strict=True)
+        )
+        return (
+            np.stack([self._part(axes, places) for axes in self.layout])
+            if self.layout
+            else np.zeros((0, math.prod(sizes)), np.int64)
+        )
+
+    def _part(self, axes: tuple[str, ...], places: Mapping[str, NDArray[np.intp]]) -> Ints:
+        part = np.zeros(self.mesh.devices, np.int64)
+        for axis in axes:  # the major axis first
+            part = part * self.mesh[axis] + places[axis]
+        return part
+
+
+def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
+    """Elements that each device must receive to go from one layout to another."""
+    reach = int(new.order.max()) + 1
+    want, want_sizes = new.starts(reach)
+    held, held_sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
+    needed = np.zeros(reach, np.int64)
+    needed[new.order] = math.prod(want_sizes.tolist())
+    known = survivors[:reach]
+    mine, theirs = want[:, : len(known)], held[:, known]
+    common = np.minimum(mine + want_sizes[:, None], theirs + held_sizes[:, None]) - np.maximum(
+        mine, theirs
+    )
+    overlap = np.prod(np.maximum(common, 0), axis=0)
+    on_both = np.isin(np.arange(len(known)), new.order) & np.isin(known, old.order)
+    needed[: len(known)] -= np.where(on_both, overlap, 0)
+    return needed
+
+
+def lost_elements(old: Shards, survivors: Ints) -> int:
+    """Elements that no surviving device holds."""
+    first, sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
+    kept = first[:, survivors[np.isin(survivors, old.order)]]
+    cells = np.zeros(kept.shape[1], np.int64)
+    for start, size, extent in zip(kept, sizes.tolist(), old.shape, strict=True):
+        cells = cells * (extent // size) + start // size
+    return math.prod(old.shape) - len(np.unique(cells)) * math.prod(sizes.tolist())
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan for another machine, and what must move to get there.
+
+#: Parts that the text lists.
+_MOST_PARTS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One parameter, or its optimizer state, on its way from one layout to another.
+
+    Attributes:
+        path: tree path of the parameter.
+        what: "parameter", "optimizer state" or, of islands, "outer state".
+        bytes: bytes of the whole array.
+        old, new: the layouts.
+        received_bytes: bytes that all devices receive together.
+        most_bytes: bytes that the device receives which receives most.
+        lost_bytes: bytes that are on no surviving device.
+        before, after: where its parts lie, by device.
+    """
+
+    path: str
+    what: str
+    bytes: int
+    old: Layout
+    new: Layout
+    received_bytes: int
+    most_bytes: int
+    lost_bytes: int
+    before: Shards = field(compare=False, repr=False)
+    after: Shards = field(compare=False, repr=False)
+
+    def ranges(self, device: int, survivors: Sequence[int]) -> tuple[Ranges | None, Ranges | None]:
+        """The part of the array that a device of the new machine holds before and after, first and
+        end per dim; None where it holds none.
+        """
+        return (
+            self.before.ranges(survivors[device]) if device < len(survivors) else None
+        ), self.after.ranges(device)
+
+    def to_json(self) -> JsonObject:
+        """The part as plain data, without the places of its shards."""
+        return {
+            "path": self.path,
+            "what": self.what,
+            "bytes": self.bytes,
+            "old": self.old.to_json(),
+            "new": self.new.to_json(),
+            "received_bytes": self.received_bytes,
+            "most_bytes": self.most_bytes,
+            "lost_bytes": self.lost_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replan:
+    """A plan for another machine, and the way there.
+
+    Attributes:
+        old: the plan as it was.
+        plan: the plan for the new machine.
+        survivors: old device number of the new devices 0, 1, ..., as many as were there before.
+        moved_bytes_per_device: bytes that each device of the new machine must receive.
+        parts: every parameter and its optimizer state.
+        changed: decisions that differ, "microbatches 8 -> 16".
+        notes: what had to be given up or should be known, a sentence each.
+        machine: the new machine.
+        elsewhere: whether its chips are others, so that no device of it held anything before.
+    """
+
+    old: Plan
+    plan: Plan
+    survivors: tuple[int, ...]
+    moved_bytes_per_device: tuple[int, ...]
+    parts: tuple[Part, ...]
+    changed: tuple[str, ...]
+    notes: tuple[str, ...]
+    machine: Topology
+    elsewhere: bool = False
+
+    __repr__ = compact
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted time of a step over that of the old plan."""
+        return self.plan.estimate.step_seconds / self.old.estimate.step_seconds
+
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes that are on no surviving device."""
+        return sum(part.lost_bytes for part in self.parts)
+
+    @property
+    def moving_seconds(self) -> float:
+        """Time that the device which receives most needs, if every byte comes over one of the
+        slowest links of the machine.
+        """
+        return max(self.moved_bytes_per_device, default=0) / min(
+            tier.reached_bytes_per_s for tier in self.machine.tiers
+        )
+
+    @property
+    def text(self) -> str:
+        """The change for people."""
+        return replan_text(self)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_json(self) -> JsonObject:
+        """The change as plain data; the plan is under "plan"."""
+        return {
+            "plan": plan_to_data(self.plan),
+            "old_topology": self.old.topology,
+            "old_mesh": dict(self.old.mesh),
+            "old_step_seconds": self.old.estimate.step_seconds,
+            "slowdown": self.slowdown,
+            "changed": list(self.changed),
+            "notes": list(self.notes),
+            "survivors": len(self.survivors),
+            "moved_bytes_per_device": list(self.moved_bytes_per_device),
+            "moved_bytes": sum(self.moved_bytes_per_device),
+            "lost_bytes": self.lost_bytes,
+            "moving_seconds": self.moving_seconds,
+            "parts": [part.to_json() for part in self.parts],
+            "text": self.text,
+        }
+
+
+def replan_text(change: Replan) -> str:
+    """A change of machine for people."""
+    old, new = change.old, change.plan
+    moved = np.array(change.moved_bytes_per_device, np.int64)
+    lines = [
+        f"{new.model}: {old.topology} ({old.mesh}) -> {new.topology} ({new.mesh})",
+        (
+            f"{seconds_text(old.estimate.step_seconds)} ->"
+            f" {seconds_text(new.estimate.step_seconds)} a step, {ratio_text(change.slowdown)} the"
+            f" time · {count_text(new.estimate.tokens_per_second)} tokens/s ·"
+            f" {bytes_text(new.estimate.device_bytes.peak)} a device"
+        ),
+        "",
+        "What changes",
+    ]
+    lines += [
+        line
+        for text in (*(change.changed or ("nothing is decided differently",)), *change.notes)
+        for line in wrapped("  - ", text)
+    ]
+    held = sum(part.bytes for part in change.parts)
+    lines += ["", "What moves"]
+    lines += wrapped(
+        "  - ",
+        f"{bytes_text(int(moved.sum()))} in all, at most {bytes_text(int(moved.max(initial=0)))} to"
+        f" one device: {seconds_text(change.moving_seconds)} if all of it comes over the slowest"
+        " links.",
+    )
+    lines += wrapped("  - ", _whence(change, held))
+    return "\n".join([*lines, *_part_lines(change.parts)]) + "\n"
+
+
+def _whence(change: Replan, held: int) -> str:
+    """Where the bytes of the new machine come from."""
+    if change.elsewhere:
+        return (
+            f"No device of the new machine holds any of {bytes_text(held)}: they come from a"
+            " checkpoint, or from the old machine while it is still there."
+        )
+    lost = change.lost_bytes
+    if lost:
+        return (
+            f"{bytes_text(lost)} ({percent_text(lost / held)} of {bytes_text(held)}) are on no"
+            " surviving device and must come from a checkpoint."
+        )
+    return f"Every one of {bytes_text(held)} is on some surviving device: no checkpoint is needed."
+
+
+def _part_lines(parts: Sequence[Part]) -> list[str]:
+    """The parts that move most, equal ones folded."""
+
+    def pattern(path: str) -> str:
+        return ".".join("*" if word.isdigit() else word for word in path.split("."))
+
+    groups: dict[tuple[object, ...], list[Part]] = {}
+    for part in parts:
+        if part.received_bytes:
+            groups.setdefault((pattern(part.path), part.what, part.old, part.new), []).append(part)
+    if not groups:
+        return []
+
+    def size(group: list[Part]) -> int:
+        return sum(part.received_bytes for part in group)
+
+    ranked = sorted(groups.values(), key=lambda group: -size(group))
+    rows = [("part", "", "received", "a device", "layout")]
+    rows += [
+        (
+            clip(pattern(group[0].path) if len(group) > 1 else group[0].path, 30),
+            group[0].what + (f" x{len(group)}" if len(group) > 1 else ""),
+            bytes_text(size(group)),
+            bytes_text(sum(part.most_bytes for part in group)),
+            str(group[0].old) + (f" -> {group[0].new}" if group[0].new != group[0].old else ""),
+        )
+        for group in ranked[:_MOST_PARTS]
+    ]
+    more = len(ranked) - _MOST_PARTS
+    return [
+        "",
+        *aligned(rows, right={2, 3}),
+        *([f"  and {more} kinds that receive less"] if more > 0 else []),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# What does a whole training run take: days, devices, money, energy, and what failures cost?
+#
+# Failures come at random, M seconds apart on average (a Poisson process). A run saves every tau
+# seconds, which holds it up for C, and a failure costs R to start again and what was done since
+# the last save. The expected time of T seconds of work is
+#
+# M exp(R / M) (exp((tau + C) / M) - 1) T / tau
+#
+# (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+# Future Generation Computer Systems 22, 2006, equation 20), and the best tau is where that is
+# least: about sqrt(2 C M) (J. W. Young, "A first order approximation to the optimum checkpoint
+# interval", CACM 17, 1974).
+
+#: Seconds between two saves at least: storage takes its time, beside training.
+LEAST_EVERY_S = 300.0
+DAY = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """What a training run takes.
+
+    Attributes:
+        tokens: of the run.
+        steps: optimizer steps.
+        devices: that work.
+        work_seconds: of all steps, as planned.
+        wall_seconds: with saves, failures and starts.
+        save_seconds: that a save holds training up: the state's way to the host.
+        every_seconds: between two saves; None where nothing fails.
+        mtbf_seconds: between two failures of the whole machine; None where nothing fails.
+        restart_seconds: from a failure to the next step.
+        price: of a device and hour, in the user's own money; None where it was not said.
+        watts: of a device's board at most; None where the vendor published none.
+    """
+
+    tokens: float
+    steps: float
+    devices: int
+    work_seconds: float
+    wall_seconds: float
+    save_seconds: float
+    every_seconds: float | None
+    mtbf_seconds: float | None
+    restart_seconds: float
+    price: float | None
+    watts: float | None
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that is work."""
+        return self.work_seconds / self.wall_seconds
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of devices."""
+        return self.devices * self.wall_seconds / 3600
+
+    @property
+    def money(self) -> float | None:
+        """What they cost; None without a price."""
+        return None if self.price is None else self.price * self.device_hours
+
+    @property
+    def kilowatt_hours(self) -> float | None:
+        """Energy of the boards at most; None where their power is not published."""
+        return None if self.watts is None else self.watts * self.device_hours / 1000
+
+    def to_json(self) -> JsonObject:
+        """The cost as plain data."""
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            "goodput": self.goodput,
+            "device_hours": self.device_hours,
+            "money": self.money,
+            "kilowatt_hours": self.kilowatt_hours,
+        }
+
+    def __str__(self) -> str:
+        rows = [
+            ["tokens", f"{count_text(self.tokens)} in {count_text(self.steps)} steps"],
+            ["work", _long(self.work_seconds)],
+            [
+                "time",
+                _long(self.wall_seconds)
+                + (f", {percent_text(self.goodput)} of it work" if self.mtbf_seconds else ""),
+            ],
+            ["device-hours", f"{count_text(self.device_hours)} of {self.devices} devices"],
+        ]
+        if self.money is not None:
+            rows.append(["cost", f"{self.money:,.0f} at {self.price:g} a device and hour"])
+        if self.kilowatt_hours is not None:
+            rows.append(
+                [
+                    "energy",
+                    f"up to {self.kilowatt_hours / 1000:,.1f} MWh ({self.watts:g} W a board)",
+                ]
+            )
+        if self.mtbf_seconds is not None and self.every_seconds is not None:
+            rows.append(
+                [
+                    "saves",
+                    (
+                        f"every {_long(self.every_seconds)}, holding it up for"
+                        f" {seconds_text(self.save_seconds)}"
+                    ),
+                ]
+            )
+            rows.append(
+                [
+                    "failures",
+                    (
+                        f"every {_long(self.mtbf_seconds)}, {_long(self.restart_seconds)} to the"
+                        f" next step; {self.wall_seconds / self.mtbf_seconds:,.0f} in all"
+                    ),
+                ]
+            )
+        return "\n".join(["Run", *aligned(rows)]) + "\n"
+
+
+def run_cost(
+    plan: Plan,
+    topology: Topology,
+    *,
+    tokens: float,
+    price: float | None = None,
+    mtbf: float | None = None,
+    restart: float = RESTART_S,
+) -> RunCost:
+    """What a run of so many tokens takes.
+
+    Args:
+        mtbf: seconds between two failures of the whole machine; None where nothing fails.
+        restart: seconds from a failure to the next step.
+    """
+    given: dict[str, object] = {
+        "tokens": tokens,
+        "price": price,
+        "mtbf": mtbf,
+        "restart": restart,
+    }
+    wrong = [
+        f"{name} is {value!r}; it is a number above 0"
+        for name, value in given.items()
+        if value is not None
+        and (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (value > 0 and math.isfinite(value))
+        )
+    ]
+    if wrong:
+        raise_all(ArgumentError, "the cost of the run is not defined", wrong)
+    estimate = plan.estimate
+    work = tokens / estimate.tokens_per_second
+    save, every, wall = save_seconds(plan, topology), None, work
+    if mtbf is not None:
+        every = max(LEAST_EVERY_S, best_interval(save, mtbf))
+        wall = expected_seconds(work, every, save, mtbf, restart)
+        if not math.isfinite(wall) or wall > 1e4 * work:
+            raise ArgumentError(
+                f"with a failure every {_long(mtbf)} and {_long(restart)} to start again no run"
+                " ends\nTry: a longer mtbf, a shorter restart, or fewer devices"
+            )
+    power = BOARD_POWER.get(topology.chip.name)
+    return RunCost(
+        tokens=float(tokens),
+        steps=work / estimate.step_seconds,
+        devices=plan.mesh.devices,
+        work_seconds=work,
+        wall_seconds=wall,
+        save_seconds=save,
+        every_seconds=every,
+        mtbf_seconds=mtbf,
+        restart_seconds=restart,
+        price=price,
+        watts=None if power is None else power[0],
+    )
+
+
+def save_seconds(plan: Plan, topology: Topology) -> float:
+    """Seconds that a save holds training up: a device's share of parameters and optimizer state
+    goes to the host; writing goes on beside training (`docs/checkpoints.md`).
+    """
+    held = plan.estimate.device_bytes
+    rate = topology.chip.host_bytes_per_s or topology.chip.hbm_bytes_per_s
+    return (held.parameters + held.optimizer) / rate
+
+
+def expected_seconds(work: float, every: float, save: float, mtbf: float, restart: float) -> float:
+    """Expected seconds of a run, see above.
+
+    Args:
+        work: seconds of all steps.
+        every: seconds of work between two saves.
+    """
+    if max(restart, every + save) / mtbf > 500:
+        return math.inf
+    return mtbf * math.exp(restart / mtbf) * math.expm1((every + save) / mtbf) * work / every
+
+
+def best_interval(save: float, mtbf: float) -> float:
+    """Seconds of work between two saves with the least expected time.
+
+    The derivative of the expected time is 0 where exp(-(tau + C) / M) = 1 - tau / M, which has one
+    solution below M.
+
+    Args:
+        save: seconds that a save takes.
+        mtbf: seconds between two failures.
+    """
+    low, high = 0.0, mtbf
+    for _ in range(200):
+        middle = (low + high) / 2
+        if math.exp(-(middle + save) / mtbf) < 1 - middle / mtbf:
+            low = middle
+        else:
+            high = middle
+    return max((low + high) / 2, 1e-9)
+
+
+def _long(seconds: float) -> str:
+    """Seconds in the unit that people say."""
+    for size, name in ((DAY, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {name}"
+    return seconds_text(seconds)
+
+
+# --------------------------------------------------------------------------------------------------
+# What more of a resource is worth to a plan, and what a wrong figure costs it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What more of a resource is worth.
+
+    Attributes:
+        resource: "memory", or the name of a link tier.
+        kind: of the tier; "hbm" for the memory of a device.
+        unit: what one more of it is: bytes of memory, or bytes per second.
+        amount: how much of it there is now: usable bytes of a device, or peak bytes per second.
+        saved_seconds: seconds of a step that one unit more saves; the best plan is chosen anew.
+        break_amount: amount from which on another plan is the best; 0 where there is none.
+        break_mesh: mesh of that plan.
+        break_changes: what it decides differently.
+        break_seconds: its time of a step at the break point.
+        limit: of a link, the largest rate that was looked at; of memory, an amount at which no
+            other plan is faster yet.
+    """
+
+    resource: str
+    kind: str
+    unit: int
+    amount: float
+    saved_seconds: float
+    break_amount: float = 0.0
+    break_mesh: MeshShape | None = None
+    break_changes: tuple[str, ...] = ()
+    break_seconds: float = 0.0
+    limit: float = 0.0
+
+    def to_json(self) -> JsonObject:
+        """The price as plain data."""
+        return {
+            **self.__dict__,
+            "break_mesh": dict(self.break_mesh) if self.break_mesh is not None else None,
+            "break_changes": list(self.break_changes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shock:
+    """What happens if a figure of the machine is a tenth lower than was thought.
+
+    Attributes:
+        what: the figure.
+        factor: what is left of it.
+        plan_seconds: time of a step of this plan.
+        best_seconds: time of a step of the plan that is then the best.
+        best_mesh: its mesh.
+        changes: what it decides differently; empty where this plan is still the best.
+    """
+
+    what: str
+    factor: float
+    plan_seconds: float
+    best_seconds: float
+    best_mesh: MeshShape
+    changes: tuple[str, ...]
+
+    @property
+    def regret_seconds(self) -> float:
+        """Seconds of a step lost by having chosen this plan."""
+        return max(0.0, self.plan_seconds - self.best_seconds)
+
+    def to_json(self) -> JsonObject:
+        """The shock as plain data, with the regret."""
+        return {
+            **self.__dict__,
+            "best_mesh": dict(self.best_mesh),
+            "changes": list(self.changes),
+            "regret_seconds": self.regret_seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """How a plan answers to changes of its machine.
+
+    Attributes:
+        step_seconds: time of a step of the plan as it is.
+        best_seconds: time of the best plan of the search; the same unless the plan was made in
+            another way.
+        prices: shadow prices, memory first, then link tiers from the outermost inwards.
+        shocks: every figure lowered by a tenth, one at a time.
+    """
+
+    step_seconds: float
+    best_seconds: float
+    prices: tuple[Price, ...]
+    shocks: tuple[Shock, ...]
+
+    __repr__ = compact
+
+    def to_json(self) -> JsonObject:
+        """The sensitivity as plain data."""
+        return {
+            "step_seconds": self.step_seconds,
+            "best_seconds": self.best_seconds,
+            "prices": [one.to_json() for one in self.prices],
+            "shocks": [one.to_json() for one in self.shocks],
+        }
+
+    def __str__(self) -> str:
+        return sensitivity_text(self)
+
+
+def sensitivity_text(found: Sensitivity) -> str:
+    """Prices and shocks for people."""
+    lines = [
+        "What more would buy",
+        *aligned(
+            [
+                ("", "now", "one more", "saves a step"),
+                *(price_row(price) for price in found.prices),
+            ],
+            right={1, 2, 3},
+        ),
+    ]
+    lines += [line for price in found.prices for line in wrapped("  - ", break_text(price))]
+    if found.best_seconds < found.step_seconds * (1 - TIE):
+        lines += wrapped(
+            "  - ",
+            f"This plan takes {seconds_text(found.step_seconds)}; the search's best takes"
+            f" {seconds_text(found.best_seconds)}, and prices are for that one.",
+        )
+    rows = [SHOCK_HEAD, *map(shock_row, found.shocks)]
+    return (
+        "\n".join(
+            [*lines, "", "If a figure is lower than thought", *aligned(rows, right={1, 2, 3})]
+        )
+        + "\n"
+    )
+
+
+SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
+
+
+def link_name(name: str, kind: str) -> str:
+    """A link tier for people; one that is the memory of a host is no memory of a device."""
+    return f"{name} links" if kind == "memory" else name
+
+
+def shock_row(shock: Shock) -> tuple[str, ...]:
+    """A shock under `SHOCK_HEAD`."""
+    return (
+        f"{shock.what} -{percent_text(1 - shock.factor)}",
+        seconds_text(shock.plan_seconds),
+        seconds_text(shock.best_seconds),
+        seconds_text(shock.regret_seconds),
+        "the same" if not shock.changes else str(shock.best_mesh),
+    )
+
+
+def price_row(price: Price) -> tuple[str, str, str, str]:
+    """Resource, how much there is, one more of it, and what that saves."""
+    if price.kind == "hbm":
+        return (
+            "memory of a device",
+            bytes_text(price.amount),
+            "1 GB",
+            seconds_text(price.saved_seconds),
+        )
+    return (
+        f"{link_name(price.resource, price.kind)} of a device",
+        count_text(price.amount, "B/s"),
+        "1 GB/s",
+        seconds_text(price.saved_seconds),
+    )
+
+
+def break_text(price: Price) -> str:
+    """Where another plan becomes the best, as a sentence."""
+
+    name = price.resource if price.kind == "hbm" else link_name(price.resource, price.kind)
+
+    def amount(value: float) -> str:
+        return bytes_text(value) if price.kind == "hbm" else count_text(value, "B/s")
+
+    if not price.break_amount:
+        reach = f" up to {amount(price.limit)}" if price.limit and price.kind != "hbm" else ""
+        return f"{name}: no amount{reach} changes the plan."
+    same_mesh = "" if price.break_mesh is None else f"{price.break_mesh}, "
+    return (
+        f"{name}: from {amount(price.break_amount)} on another plan is the best,"
+        f" {same_mesh}{seconds_text(price.break_seconds)} a step"
+        f" ({'; '.join(price.break_changes)})."
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers to several questions about a plan, as one value.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Answers to the questions that were asked about a plan; None for the others.
+
+    Attributes:
+        alternatives: the plans that come next.
+        constraints: what holds the plan back.
+        sensitivity: what more memory and faster links are worth, and the regret if a figure is
+            lower.
+        kernels: of a step, beside the roofline.
+    """
+
+    alternatives: tuple[Alternative, ...] | None = None
+    constraints: Constraints | None = None
+    sensitivity: Sensitivity | None = None
+    kernels: Kernels | None = None
+
+    def to_json(self) -> JsonObject:
+        """The answers as plain data, each under its name."""
+        data: dict[str, Any] = {}
+        if self.alternatives is not None:
+            data["alternatives"] = [one.to_json() for one in self.alternatives]
+        if self.constraints is not None:
+            data["constraints"] = self.constraints.to_json()
+        if self.sensitivity is not None:
+            data["sensitivity"] = self.sensitivity.to_json()
+        if self.kernels is not None:
+            data["kernels"] = self.kernels.to_json()
+        return data
+
+    def __str__(self) -> str:
+        texts = [alternatives_text(self.alternatives)] if self.alternatives is not None else []
+        return "\n".join(
+            [
+                *texts,
+                *(
+                    str(one)
+                    for one in (self.constraints, self.sensitivity, self.kernels)
+                    if one is not None
+                ),
+            ]
+        )

@@ -1,0 +1,514 @@
+"""One candidate becomes a plan: its exact price (`candidate_price`), its layouts, its stages, what
+the user should know about it (`findings`, `advice`), and the `Plan` (`assemble`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.cost.collectives import Slot, along, stored
+from shardlib.cost.communication import Placed, collectives
+from shardlib.cost.estimate import Offloaded, StageSeconds
+from shardlib.cost.framework import XLA
+from shardlib.cost.pricing import Totals, combine, estimate, tick_seconds, with_corrections
+from shardlib.cost.stages import Candidates, candidates, dealt, shares_moved, sums
+from shardlib.cost.tables import Pricer, Q
+from shardlib.cost.terms import Item
+from shardlib.cost.variants import (
+    Corner,
+    Saving,
+    Tallies,
+    between,
+    composed,
+    fullest_by_class,
+    looped,
+    mix,
+    offloaded,
+    rematerialised_share,
+    replicated,
+    saving,
+)
+from shardlib.decisions.table import values_of
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import Graph, Problem
+from shardlib.layout import STAGE, MeshShape
+from shardlib.machines.topology import Placement, Topology, place
+from shardlib.planner import findings, layouts
+from shardlib.planner.layouts import activation_layouts
+from shardlib.planner.plan import FrameworkJob, Link, Plan, Search
+from shardlib.planner.stored import Candidate, completed
+from shardlib.planner.workload import (
+    Program,
+    Workload,
+    batch_size,
+    experts_form,
+    prepare,
+    sequence_size,
+)
+from shardlib.report.elements import percent_text, seconds_text
+from shardlib.rules import Rules
+from shardlib.schedules import Pipelines, named
+
+# --------------------------------------------------------------------------------------------------
+# The exact price of one candidate, without any table.
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnMachine:
+    """One candidate on a machine.
+
+    Attributes:
+        load: the model, as the candidate's dtypes and its attention change it.
+        candidate: the decisions.
+        pricer: the machine and the framework.
+        placed: where its axes lie.
+        c: the candidate as an array of one.
+    """
+
+    load: Workload
+    candidate: Candidate
+    pricer: Pricer
+    placed: Placement
+    c: Candidates
+
+    @classmethod
+    def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
+        """A candidate of a model on a topology."""
+        one = candidate.decisions
+        load = load.under(one.dtypes, one.fused)
+        pricer = Pricer(topology.in_use(one.mesh.devices), load.profile)
+        placed = place(one.mesh, topology, one.axis_order)
+        assert placed is not None, f"{one.mesh} does not fit {topology.name}"
+        c = candidates([(one.mesh, placed)], [one.microbatches], pricer.topology)
+        return cls(load=load, candidate=candidate, pricer=pricer, placed=placed, c=c)
+
+    def totals(self) -> Totals:
+        """The price."""
+        return looped(self._without_loops(), self.saving())
+
+    def saving(self) -> Saving | None:
+        """What loops over tensor save; None without any."""
+        one, load = self.candidate, self.load
+        if one.decisions.collective_matmul != "loop" or one.mesh["stage"] > 1:
+            return None
+        return saving(
+            load.programs[one.decisions.remat, one.routes].facts,
+            one.choice,
+            self.placed,
+            self.c,
+            self.pricer,
+            len(load.counts),
+        )
+
+    def tally(self, items: list[Item]) -> Array:
+        """Quantities of items, see `Pricer.tally`."""
+        return self.pricer.tally(items, self.candidate.choice, self.c.shapes, len(self.load.counts))
+
+    def programs(self) -> list[tuple[Program, Array]]:
+        """The program of every remat policy that layers follow, with the part of each segment that
+        does: those of layer groups, what has none, and the embedding and head.
+        """
+        one, groups = self.candidate.decisions, self.candidate.groups
+        layers = [float(each[0]) for each in fullest_by_class(one, self.load.model, self.c)]
+        if groups:
+            shares = [
+                (policy, number / count)
+                for (policy, number), count in zip(groups, layers, strict=True)
+            ]
+        else:
+            share = float(self._share()[0]) if one.remat_layers else 1.0
+            shares = [(one.remat, share)] * len(layers)
+        parts = {
+            policy: np.zeros(len(layers) + 2)
+            for policy in dict.fromkeys((one.remat, *(policy for policy, _ in shares), "none"))
+        }
+        parts[one.remat][len(layers) :] = 1.0
+        for k, (policy, share) in enumerate(shares):
+            parts[policy][k] += share
+            parts["none"][k] += 1 - share
+        return [
+            (self.load.programs[policy, self.candidate.routes], part)
+            for policy, part in parts.items()
+            if part.any()
+        ]
+
+    def once_a_step(self) -> dict[tuple[Slot, str], float]:
+        """Bytes on a device of what moves once a step, by slot and cause: parameters after their
+        update, and layers that are dealt out to stages.
+        """
+        rest = self.tally(self.load.rest)[..., self.c.shape]
+        how, model, profile = self.candidate.decisions, self.load.model, self.pricer.profile
+        found: dict[tuple[Slot, str], float] = {}
+        if how.zero in (1, 2):
+            shares = shares_moved(how, model, self.c, profile)
+            experts = float((rest[:, Q.EXPERTS] * shares).sum())
+            sizes = float((rest[:, Q.PARAMETERS] * shares).sum()) - experts, experts
+            for flag, size in zip((False, True), sizes, strict=True):
+                slot = Slot("gather", stored(experts=flag), "all-gather")
+                found[slot, "updated parameters"] = size
+        parameters, gradients = (
+            (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if how.zero >= 3 else (Q.PARAMETERS, Q.FROZEN),
+            (Q.KEPT_CUT if how.zero >= 2 else Q.KEPT,),
+        )
+        kind = "all-gather" if how.virtual_stages % how.mesh["stage"] else "all-to-all"
+        for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
+            size = dealt(rest[:, rows].sum(1), how, model, self.c, profile)
+            found[Slot("deal", along(STAGE), kind), cause] = float(size[0])
+        return found
+
+    def _without_loops(self) -> Totals:
+        one, load, c = self.candidate, self.load, self.c
+        how = one.decisions
+
+        def priced(work: Array, points: Sequence[Array]) -> Totals:
+            quantities = sums(work, self.tally(load.rest), points, load.model, self.pricer, c)
+            totals = combine(quantities, how, load.model, self.pricer, c)
+            return offloaded(totals, how.offload, self.pricer, c) if how.offload else totals
+
+        def corner(policies: Corner) -> Totals:
+            programs = {policy: load.programs[policy, one.routes] for policy in policies}
+            first = programs[policies[0]]
+            if len(programs) == 1:
+                return priced(self.tally(first.work), [self.tally(items) for items in first.points])
+            parts = {
+                policy: Tallies(
+                    work=self.tally(program.work),
+                    stacks=tuple(self.tally(moment.stacks) for moment in program.moments),
+                    points=tuple(
+                        tuple(map(self.tally, moment.points)) for moment in program.moments
+                    ),
+                )
+                for policy, program in programs.items()
+            }
+            segments = [moment.segment for moment in first.moments]
+            return priced(*composed(policies, parts, segments, load.counts))
+
+        if one.groups:
+            return between(one.groups, fullest_by_class(how, load.model, c), corner)
+        rematerialised = corner((how.remat,))
+        if not how.remat_layers:
+            return rematerialised
+        return mix(corner(("none",)), rematerialised, self._share())
+
+    def _share(self) -> Array:
+        """Part of the layers that rematerialise, where a number of them does."""
+        how = self.candidate.decisions
+        return rematerialised_share(
+            how.remat_layers, how, self.load.model, self.c, self.pricer.profile
+        )
+
+
+def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
+    """Prices one candidate on its own.
+
+    Returns:
+        Seconds and bytes, arrays of one candidate.
+    """
+    return OnMachine.of(load, topology, candidate).totals()
+
+
+# --------------------------------------------------------------------------------------------------
+# What is worth a word about matmuls that several devices compute alike (`shardlib.cost.variants`).
+
+#: Share of a step from which it is worth a word.
+WORTH = 0.01
+#: Ops that are named at most.
+NAMED = 4
+
+
+@diagnostic
+def of_replicated(
+    found: Mapping[tuple[str, ...], Mapping[str, float]], mesh: MeshShape, step_seconds: float
+) -> tuple[Finding, ...]:
+    """What the user should know: for each set of mesh axes, how many seconds of a step, and what
+    computes the most of them.
+
+    Args:
+        found: seconds by axes and op, see `shardlib.cost.variants.replicated`.
+        step_seconds: of the step.
+    """
+    worth = {
+        axes: ops for axes, ops in sorted(found.items()) if sum(ops.values()) > WORTH * step_seconds
+    }
+    return tuple(_finding(axes, ops, mesh, step_seconds) for axes, ops in worth.items())
+
+
+def _finding(
+    axes: tuple[str, ...], ops: Mapping[str, float], mesh: MeshShape, step_seconds: float
+) -> Finding:
+    total, most = sum(ops.values()), sorted(ops.items(), key=lambda one: (-one[1], one[0]))
+    listed = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in most[:NAMED]) + (
+        f" and {len(most) - NAMED} more" if len(most) > NAMED else ""
+    )
+    over = " x ".join(f"{axis}={mesh[axis]}" for axis in axes)
+    return Finding(
+        code="replicated-compute",
+        severity="warning",
+        where="·".join(axes),
+        hint="an axis of a size that divides their dims, or devices on another axis",
+        message=(
+            f"matmuls and convolutions that take {seconds_text(total)} of a step"
+            f" ({percent_text(total / step_seconds)}) are replicated over {over}, and each of its"
+            f" {mesh.ways(axes)} devices computes all of them: {listed}."
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a pipeline in one program would take as per-stage programs, on simulated devices.
+#
+# Stages in lockstep compute in every tick, also where they have no microbatch. On devices of their
+# own that time is idle anyway; simulated devices share the cores of one machine and lose it
+# (docs/pipelines.md has measured ratios). Per-stage programs are called by one process, so a plan
+# for several hosts is not made of them by itself: a finding says what they would give.
+
+#: Shares of a step below which a difference of predictions is not spoken of.
+TOLD = 0.05
+
+
+@diagnostic
+def faster_as_programs(
+    load: Workload, topology: Topology, candidate: Candidate, plan: Plan
+) -> tuple[Finding, ...]:
+    """A finding where stages of one program on simulated devices would be faster as programs of
+    their own.
+    """
+    if (
+        load.profile.name != XLA.name
+        or any(tier.kind != "memory" for tier in topology.tiers)
+        or not _can_be_programs(plan)
+    ):
+        return ()
+    apart = replace(
+        candidate, decisions=replace(candidate.decisions, pipeline="programs", gather="use")
+    )
+    profile = replace(load.profile, pipeline="asynchronous")
+    other = prepare(load.problem, load.vendor, profile, load.framework)
+    seconds = float(price(other, topology, apart).step_seconds[0])
+    if seconds > (1 - TOLD) * plan.estimate.step_seconds:
+        return ()
+    return (
+        Finding(
+            code="faster-as-programs",
+            severity="info",
+            where=f"stage={plan.mesh['stage']}",
+            message=(
+                f"as per-stage programs a step is predicted to take {seconds_text(seconds)} instead"
+                f" of {seconds_text(plan.estimate.step_seconds)}: in one program stages also"
+                " compute where they have no microbatch, and simulated devices share their cores"
+            ),
+            hint="pipeline=programs, where one process has all devices",
+        ),
+    )
+
+
+def _can_be_programs(plan: Plan) -> bool:
+    """Whether the stages of a plan are one program, and could be programs of their own."""
+    if plan.mesh["stage"] == 1 or plan.pipeline != "lockstep":
+        return False
+    shape = Pipelines.one(
+        stages=plan.mesh["stage"],
+        chunks=plan.virtual_stages,
+        microbatches=plan.microbatches // plan.accumulation,
+        lockstep=False,
+    )
+    return bool(named(plan.schedule).fits(shape)[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# What a stage of a pipeline does with one microbatch, and for how long.
+#
+# The step graph says what a stage does forward and backward; the forward pass is priced on its
+# own, as a program that ends where the backward pass begins. The rest is backward.
+
+
+def stage_seconds(one: OnMachine) -> StageSeconds | None:
+    """Seconds of one microbatch on the slowest stage; None without stages, and where layer groups
+    follow policies of their own.
+    """
+    candidate, load = one.candidate, one.load
+    how = candidate.decisions
+    if candidate.mesh["stage"] == 1 or candidate.groups:
+        return None
+    rematerialised = _seconds(one, load.programs[how.remat, candidate.routes])
+    if not how.remat_layers:
+        return rematerialised
+    fast = _seconds(one, load.programs["none", candidate.routes])
+    share = float(
+        rematerialised_share(how.remat_layers, how, load.model, one.c, one.pricer.profile)[0]
+    )
+    return replace(
+        rematerialised,
+        **{
+            name: getattr(fast, name) * (1 - share) + getattr(rematerialised, name) * share
+            for name in ("forward", "backward", "weights")
+        },
+    )
+
+
+def _seconds(one: OnMachine, program: Program) -> StageSeconds:
+    model, how, pricer, c = one.load.model, one.candidate.decisions, one.pricer, one.c
+    stored = one.tally(one.load.rest)
+    both, ahead = (
+        sums(one.tally(items), stored, [], model, pricer, c)
+        for items in (program.work, program.forward)
+    )
+    # of the two messages of a microbatch, one goes forward
+    roles = replace(ahead.collectives, passes=ahead.collectives.passes / 2)
+    ahead = replace(ahead, collectives=roles)
+    whole, forward = (float(tick_seconds(part, how, model, pricer, c)[0]) for part in (both, ahead))
+    weights = float(both.kernels.weights[0]) / one.candidate.mesh["stage"]
+    return StageSeconds(
+        forward=forward,
+        backward=whole - forward - weights,
+        weights=weights,
+        lockstep=pricer.profile.pipeline == "lockstep",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Builds the plan of one candidate: layouts, estimate, findings.
+
+
+def assemble(
+    load: Workload,
+    topology: Topology,
+    candidate: Candidate,
+    certificate: Search,
+    *,
+    rules: Rules | None = None,
+    left_out: tuple[str, ...] = (),
+    most: int = 0,
+    pinned: bool = False,
+) -> Plan:
+    """Builds the plan of a candidate."""
+    one = OnMachine.of(load, topology, candidate)
+    given, load, how, saved = load, one.load, candidate.decisions, one.saving()
+    problem, colouring = load.problem, load.colouring
+    compute, stored = (
+        (candidate.choice.rules(), None)
+        if rules is None
+        else layouts.split_rules(rules, colouring.batch_colour)
+    )
+    programs = one.programs()
+    listed = collectives(
+        [(program.work, part) for program, part in programs],
+        candidate.choice,
+        how,
+        one.once_a_step(),
+        Placed(mesh=how.mesh, placement=one.placed, candidate=one.c),
+        load.model,
+        one.pricer,
+        saved.messages if saved else {},
+    )
+    cost = estimate(
+        one.totals(),
+        0,
+        listed=listed,
+        tokens=problem.tokens,
+        model_flops=model_flops(problem),
+        mesh=how.mesh,
+        peak_flops_per_s=topology.in_use(how.mesh.devices).chip.peak(problem.compute_dtype),
+    )
+    decisions = completed(candidate, experts_form(problem), load.class_names, rules=compute)
+    plan = Plan(
+        **values_of(decisions),
+        model=problem.model,
+        topology=topology.name,
+        placement=_placement(one.placed, topology),
+        parameters=layouts.parameter_layouts(
+            problem, colouring.parameters, load.frozen, how.mesh, compute, how.zero, stored
+        ),
+        activations=activation_layouts(
+            programs[0][0].facts,
+            candidate.choice,
+            how.mesh,
+            how.context if how.mesh["context"] > 1 else "none",
+            load.class_names,
+        ),
+        batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
+        estimate=replace(
+            with_corrections(cost, topology),
+            stage=stage_seconds(one),
+            offloaded=_offloaded(given, topology, one),
+        ),
+        search=certificate,
+        framework=_framework(load),
+    )
+    alike = replicated(
+        [(program.facts, part) for program, part in programs],
+        candidate.choice,
+        how,
+        how.mesh,
+        one.c,
+        load.model,
+        one.pricer,
+    )
+    return plan.with_findings(
+        *findings.notes(load, topology, plan, left_out, most, pinned),
+        *findings.unused_loops(plan, len(saved.messages) if saved else 0),
+        *findings.unpriced(plan, topology),
+        *faster_as_programs(given, topology, candidate, plan),
+        *of_replicated(alike, how.mesh, plan.estimate.step_seconds),
+    )
+
+
+def _framework(load: Workload) -> FrameworkJob | None:
+    """The framework that runs the plan, with the sizes of the job."""
+    if load.framework is None:
+        return None
+    experts = load.colouring.colours[load.expert].divisor if load.expert else 1
+    return FrameworkJob(
+        name=load.framework.name,
+        profile=load.profile.name,
+        vendor=load.vendor,
+        batch=batch_size(load.problem, load.colouring),
+        sequence=sequence_size(load.problem, load.colouring),
+        layers=max(load.counts, default=0),
+        compute_dtype=load.problem.compute_dtype,
+        experts=experts,
+    )
+
+
+def _offloaded(load: Workload, topology: Topology, one: OnMachine) -> Offloaded | None:
+    """What the same plan would need and take with nothing offloaded, over what it does."""
+    if not one.candidate.decisions.offload:
+        return None
+    less, more = one.totals(), price(load, topology, one.candidate.but(offload=()))
+    return Offloaded(
+        device_bytes=float(more.peak_bytes[0] - less.peak_bytes[0]),
+        seconds=max(0.0, float(less.step_seconds[0] - more.step_seconds[0])),
+    )
+
+
+def _placement(placed: Placement, topology: Topology) -> tuple[tuple[str, tuple[Link, ...]], ...]:
+    return tuple(
+        (axis, tuple(Link(kind=topology.tiers[span.tier].kind, ways=span.ways) for span in parts))
+        for axis, parts in placed.items()
+    )
+
+
+def model_flops(problem: Problem) -> float:
+    """FLOPs that a step needs with no recomputation: three times the matmuls and convolutions of
+    the forward pass, or those of the step, where these are fewer.
+
+    A matmul's backward pass is two matmuls of the same size (Kaplan et al., arXiv:2001.08361,
+    section 2.1). There are fewer where parameters are frozen, and where nobody asks for the
+    gradient of an operand, such as that of the batch.
+    """
+    usual, plain = 3 * _matmul_flops(problem.forward), problem.steps.get("none")
+    return usual if plain is None else min(usual, _matmul_flops(plain.graph))
+
+
+def _matmul_flops(graph: Graph) -> float:
+    """FLOPs of the matmuls and convolutions of a graph."""
+    return sum(
+        op.flops * graph.trips(op.region)
+        for op in graph.ops
+        if op.category in ("matmul", "convolution")
+    )

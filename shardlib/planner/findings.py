@@ -1,0 +1,614 @@
+"""What the user should know about a plan, beside its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from shardlib.cost import experts as capped
+from shardlib.cost.roofline import BALANCED, dropped_share
+from shardlib.cost.tables import Pricer
+from shardlib.decisions.pins import Pins
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import ITEMSIZE
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology
+from shardlib.planner import layouts
+from shardlib.planner.layouts import Situation, situation_of
+from shardlib.planner.plan import Plan
+from shardlib.planner.space import coupled
+from shardlib.planner.workload import Workload
+from shardlib.report.elements import bytes_text, count_text, percent_text, ratio_text, seconds_text
+from shardlib.schedules import ONE_F_ONE_B, named
+
+# --------------------------------------------------------------------------------------------------
+# Rules of thumb: what an experienced colleague would say about a plan.
+#
+# Each has its source, and is held against a finished plan. The planner minimises the time of a
+# step within its cost model; these rules speak of what the model does not see (does such a batch
+# still converge? is a simpler plan as good?) or of what it sees and does not say (why is the
+# utilisation low?). They change nothing: every rule is a function from a `Situation` to at most
+# one `Finding`.
+
+#: Plain data parallelism that is at most this much slower is worth its simplicity; the threshold is
+#: ours.
+SIMPLER = 1.05
+#: Microbatches per stage from which on the bubble of a pipeline is negligible: GPipe (Huang et al.,
+#: arXiv:1811.06965, section 2.3) finds "M >= 4 x K".
+PER_STAGE = 4
+#: A share of memory that predictions are not exact enough to plan with: their median error against
+#: compiled programs is about 5% (docs/verification.md).
+TIGHT = 0.05
+#: Extents from which on a dim should be made of whole tiles; the padding of smaller ones is the
+#: model's own affair.
+LARGE_EXTENT = 512
+#: Multiples of a dim, (at least, better), by vendor: NVIDIA's "Matrix multiplication background"
+#: asks for multiples of 16 bytes for tensor cores and of 128 bytes on A100 and later, 8 and 64
+#: numbers of 16 bits; a TPU's matrix unit and lanes are 128 wide (jax-ml/scaling-book, tpus.md).
+MULTIPLES: Mapping[str, tuple[int, int]] = {"nvidia": (8, 64), "google": (128, 128), "cpu": (1, 1)}
+#: Kaplan et al., arXiv:2001.08361: L(N) = (N_C/N)^ALPHA_N (equation 1.1) and B_crit(L) = B_STAR /
+#: L^(1/ALPHA_B) tokens (equation 1.4).
+N_C, ALPHA_N, B_STAR, ALPHA_B = 8.8e13, 0.076, 2e8, 0.21
+
+
+@diagnostic
+def advise(situation: Situation) -> tuple[Finding, ...]:
+    """What the rules have to say about a plan."""
+    found = (rule(situation) for rule in RULES)
+    return tuple(finding for finding in found if finding is not None)
+
+
+def plain_data_parallel(at: Situation) -> Finding | None:
+    """Small models should be plain data parallel (jax-ml/scaling-book, training.md: it needs no
+    gathers, and communicates only gradients).
+    """
+    plan = at.plan
+    plain = MeshShape(data=plan.mesh.devices)
+    if plan.mesh.devices == 1 or plan.mesh == plain:
+        return None
+    other = next(
+        (one for one in plan.search.rejected if one.mesh == plain and one.reason == "slower"), None
+    )
+    if other is None or other.step_seconds > SIMPLER * plan.estimate.step_seconds:
+        return None
+    return Finding(
+        code="plain-data-parallel",
+        severity="info",
+        where=str(plan.mesh),
+        message=(
+            f"plain data parallelism over {plain} fits, too, and takes"
+            f" {ratio_text(other.step_seconds / plan.estimate.step_seconds)} the time; it is"
+            " simpler"
+        ),
+        hint=f"pin the mesh to {{'data': {plan.mesh.devices}}} (jax-ml/scaling-book, training.md)",
+    )
+
+
+def tensor_leaves_fast_domain(at: Situation) -> Finding | None:
+    """Tensor parallelism belongs inside a node (Narayanan et al., arXiv:2104.04473, takeaway 1: up
+    to degree g on servers of g GPUs).
+    """
+    links = dict(at.plan.placement).get("tensor", ())
+    slow = [link for link in links if link.kind == "network"]
+    if not slow:
+        return None
+    return Finding(
+        code="tensor-leaves-fast-domain",
+        severity="warning",
+        where=f"tensor={at.plan.mesh['tensor']}",
+        message=(
+            f"the tensor axis runs over the slow network ({slow[0].ways} ways of it); its"
+            " collectives are in the way of every layer"
+        ),
+        hint=(
+            "a tensor axis inside the fast domain, with stages or fsdp across the network"
+            " (arXiv:2104.04473, takeaway 1)"
+        ),
+    )
+
+
+def few_microbatches(at: Situation) -> Finding | None:
+    """A pipeline wants at least as many microbatches as stages, better four times as many (GPipe,
+    arXiv:1811.06965, section 2.3).
+    """
+    stages, micro = at.plan.mesh["stage"], at.plan.microbatches // at.plan.accumulation
+    if (
+        stages == 1
+        or micro >= PER_STAGE * stages
+        or (named(at.plan.schedule).backward_in_two and micro >= stages)
+    ):
+        return None
+    bubble = at.plan.estimate.seconds.bubble / (at.plan.estimate.step_seconds or 1.0)
+    return Finding(
+        code="few-microbatches",
+        severity="warning" if micro < stages else "info",
+        where=f"stage={stages}",
+        message=(
+            f"{micro} microbatches{' at a time' if at.plan.accumulation > 1 else ''} for {stages}"
+            f" stages leave the stages idle for {percent_text(bubble)} of a step"
+        ),
+        hint=(
+            f"at least {PER_STAGE * stages} microbatches: a larger batch, or fewer data ways"
+            " (arXiv:1811.06965, section 2.3)"
+        ),
+    )
+
+
+def critical_batch_tokens(weights: int) -> float:
+    """The batch beyond which a language model of so many weights, trained to convergence, gains
+    little from more, tokens.
+
+    Kaplan et al., arXiv:2001.08361, equations 1.1 and 1.4, measured on dense models of up to 1.5
+    billion weights.
+    """
+    loss = (N_C / weights) ** ALPHA_N
+    return B_STAR / loss ** (1 / ALPHA_B)
+
+
+def batch_beyond_critical(at: Situation) -> Finding | None:
+    """A batch above the critical size B_crit needs 1 + B / B_crit times the least number of tokens
+    (McCandlish et al., arXiv:1812.06162, equation 2.11).
+    """
+    tokens = at.plan.estimate.tokens
+    if not at.language or at.weights < 1:
+        return None
+    critical = critical_batch_tokens(at.weights)
+    if tokens <= critical:
+        return None
+    return Finding(
+        code="batch-beyond-critical",
+        severity="info",
+        where=f"{count_text(tokens)} tokens",
+        message=(
+            f"the batch of {count_text(tokens)} tokens is beyond the {count_text(critical)} that"
+            " are known to help a dense model of this size; by that measure the run needs"
+            f" {ratio_text(1 + tokens / critical)} the tokens of a small batch"
+        ),
+        hint=(
+            "a smaller batch, or a measurement of the gradient noise (arXiv:1812.06162, equation"
+            " 2.11; arXiv:2001.08361, equation 1.4; arXiv:2410.21676 finds that more training data"
+            " allow larger batches)"
+        ),
+    )
+
+
+def below_ridge(at: Situation) -> Finding | None:
+    """A device needs enough tokens to make its matmuls limited by compute (jax-ml/scaling-book,
+    roofline.md: 240 on a TPU v5e, 295 on an H100, in bfloat16).
+    """
+    chip = at.topology.chip
+    ridge = chip.peak(at.compute_dtype) / chip.hbm_bytes_per_s * at.itemsize / 2
+    if at.device_tokens >= ridge:
+        return None
+    return Finding(
+        code="below-ridge",
+        severity="info",
+        where=f"{count_text(math.ceil(at.device_tokens))} tokens a device",
+        message=(
+            f"a device works on {count_text(math.ceil(at.device_tokens))} tokens at once, and a"
+            f" matmul with weights is limited by memory below {count_text(math.ceil(ridge))} on"
+            f" {chip.name}"
+        ),
+        hint=(
+            "a larger batch, fewer microbatches or fewer devices (jax-ml/scaling-book, roofline.md)"
+        ),
+    )
+
+
+def fsdp_over_slow_network(at: Situation) -> Finding | None:
+    """Gathering parameters hides behind compute where B/X > C/W, B/X tokens a device
+    (jax-ml/scaling-book, training.md and gpus.md).
+    """
+    plan, links = at.plan, dict(at.plan.placement).get("fsdp", ())
+    if plan.zero < 3 or not any(link.kind == "network" for link in links):
+        return None
+    rates = [tier.bytes_per_s for tier in at.topology.tiers if tier.kind == "network"]
+    if not rates:
+        return None
+    inside = math.prod(
+        link.ways for link in links if link.kind != "network"
+    )  # neighbours gather different parts over their own ports, and share them
+    least = at.topology.chip.peak(at.compute_dtype) / (min(rates) * inside) * at.itemsize / 2
+    if at.device_tokens >= least:
+        return None
+    return Finding(
+        code="fsdp-over-slow-network",
+        severity="info",
+        where=f"fsdp={plan.mesh['fsdp']}",
+        message=(
+            "parameters are gathered over the slow network with"
+            f" {count_text(math.ceil(at.device_tokens))} tokens a device; below"
+            f" {count_text(math.ceil(least))} the gathers cannot hide behind compute"
+        ),
+        hint=(
+            "fsdp inside the fast domain and data across it, fewer microbatches, or a larger batch"
+            " (jax-ml/scaling-book, training.md, gpus.md)"
+        ),
+    )
+
+
+def memory_tight(at: Situation) -> Finding | None:
+    """A plan that fills memory to the last twentieth may not fit where no margin is held back:
+    predictions are not that exact (docs/verification.md).
+    """
+    usable, peak = at.topology.chip.usable_bytes, at.plan.estimate.device_bytes.peak
+    if at.plan.estimate.margin > 1 or peak <= (1 - TIGHT) * usable:
+        return None
+    return Finding(
+        code="memory-tight",
+        severity="warning",
+        where=bytes_text(peak),
+        message=(
+            f"the plan needs {bytes_text(peak)} of the {bytes_text(usable)} that a device has,"
+            f" {percent_text(1 - peak / usable)} spare; predictions of memory are not that exact"
+        ),
+        hint="`shardlib verify`, or --refine, which ask the real compiler",
+    )
+
+
+def pipeline_on_gpus(at: Situation) -> Finding | None:
+    """XLA for GPUs copies the stacks of saved activations between the loops of a pipeline in one
+    program where it wants them in another order of dims, in some programs more of them than are
+    priced (docs/verification.md).
+    """
+    one_program = at.plan.mesh["stage"] > 1 and at.plan.pipeline == "lockstep"
+    own = at.plan.framework is None  # others make no such program
+    if at.topology.chip.vendor != "nvidia" or not one_program or not own:
+        return None
+    return Finding(
+        code="pipeline-on-gpus",
+        severity="warning",
+        where=f"stage={at.plan.mesh['stage']}",
+        message=(
+            "XLA for GPUs may copy what a pipeline in one program saves of its layers; programs"
+            " may need a fifth more memory than predicted"
+        ),
+        hint="`shardlib verify`, or --refine, which ask the real compiler; or pipeline=programs",
+    )
+
+
+def odd_sizes(at: Situation) -> Finding | None:
+    """Large dims should be multiples of what the matrix units are made for (NVIDIA, Matrix
+    multiplication background; jax-ml/scaling-book, tpus.md).
+    """
+    least, better = MULTIPLES[at.topology.chip.vendor]
+    odd: dict[str, int] = {}
+    for parameter in at.plan.parameters:
+        if len(parameter.shape) < 2:
+            continue
+        parts = parameter.compute.parts(at.plan.mesh)
+        for extent, ways, name in zip(parameter.shape, parts, parameter.colours, strict=True):
+            if extent >= LARGE_EXTENT and extent // ways % better:
+                odd[name or str(extent)] = extent // ways
+    if not odd:
+        return None
+    listed = ", ".join(f"{name} ({size:,})" for name, size in sorted(odd.items()))
+    return Finding(
+        code="odd-sizes",
+        severity="warning" if any(size % least for size in odd.values()) else "info",
+        where=", ".join(sorted(odd)),
+        message=(
+            f"dims whose part on a device is no multiple of {better}: {listed}; matrix units"
+            " compute with padding"
+        ),
+        hint=f"pad them to a multiple of {better} in the model, as vocabularies commonly are",
+    )
+
+
+#: All rules, in the order in which they speak.
+RULES: tuple[Callable[[Situation], Finding | None], ...] = (
+    plain_data_parallel,
+    tensor_leaves_fast_domain,
+    few_microbatches,
+    batch_beyond_critical,
+    below_ridge,
+    fsdp_over_slow_network,
+    memory_tight,
+    pipeline_on_gpus,
+    odd_sizes,
+)
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Part of a step that is too little to warn of.
+_LITTLE = 0.01
+
+
+@diagnostic
+def notes(
+    load: Workload,
+    topology: Topology,
+    plan: Plan,
+    left_out: tuple[str, ...],
+    most: int,
+    pinned: bool,
+) -> tuple[Finding, ...]:
+    """Findings about a finished plan."""
+    found = [
+        *load.problem.forward.findings,
+        *load.colouring.findings,
+        *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
+    ]
+    found += _idle_devices(plan, topology, most, pinned)
+    found += _doubled(load, plan)
+    found += coupled(load.problem.rows, plan.microbatches)
+    found += _kept(load, plan) + _dropping(load, topology, plan)
+    found += advise(situation_of(load, topology, plan))
+    found += [
+        Finding(
+            code="corrected",
+            severity="info",
+            where=one.quantity,
+            message=f"the prediction is corrected: {one}",
+        )
+        for one in plan.estimate.corrections
+        if one.quantity != "margin"
+    ]
+    found += [
+        Finding(
+            code="unknown-compiler",
+            severity="info",
+            where=topology.chip.name,
+            message=(
+                "nothing was learned of the compiler for this chip: plans leave"
+                f" {percent_text(1 - 1 / one.factor)} of its memory to what a program may need"
+                " beyond the prediction"
+            ),
+            hint="[corrections] margin in a topology file, or `shardlib verify`",
+        )
+        for one in plan.estimate.corrections
+        if one.unknown
+    ]
+    found += _left_out(load, plan, left_out)
+    return tuple(found)
+
+
+@diagnostic
+def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Finding]:
+    """Dimensions that were not tried in all sets with others and that the plan does not shard, and
+    how much longer a step takes for it at most.
+    """
+    ways, colours = plan.mesh["tensor"], load.colouring.colours
+    cut = {name for name, axes in plan.rules.entries if ways > 1 and "tensor" in axes}
+    names = [name for name in left_out if name not in cut and colours[name].divisor % ways == 0]
+    if not names:
+        return []
+    total = plan.estimate.step_seconds
+    most = plan.estimate.seconds.compute * _share_computed_whole(load, plan, cut, names)
+    if ways == 1:
+        cost = "this plan shards nothing over tensor"
+    elif most < _LITTLE * total:
+        cost = "hardly anything is computed more often for it"
+    else:
+        cost = (
+            f"their matmuls are computed by each of the {ways} devices of tensor, which is at most"
+            f" {seconds_text(most)} of a step of {seconds_text(total)}"
+        )
+    return [
+        Finding(
+            code="dimensions-left-out",
+            severity="warning" if ways > 1 and most >= _LITTLE * total else "info",
+            message=(
+                f"of {len(load.colouring.shardable)} dimensions {', '.join(names)} were tried one"
+                " after the other in the fastest plans, not in every set with others, and are not"
+                f" sharded: {cost}"
+            ),
+            hint="the same logical axis for dims that may be sharded alike, which are one"
+            " dimension then",
+        )
+    ]
+
+
+def _share_computed_whole(load: Workload, plan: Plan, cut: set[str], names: Sequence[str]) -> float:
+    """Part of a device's FLOPs that would go where some colours were sharded over tensor, too."""
+    policy = plan.remat if plan.remat in load.problem.steps else "none"
+    graph, colours = load.problem.steps[policy].graph, load.colouring.steps[policy]
+    ways, whole, everything = plan.mesh["tensor"], 0.0, 0.0
+    for op in graph.ops:
+        if op.category in ("matmul", "convolution"):
+            mine = {name for value in (*op.operands, *op.results) for name in colours[value]}
+            flops = op.flops * graph.trips(op.region)
+            everything += flops / ways if mine & cut else flops
+            whole += 0.0 if mine & cut or mine.isdisjoint(names) else flops
+    return whole / everything * (1 - 1 / ways) if everything else 0.0
+
+
+@diagnostic
+def _idle_devices(plan: Plan, topology: Topology, most: int, pinned: bool) -> list[Finding]:
+    """Devices that the plan leaves idle: because the mesh is pinned, because no mesh could use
+    them, or because it is faster so.
+    """
+    used = plan.mesh.devices
+    if used >= topology.devices:
+        return []
+    larger = [r for r in plan.search.rejected if r.mesh.devices > used and r.reason == "slower"]
+    said = f"the plan uses {used} of {topology.devices} devices: "
+    if pinned:
+        return [
+            Finding(
+                code="idle-devices",
+                severity="info",
+                message=f"{said}the mesh is pinned to {plan.mesh}",
+                hint="pins of single axes (mesh.tensor=2), which leave the others to the planner",
+            )
+        ]
+    if larger:
+        best = min(larger, key=lambda r: r.step_seconds)
+        return [
+            Finding(
+                code="idle-devices",
+                severity="info",
+                message=(
+                    f"{said}with {best.mesh.devices} ({best.mesh}) a step would take"
+                    f" {best.step_seconds / plan.estimate.step_seconds:.2f} times as long"
+                ),
+                hint="a larger batch, or a smaller machine",
+            )
+        ]
+    if most > used:
+        return [
+            Finding(
+                code="idle-devices",
+                severity="info",
+                message=f"{said}no plan on more that fits is faster",
+                hint="a larger batch, or a smaller machine",
+            )
+        ]
+    return [
+        Finding(
+            code="idle-devices",
+            severity="warning",
+            message=f"{said}no mesh of more devices divides the batch and the model",
+            hint="a batch that is a multiple of the number of devices",
+        )
+    ]
+
+
+@diagnostic
+def _kept(load: Workload, plan: Plan) -> list[Finding]:
+    """Zero-bubble stages in lockstep that recompute: what gradients of weights are made from waits
+    whatever is recomputed, and the estimate does not know it.
+    """
+    if (
+        not named(plan.schedule).backward_in_two
+        or plan.remat == "none"
+        or load.profile.pipeline != "lockstep"
+    ):
+        return []
+    return [
+        Finding(
+            code="zero-bubble-keeps",
+            severity="warning",
+            where=f"remat={plan.remat}",
+            message=(
+                f"a {plan.schedule} pipeline keeps what the gradients of weights are made from, for"
+                f" {plan.mesh['stage']} microbatches and whatever is recomputed; the predicted"
+                " memory does not have it: programs of Llama 2 7B were compiled to twice what was"
+                " predicted"
+            ),
+            hint=f"shardlib.verify before such a plan is run, or schedule={ONE_F_ONE_B.name!r}",
+        )
+    ]
+
+
+@diagnostic
+def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
+    """A finding where loops over tensor are pinned and take the place of no collective of the
+    plan.
+    """
+    if plan.collective_matmul != "loop" or replaced:
+        return ()
+    why = (
+        "the stages of a pipeline have none"
+        if plan.mesh["stage"] > 1
+        else (
+            "nothing is sharded over tensor"
+            if plan.mesh["tensor"] == 1
+            else (
+                "the residual stream is not sharded along the sequence"
+                if not plan.sequence_parallel
+                else "no matmul of a weight gathers or scatters the sequence"
+            )
+        )
+    )
+    return (
+        Finding(
+            code="collective-matmul-unused",
+            severity="warning",
+            where=str(plan.mesh),
+            message=f"collective_matmul='loop' changes nothing: {why}",
+            hint="a mesh with tensor and without stages, and sequence_parallel=True",
+        ),
+    )
+
+
+@diagnostic
+def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
+    """What experts with a capacity are expected to drop; the price does not depend on it."""
+    known = Pricer(topology, load.profile).constants.skew
+    skew = BALANCED if known is None else known
+
+    def dropped(layer: capped.Capped) -> float:
+        assignments = layer.assignments / plan.microbatches
+        return dropped_share(assignments, layer.experts, layer.factor, skew)
+
+    return [
+        Finding(
+            code="drops-tokens",
+            severity="info",
+            where=f"{layer.experts} experts",
+            message=(
+                f"an expert takes at most {layer.factor:.3g} times the mean load; about"
+                f" {dropped(layer):.2g} of the assignments are expected to be dropped, where the"
+                f" popularity of experts varies by {skew:.2g} of its mean"
+            ),
+            hint='a step counts them as "dropped"; a larger capacity drops less',
+        )
+        for layer in dict.fromkeys(capped.layers(load.problem.forward).values())
+    ]
+
+
+@diagnostic
+def without_effect(pins: Pins, plan: Plan) -> tuple[Finding, ...]:
+    """Pins that decide nothing in a plan: what they are about is not there."""
+    if not pins.axis_order or set(pins.axis_order) & set(plan.mesh):
+        return ()
+    names = ", ".join(pins.axis_order)
+    return (
+        Finding(
+            code="pin-without-effect",
+            severity="warning",
+            where="axis_order",
+            message=(
+                f"axis_order names {names}, of which the mesh {plan.mesh} has none: the pin has no"
+                " effect."
+            ),
+            hint=f"pin the axis, too, e.g. mesh.{pins.axis_order[0]}=2, or leave the pin out",
+        ),
+    )
+
+
+@diagnostic
+def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
+    """A finding where a plan puts state on disks whose rate is not known."""
+    if "disk" not in plan.offload or topology.chip.disk_bytes_per_s:
+        return ()
+    return (
+        Finding(
+            code="disk-rate",
+            severity="warning",
+            where="offload=disk",
+            message=(
+                "optimizer state is read from disk and written back in every step, and"
+                f" {topology.name} does not give the rate: the step will take longer than predicted"
+            ),
+            hint="disk_bytes_per_s in the chip of a topology file",
+        ),
+    )
+
+
+@diagnostic
+def _doubled(load: Workload, plan: Plan) -> list[Finding]:
+    """Colours that the plan shards and that occur twice in some value, such as the sequence in
+    attention scores.
+    """
+    colouring, forward = load.colouring, load.problem.forward
+    cut = {name for name, axes in plan.rules.entries if any(axis in plan.mesh for axis in axes)}
+    twice: dict[str, int] = {}
+    for value, name in colouring.conflicts(forward, colouring.forward):
+        twice.setdefault(name, value)
+    return [
+        Finding(
+            code="colour-twice",
+            severity="info",
+            where=f"value of shape {forward.values[twice[name]].shape}",
+            message=(
+                f"{name!r} occurs twice in one value"
+                f" ({', '.join(axis or '-' for axis in colouring.forward[twice[name]])}); the first"
+                " of the two is sharded there"
+            ),
+        )
+        for name in sorted(twice)
+        if name in cut
+    ]

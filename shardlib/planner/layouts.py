@@ -1,0 +1,635 @@
+"""The main activations of a step, and how they are sharded.
+
+They are read off the step graph that was priced: the residual stream of every layer group, what
+goes into matmuls of weights and comes out of them, and what goes into kernels of attention and
+comes out. Gradients of activations are listed where they are moved.
+
+    x [batch, seq_tensor, embed] --all-gather--> [batch, seq, embed]
+    x W = h [batch, seq, mlp_tensor]
+    h V = partial sums [batch, seq, embed] --reduce-scatter--> [batch, seq_tensor, embed]
+
+step_layouts.py   how values of a step graph are sharded under a choice on a mesh
+of_attention.py   what kernels of attention read and make
+listing.py        the list
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardlib.cost.attention import FORWARD, KERNELS
+from shardlib.cost.experts import routed_values
+from shardlib.cost.facts import Facts
+from shardlib.cost.items import fused_parameters, reductions_of
+from shardlib.cost.terms import Needed
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import ITEMSIZE, Op, Problem
+from shardlib.layout import (
+    BATCH_AXES,
+    COMPUTE_AXES,
+    STORED_AXES,
+    TOKEN_AXES,
+    Layout,
+    LogicalAxes,
+    MeshShape,
+)
+from shardlib.machines.topology import Topology
+from shardlib.planner.plan import ParameterLayout, Plan
+from shardlib.planner.stored import ActivationLayout, Move, together
+from shardlib.planner.workload import Workload
+from shardlib.propagation.colours import TOKENS, Choice, Cut, kinds
+from shardlib.rules import Rules
+
+# --------------------------------------------------------------------------------------------------
+# A step graph under a choice on a mesh: how its values are sharded, held and in use.
+
+#: An activation, and the number of an op that makes or reads it.
+Listed = tuple[int, ActivationLayout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLayouts:
+    """A step graph under a choice on a mesh."""
+
+    facts: Facts
+    choice: Choice
+    mesh: MeshShape
+    context: str
+
+    def layout(self, cut: Cut, shape: Sequence[int]) -> Layout:
+        """The layout of a cut, without what does not divide the dims."""
+        dims = (tuple(axis for kind in kinds(part) for axis in self.axes(kind)) for part in cut)
+        return Layout(
+            *(
+                axes if size % self.mesh.ways(axes) == 0 else ()
+                for axes, size in zip(dims, shape, strict=True)
+            )
+        )
+
+    def axes(self, kind: str) -> tuple[str, ...]:
+        """The axes of the mesh of a kind."""
+        names = BATCH_AXES if kind == "batch" else (kind,)
+        return tuple(axis for axis in names if axis in self.mesh)
+
+    def held(self, value: int) -> Layout:
+        """The layout of a value between operations."""
+        return self.layout(self.facts.value_cut(value, self.choice), self.shape(value))
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Elements per dim."""
+        return self.facts.graph.values[value].shape
+
+    def inside(self, index: int, value: int) -> Layout:
+        """The layout of an operand or a result of an op while it runs."""
+        op, cut = self.facts.graph.ops[index], self.facts.op_cut(index, self.choice)
+        dims = dict(
+            zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+        )[value]
+        majors = [op.rule.major(dim) for dim in dims]
+        plain = self.layout(
+            tuple(None if major is None else cut[major] for major in majors), self.shape(value)
+        )
+        exchanged = op.kind in KERNELS and self.context == "ulysses"
+        if not exchanged or "context" not in self.held(value).axes:
+            return plain
+        return self._over_heads(plain, index, majors, self.shape(value))
+
+    def _over_heads(
+        self, layout: Layout, index: int, factors: Sequence[int | None], shape: Sequence[int]
+    ) -> Layout:
+        """The layout of a kernel's operand after the context axis has moved from the sequence to
+        the heads; gathered along the sequence where there are too few of them.
+        """
+        dims = [tuple(axis for axis in axes if axis != "context") for axes in layout]
+        heads = self.facts.heads[index].factors if index in self.facts.heads else frozenset[int]()
+        for dim, factor in enumerate(factors):
+            more = (*dims[dim], "context")
+            if factor in heads and shape[dim] % self.mesh.ways(more) == 0:
+                dims[dim] = more
+                break
+        return Layout(*dims)
+
+    def weight(self, op: Op) -> str:
+        """The parameter that a matmul or a lookup reads, "" where it reads none."""
+        for value in op.operands[:2]:
+            if value in self.facts.weights and op.category in ("matmul", "convolution", "gather"):
+                paths = self.facts.sources[self.facts.weights[value]].paths
+                parts = paths[0].split(".")
+                many = len(paths) > 1
+                return ".".join("*" if many and part.isdigit() else part for part in parts)
+        return ""
+
+    @cached_property
+    def reductions(self) -> dict[int, list[Needed]]:
+        """The reductions of activations over tensor and context, by the first op that makes what is
+        reduced.
+        """
+        found: dict[int, list[Needed]] = defaultdict(list)
+        for transfer, ops in reductions_of(self.facts, self.choice):
+            if transfer.group in ("tensor", "context"):
+                found[min(ops)].append((transfer, ops))
+        return found
+
+    @cached_property
+    def later(self) -> frozenset[int]:
+        """Ops whose results are reduced with those of one before."""
+        needed = (one for some in self.reductions.values() for one in some)
+        return frozenset(index for _, ops in needed for index in ops if index != min(ops))
+
+    def described(self, name: str, value: int, moves: Iterable[Move], index: int) -> Listed:
+        """The activation of a value, with the number of an op that makes or reads it."""
+        made = self.facts.graph.values[value]
+        region = self.facts.graph.ops[index].region
+        return index, ActivationLayout(
+            name=name,
+            shape=made.shape,
+            dtype=made.dtype,
+            colours=tuple("tokens" if name == TOKENS else name for name in self.facts.names[value]),
+            held=self.held(value),
+            count=self.facts.trips[region],
+            moves=merged(moves),
+        )
+
+
+def backward(op: Op) -> bool:
+    return "transpose(" in op.scope and "rematted_computation" not in op.scope
+
+
+def merged(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Moves that differ only in what they are of, added up."""
+    found: dict[Move, dict[str, None]] = defaultdict(dict)
+    for move in moves:
+        found[replace(move, of=())].update(dict.fromkeys(move.of))
+    return tuple(replace(move, of=tuple(names)) for move, names in found.items())
+
+
+def arriving(held: Layout, read: Layout, of: str) -> Iterator[Move]:
+    """The collectives by which an op gets an operand as it reads it."""
+    for dim, axes in enumerate(held):
+        for axis in ("tensor", "context"):
+            if axis in axes and axis not in read[dim]:
+                kind = "all-to-all" if axis in read.axes else "all-gather"
+                yield Move(kind=kind, axes=(axis,), of=(of,), layout=read)
+
+
+# --------------------------------------------------------------------------------------------------
+# What kernels of attention read and make.
+
+#: What moves of a kernel of attention are of.
+ATTENTION = "attention"
+
+
+def of_kernel(at: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
+    """What a kernel of attention reads and makes."""
+    for number, value in enumerate(op.operands if op.kind == FORWARD else ()):
+        role = _role(number, len(op.operands))
+        held, read = at.held(value), at.inside(index, value)
+        moves = list(arriving(held, read, ATTENTION))
+        if at.context == "ring" and "queries" not in role and "context" in held.axes:
+            hop = Move(kind="collective-permute", axes=("context",), of=(ATTENTION,), layout=held)
+            moves = [hop, *(move for move in moves if move.axes != ("context",))]
+        yield at.described(f"{role} of attention", value, moves, index)
+    if op.kind == FORWARD:
+        value = op.results[0]
+        yield at.described("result of attention", value, _leaving(at, index, value), index)
+        return
+    for value, dims in zip(op.results, op.rule.results, strict=True):
+        role = _gradient_role(at, index, {factor for dim in dims for factor in dim})
+        moves = _leaving(at, index, value)
+        if (
+            role == "keys or values"
+            and at.context == "all-gather"
+            and "context" in at.held(value).axes
+        ):
+            made = at.inside(index, value)
+            axes, of = ("context",), (ATTENTION,)
+            moves.append(Move(kind="reduce-scatter", axes=axes, of=of, layout=made, before=True))
+        if moves:
+            yield at.described(f"gradient of the {role} of attention", value, moves, index)
+
+
+def _role(number: int, operands: int) -> str:
+    """What an operand of a kernel of attention is: queries, keys, other parts of both that are
+    rotated by positions, and values.
+    """
+    if number == operands - 1:
+        return "values"
+    name = ("queries", "keys")[number % 2]
+    return name if number < 2 else f"rotated part of the {name}"
+
+
+def _gradient_role(at: StepLayouts, index: int, factors: set[int]) -> str:
+    """What a result of a backward kernel is the gradient of; keys have no heads of one group."""
+    heads = at.facts.heads.get(index)
+    if heads is None or heads.each == 1:
+        return "operands"
+    return "queries" if heads.within & factors else "keys or values"
+
+
+def _leaving(at: StepLayouts, index: int, value: int) -> list[Move]:
+    """The collectives by which a result of a kernel gets to where it is held."""
+    held, made = at.held(value), at.inside(index, value)
+    return [replace(move, layout=made, before=True) for move in arriving(made, held, ATTENTION)]
+
+
+# --------------------------------------------------------------------------------------------------
+# The list: residual streams, what weights read and make, attention, experts.
+
+#: Activations that a plan lists.
+MOST = 64
+
+
+def activation_layouts(
+    facts: Facts, choice: Choice, mesh: MeshShape, context: str, groups: Sequence[str]
+) -> tuple[ActivationLayout, ...]:
+    """The main activations of a step, in the order of the program, `MOST` at most."""
+    at = StepLayouts(facts=facts, choice=choice, mesh=mesh, context=context)
+    found: dict[tuple[object, ...], ActivationLayout] = {}
+    for _, one in sorted((*_residuals(at, groups), *_used(at)), key=lambda each: each[0]):
+        key = one.name, one.shape, one.dtype, one.held
+        known = found.get(key)
+        found[key] = one if known is None else _joined(known, one)
+    return tuple(found.values())[:MOST]
+
+
+def _joined(one: ActivationLayout, other: ActivationLayout) -> ActivationLayout:
+    return replace(one, count=one.count + other.count, moves=merged((*one.moves, *other.moves)))
+
+
+def _residuals(at: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
+    """What every layer group hands from layer to layer."""
+    carried = at.facts.layers.carried
+    for group, value in zip(groups, carried, strict=False):
+        if value < 0:
+            continue
+        stages = at.axes("stage") if value == carried[0] else ()
+        held = at.held(value)
+        moves = [
+            Move(kind="collective-permute", axes=stages, of=("stages",), layout=held)
+            for _ in stages
+        ]
+        index = at.facts.producers[value]
+        yield at.described(f"residual stream of {group}", value, moves, index)
+
+
+def _used(at: StepLayouts) -> Iterator[Listed]:
+    """What ops with weights and kernels of attention make and read."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    for index, op in enumerate(at.facts.graph.ops):
+        if op.kind in KERNELS:
+            yield from of_kernel(at, index, op)
+        elif weight := at.weight(op):
+            for value in op.operands:
+                if _is_activation(at, op, value):
+                    readers[value].append(index)
+            if op.results[0] not in at.facts.gradients:
+                yield from _result(at, index, op, weight)
+        elif op.category == "matmul" and op.results[0] in at.facts.gradients:
+            for value in op.operands:
+                readers[value].append(index)
+    for value, ops in readers.items():
+        yield from _operand(at, value, ops)
+    yield from _routed(at)
+
+
+def _routed(at: StepLayouts) -> Iterator[Listed]:
+    """Rows of tokens that are dispatched to their experts and combined again."""
+    facts = at.facts
+    if not facts.routes or at.choice.expert is None or "expert" not in at.mesh:
+        return
+    for index, value in routed_values(facts.graph, facts.names, facts.batch):
+        move = Move(kind="all-to-all", axes=("expert",), of=("experts",), layout=at.held(value))
+        name = (
+            "gradient of rows of experts" if backward(facts.graph.ops[index]) else "rows of experts"
+        )
+        yield at.described(name, value, [move], index)
+
+
+def _is_activation(at: StepLayouts, op: Op, value: int) -> bool:
+    return (
+        value not in at.facts.weights
+        and "float" in at.facts.graph.values[value].dtype
+        and op.category != "gather"
+    )
+
+
+def _result(at: StepLayouts, index: int, op: Op, weight: str) -> Iterator[Listed]:
+    """What an op with a weight makes, which may be partial sums."""
+    value, back = op.results[0], backward(op)
+    if index in at.later or (back and index not in at.reductions):
+        return
+    made, names = at.inside(index, value), dict.fromkeys([weight])
+    moves: list[Move] = []
+    for transfer, ops in at.reductions.get(index, ()):
+        of = tuple(name for one in ops if (name := at.weight(at.facts.graph.ops[one])))
+        names |= dict.fromkeys(of)
+        axes = at.axes(transfer.group)
+        if axes:
+            moves.append(Move(kind=transfer.kind, axes=axes, of=of, layout=made, before=True))
+    if back and not moves:
+        return
+    name = f"{'gradient of the input' if back else 'output'} of {together(names)}"
+    logits = not back and op.category == "matmul" and at.facts.names[value][-1] == "vocab"
+    yield at.described(f"logits, {name}" if logits else name, value, moves, index)
+
+
+def _operand(at: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[Listed]:
+    """What ops with weights read, and gradients of weights with them; listed where it is moved."""
+    held, moves = at.held(value), list[Move]()
+    ops = [(index, at.facts.graph.ops[index]) for index in readers]
+    for index, op in ops:
+        of = at.weight(op) or "gradients of weights"
+        moves += arriving(held, at.inside(index, value), of)
+    named = [(op, weight) for _, op in ops if (weight := at.weight(op))]
+    weights = together(weight for _, weight in named)
+    if moves and weights:
+        back = all(backward(op) for op, _ in named)
+        name = f"gradient of the output of {weights}" if back else f"input of {weights}"
+        yield at.described(name, value, moves, readers[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# From decisions to the layout of every parameter and batch array.
+
+#: A parameter larger than this that no axis shards deserves a word, bytes.
+LARGE_BYTES = 64 * 2**20
+#: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax
+#: docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
+ROWS, LANES = 16, 128
+
+
+def at_rest(
+    layout: Layout,
+    shape: tuple[int, ...],
+    mesh: MeshShape,
+    frozen: frozenset[int],
+    avoided: frozenset[int] = frozenset(),
+) -> Layout:
+    """Cuts one more dim of a parameter over the storage axes: the first uncut dim that divides,
+    else a cut dim that still divides.
+
+    Pieces along the first dim lie together in memory, so that gathering them moves nothing else.
+    Dims whose shards are no whole tiles come last: a TPU pads them, and trades rows between
+    neighbours after every reduce-scatter. Where no other dim has whole tiles, columns that would
+    as rows come before rows that do not: the compiler then stores the matrix transposed.
+
+    Vectors (scales of norms, biases) are stored replicated: sharding them saves next to nothing,
+    and each would cost two collectives a layer.
+    """
+    added = tuple(axis for axis in STORED_AXES if axis in mesh and axis not in layout.axes)
+    if not added:
+        return layout
+    more = mesh.ways(added)
+    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
+    fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * more) == 0]
+    if len(dims) < 2 or not fits:
+        return layout
+    best = min(
+        fits,
+        key=lambda dim: (
+            dim in avoided,
+            bool(layout[dim]),
+            _untiled(dim, shape, shape[dim] // (mesh.ways(layout[dim]) * more)),
+            dim,
+        ),
+    )
+    return Layout(*((*axes, *added) if dim == best else axes for dim, axes in enumerate(layout)))
+
+
+def _untiled(dim: int, shape: tuple[int, ...], size: int) -> int:
+    """How far shards of a size along a dim are from whole tiles: 0 where they are whole, 1 where
+    they are in a transposed matrix, 2 otherwise.
+    """
+    last = len(shape) - 1
+    if dim < last - 1 or size % (LANES if dim == last else ROWS) == 0:
+        return 0
+    transposed = dim == last and size % ROWS == 0 and shape[last - 1] % LANES == 0
+    return 1 if transposed else 2
+
+
+def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
+    """Splits pinned rules into those for compute and those that also say where parameters rest.
+
+    A rule that shards a colour other than the batch over data or fsdp concerns stored parameters
+    only; where there is no such rule, there is nothing to say about rest.
+    """
+    storing = set(BATCH_AXES) - set(COMPUTE_AXES)
+    compute = Rules(
+        tuple(
+            (name, axes if name == batch else tuple(a for a in axes if a in COMPUTE_AXES))
+            for name, axes in rules.entries
+            if name == batch or set(COMPUTE_AXES) & set(axes) or not axes
+        )
+    )
+    return compute, (
+        rules
+        if any(name != batch and storing & set(axes) for name, axes in rules.entries)
+        else None
+    )
+
+
+def parameter_layouts(
+    problem: Problem,
+    colours: Mapping[str, LogicalAxes],
+    frozen: frozenset[tuple[str, int]],
+    mesh: MeshShape,
+    rules: Rules,
+    zero: int,
+    rest_rules: Rules | None = None,
+) -> tuple[ParameterLayout, ...]:
+    """Layouts of every parameter."""
+    found: list[ParameterLayout] = []
+    slices, fused = sliced_dims(problem), fused_parameters(problem)
+    for parameter in problem.parameters:
+        axes = colours[parameter.path]
+        stacks = frozenset(dim for path, dim in frozen if path == parameter.path)
+        compute = _staged(
+            rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks
+        )
+        if rest_rules is not None:
+            cut = _staged(
+                rest_rules.resolve(axes, parameter.shape, mesh).layout,
+                parameter.shape,
+                mesh,
+                stacks,
+            )
+        else:
+            avoided = slices.get(parameter.path, frozenset())
+            if "tensor" in compute.axes:
+                avoided |= {d for d in fused.get(parameter.path, ()) if not compute[d]}
+            cut = at_rest(compute, parameter.shape, mesh, stacks, avoided)
+        rest = cut if zero >= 3 else compute
+        gradient, state = (
+            (cut if zero >= 2 else compute, cut if zero >= 1 else compute)
+            if parameter.trained
+            else (compute, rest)
+        )
+        found.append(
+            ParameterLayout(
+                path=parameter.path,
+                shape=parameter.shape,
+                dtype=parameter.dtype,
+                colours=axes,
+                compute=compute,
+                rest=rest,
+                gradient=gradient,
+                state=state,
+                role=parameter.role,
+            )
+        )
+    return tuple(found)
+
+
+def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
+    """The dims of which every use of a parameter takes a slice, by path: the rows of a table of
+    positions that is longer than the sequence. Sharded, such a dim is gathered whole, where slices
+    of the others' shards could be.
+    """
+    graph = problem.forward
+    uses: dict[int, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        for value in op.operands:
+            uses[value].append(op)
+    found: dict[str, frozenset[int]] = {}
+    for value in graph.inputs_of("parameter"):
+        shape = graph.values[value].shape
+        parts = uses[value]
+        if parts and all(op.kind in ("slice", "dynamic_slice") for op in parts):
+            found[graph.values[value].path] = frozenset(
+                dim
+                for dim, size in enumerate(shape)
+                if all(graph.values[op.results[0]].shape[dim] < size for op in parts)
+            )
+    return found
+
+
+def _staged(
+    layout: Layout, shape: tuple[int, ...], mesh: MeshShape, stacks: frozenset[int]
+) -> Layout:
+    """The layout with stacks of layers sharded over the stages, where they divide; an uneven cut
+    has no layout.
+    """
+    return Layout(
+        *(
+            (
+                ("stage",)
+                if "stage" in mesh
+                and dim in stacks
+                and not axes
+                and shape[dim] % mesh["stage"] == 0
+                else axes
+            )
+            for dim, axes in enumerate(layout)
+        )
+    )
+
+
+def batch_layouts(
+    problem: Problem, colours: Mapping[str, LogicalAxes], mesh: MeshShape, rules: Rules
+) -> tuple[tuple[str, Layout], ...]:
+    """Layout of every batch array: cut along the batch and over the context axis; the tensor axis
+    cuts the sequence inside the program.
+
+    Args:
+        rules: colour -> mesh axes.
+    """
+    outer = Rules(
+        tuple(
+            (name, tuple(axis for axis in axes if axis != "tensor"))
+            for name, axes in rules.entries
+            if not axes or set(axes) - {"tensor"}
+        )
+    )
+    return tuple(
+        (path, outer.resolve(colours[path], shape, mesh).layout)
+        for path, shape, _, _ in problem.batch
+    )
+
+
+@diagnostic
+def layout_findings(
+    layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
+) -> tuple[Finding, ...]:
+    """What is worth saying about the layouts: large parameters that nothing shards.
+
+    Args:
+        itemsize: bytes of an element, by dtype.
+    """
+    found: list[Finding] = []
+    for p in layouts:
+        size = itemsize.get(p.dtype, 4)
+        for extent in p.shape:
+            size *= extent
+        if (
+            size >= LARGE_BYTES
+            and mesh.devices > mesh["data"]
+            and not p.state.axes
+            and zero >= (1 if p.trained else 3)
+        ):
+            found.append(
+                Finding(
+                    code="replicated-parameter",
+                    severity="warning",
+                    where=p.path,
+                    message=(
+                        f"{p.path} {p.shape} is replicated on every device: no dim divides over"
+                        f" {mesh}"
+                    ),
+                    hint="pad the dim to a multiple of the fsdp axis",
+                )
+            )
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------------------------------
+# What rules of thumb need to know about a plan.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """A plan, and what the rules need to know besides.
+
+    Attributes:
+        plan: the finished plan.
+        topology: its machine.
+        compute_dtype: dtype of the matmuls that dominate.
+        itemsize: bytes of a number of that dtype.
+        weights: numbers in the parameters, embeddings left out.
+        language: whether the model reads sequences of tokens.
+    """
+
+    plan: Plan
+    topology: Topology
+    compute_dtype: str
+    itemsize: int
+    weights: int
+    language: bool
+
+    @property
+    def device_tokens(self) -> float:
+        """Tokens that a device works on at once: one microbatch of its part of the batch."""
+        plan = self.plan
+        return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
+
+
+def situation_of(load: Workload, topology: Topology, plan: Plan) -> Situation:
+    """The situation of a plan for a model."""
+    vocabulary = load.colouring.canonical("vocab")
+    weights = sum(
+        math.prod(p.shape)
+        for p in plan.parameters
+        if vocabulary is None or vocabulary not in p.colours
+    )
+    dtype = load.problem.compute_dtype
+    return Situation(
+        plan=plan,
+        topology=topology,
+        compute_dtype=dtype,
+        itemsize=ITEMSIZE.get(dtype, 4),
+        weights=weights,
+        language=load.colouring.named_sequence is not None,
+    )

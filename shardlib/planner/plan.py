@@ -1,0 +1,879 @@
+"""The value that everything else is about: one complete decision on how to run a training step,
+with what it is predicted to cost and how it was found.
+
+A `Plan` is frozen, hashable, printable and comparable; JSON goes both ways. It contains no JAX
+object, so a plan made on a laptop is the same plan on the pod, and it is part of the lowered
+program's identity. What explains it, draws it or asks the planner again are functions of a plan,
+which its methods import when they are called.
+
+What a plan may hold follows from the annotations of `Plan` and of what it is made of
+(`shardlib.untrusted.data`), so that a new field is checked like the others. Decisions are held to
+the words that pins have; layouts to the shapes and the mesh that they shard.
+
+A plan carries a checksum of its content, which says that nobody has changed it since; it is no
+signature, and whoever changes a plan on purpose can write a new one. Of a plan without one nobody
+knows whether it was changed: it is treated as one that was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+
+from shardlib.compact import compact
+from shardlib.cost.estimate import LARGEST, Estimate
+from shardlib.decisions.pins import PinMapping, Pins, aliased
+from shardlib.decisions.table import Decisions, PinValue, identity, illegal, plain
+from shardlib.errors import (
+    InfeasibleError,
+    MissingFileError,
+    PinError,
+    PlanError,
+    TopologyError,
+    raise_all,
+)
+from shardlib.exchanges import Exchange, read_exchange
+from shardlib.findings import Finding
+from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.machines.topology import Topology, TopologyLike
+from shardlib.machines.topology import topology as find_topology
+from shardlib.planner.stored import MESH, ActivationLayout, Priced, Refined
+from shardlib.rules import Rules
+from shardlib.untrusted.data import (
+    Form,
+    Json,
+    JsonMapping,
+    JsonObject,
+    bounded,
+    construct,
+    parse_json,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from shardlib.planner.answers import (
+        Alternative,
+        Constraints,
+        Kernels,
+        Replan,
+        RunCost,
+        Sensitivity,
+    )
+    from shardlib.planner.stored import Candidate
+    from shardlib.planner.workload import Workload
+    from shardlib.report.emission import AxisSizes, PlanShardings
+    from shardlib.report.timelines import Timeline
+
+#: Version of the JSON form; readers refuse others.
+FORMAT = 1
+#: Seconds from a failure to the next step, unless it is said: processes, the newest checkpoint, and
+#: compiling.
+RESTART_S = 600.0
+#: How the types of a plan that are no dataclasses are written.
+FORMS: Mapping[Any, Form] = {
+    MeshShape: MESH,
+    Layout: Form(plain=tuple[tuple[str, ...], ...], build=lambda dims: Layout(*dims)),
+    Rules: Form(plain=tuple[tuple[str, tuple[str, ...]], ...], build=Rules.parse),
+    Exchange: Form(plain=Mapping[str, str | int | float], build=partial(read_exchange, "exchange")),
+}
+AGAIN = "make it again with `shardlib plan ... --out plan.json`"
+#: What a plan is made of that no file has.
+ABSENT = ("source",)
+
+
+class ChangedPlanError(PlanError):
+    """A plan that is not what was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkJob:
+    """The training framework that a plan is made for, and the sizes that its configuration needs.
+
+    Attributes:
+        name: of the framework.
+        profile: of the profile that the plan is priced as.
+        vendor: of the chips.
+        batch: examples of a step.
+        sequence: positions of an example; 1 where there is no sequence.
+        layers: layers of the largest layer group; 0 without layers.
+        compute_dtype: dtype of the matmuls.
+        experts: experts that tokens are routed to; 1 without.
+    """
+
+    name: str
+    profile: str
+    vendor: str
+    batch: int
+    sequence: int
+    layers: int
+    compute_dtype: str
+    experts: int = 1
+
+    def to_json(self) -> JsonObject:
+        """The job as plain data."""
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterLayout:
+    """Where one parameter lives.
+
+    Attributes:
+        path: tree path of the parameter, "layers.mlp.up.kernel".
+        shape: elements per dim.
+        dtype: stored dtype.
+        colours: colour per dim; None where the dim has none.
+        compute: how it is sharded while it is used.
+        rest: how it is sharded between uses (ZeRO 3 differs from `compute`).
+        gradient: how its gradient is sharded when the optimizer reads it.
+        state: how its optimizer state is sharded (ZeRO 1 and 2 differ from `rest`).
+        role: see `shardlib.graph.Parameter`; what is not trained has no gradient and no
+            optimizer state, and their layouts are those of use and of rest.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    colours: LogicalAxes
+    compute: Layout
+    rest: Layout
+    gradient: Layout
+    state: Layout
+    role: str = "trained"
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient and optimizer state."""
+        return self.role == "trained"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A part of a mesh axis: positions along one dim of one link tier.
+
+    Attributes:
+        kind: of the tier, "torus", "mesh", "switch", "network" or "memory".
+        ways: number of positions.
+    """
+
+    kind: str
+    ways: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A plan that was not chosen, and why.
+
+    Attributes:
+        mesh: its mesh.
+        summary: its other decisions in a few words.
+        reason: "slower", "memory", "indivisible" or "bound".
+        step_seconds: its predicted time, or its lower bound where `reason` is "bound".
+        peak_bytes: its predicted bytes per device; 0 where not evaluated.
+    """
+
+    mesh: MeshShape
+    summary: str
+    reason: str
+    step_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The certificate of a search.
+
+    Attributes:
+        evaluations: plans priced exactly.
+        candidates: plans in the space, priced or cut by a bound.
+        lower_bound: seconds that no plan of the space can beat.
+        gap: (chosen - lower_bound) / chosen; 0 is optimal within the cost model.
+        seconds: wall time of the search.
+        rejected: the best plan of each other mesh, the fastest first.
+        counts: number of candidates by outcome.
+        landscape: plans that were priced, spread over time and memory, the fastest first; all that
+            need less memory than every faster one, to about 2%.
+    """
+
+    evaluations: int = 0
+    candidates: int = 0
+    lower_bound: float = 0.0
+    gap: float = 0.0
+    seconds: float = 0.0
+    rejected: tuple[Rejected, ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
+    landscape: tuple[Priced, ...] = ()
+
+    __repr__ = compact
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A plan that fits, in its place among all that do.
+
+    Attributes:
+        candidate: what it decides.
+        seconds: predicted time of a step.
+        peak_bytes: predicted bytes per device.
+        make: builds the plan; its gap is how much slower than the fastest it is predicted to be.
+    """
+
+    candidate: Candidate
+    seconds: float
+    peak_bytes: float
+    make: Callable[[], Plan]
+
+
+class Source(Protocol):
+    """What a plan was made from, and the searches for the same problem;
+    `shardlib.planner.planner` has it.
+
+    Attributes:
+        load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
+        written: (plan, mode of its mesh axes) -> a file of plain JAX; None where the model is not
+            at hand.
+    """
+
+    @property
+    def load(self) -> Workload: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def pins(self) -> Pins: ...
+
+    @property
+    def written(self) -> Callable[[Plan, str], str] | None: ...
+    def under(self, pins: Pins) -> Source:
+        """The same problem under other pins."""
+        ...
+
+    def search(self, topology: Topology, pins: Pins) -> Plan:
+        """The best plan for the same problem, see `shardlib.planner.planner.search`."""
+        ...
+
+    def ranked(self, topology: Topology, *, slack: float, front: bool = False) -> Iterator[Ranked]:
+        """Plans for the same problem under the same pins, see
+        `shardlib.planner.planner.ranked`.
+        """
+        ...
+
+    def on_all_devices(self) -> Plan:
+        """The best plan that leaves no device idle."""
+        ...
+
+    def why_not(self, pin: PinMapping) -> Plan:
+        """The best plan under other pins."""
+        ...
+
+
+def source_of(plan: Plan) -> Source:
+    """What the plan was made from."""
+    if plan.source is None:
+        raise PlanError(
+            "this plan was read from a file and does not carry its model\nTry: the command line"
+            " (`shardlib explain plan.json ...`), which traces the model again; or plan again"
+        )
+    return plan.source
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Decisions):
+    """A complete decision for one model, batch and topology: all of `Decisions`, what they are made
+    for, and what follows from them.
+
+    Attributes:
+        mesh, rules: as in `Decisions`; a plan has to say them. `rules` are colour -> mesh axes in
+            compute, a priority list (see `shardlib.rules`).
+        model: name of the model, for people.
+        topology: spelling of the topology.
+        framework: the training framework that runs it; None for programs of shardlib.
+        origin: (word, value) pairs with which the command line can trace the model again.
+        placement: for every axis the links that it runs along, the major one first; see
+            `shardlib.machines.topology`.
+        parameters: layout of every parameter, in the order of the model's tree.
+        batch_layouts: (path, layout) of every array of the batch.
+        activations: layout of the main activations of a step, in the order of the program.
+        estimate: predicted cost.
+        search: how it was found.
+        refined: what the compiler said, where it was asked (`shardlib.plan(..., refine=K)`); the
+            estimate stays the prediction.
+        findings: what the user should know.
+        source: the prepared problem and the searches for it; not part of the value, and absent from
+            JSON.
+    """
+
+    model: str = field()
+    topology: str = field()
+    framework: FrameworkJob | None = None
+    origin: tuple[tuple[str, str], ...] = ()
+    mesh: MeshShape = field()
+    rules: Rules = field()
+    placement: tuple[tuple[str, tuple[Link, ...]], ...] = ()
+    parameters: tuple[ParameterLayout, ...] = ()
+    batch_layouts: tuple[tuple[str, Layout], ...] = ()
+    activations: tuple[ActivationLayout, ...] = ()
+    estimate: Estimate
+    search: Search = Search()
+    refined: Refined | None = None
+    findings: tuple[Finding, ...] = ()
+    source: Source | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def decisions(self) -> JsonObject:
+        """The decisions alone, in the words of pins."""
+        return plain(self)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
+        told_apart = {
+            "model": self.model,
+            "topology": self.topology,
+            **identity(self),
+            **({"framework": self.framework.to_json()} if self.framework else {}),
+            "parameters": [
+                [
+                    p.path,
+                    list(p.shape),
+                    p.rest.to_json(),
+                    p.state.to_json(),
+                    *(() if p.trained else (p.role,)),
+                ]
+                for p in self.parameters
+            ],
+        }
+        return hashlib.sha256(json.dumps(told_apart, sort_keys=True).encode()).hexdigest()[:12]
+
+    def with_findings(self, *findings: Finding) -> Self:
+        """The same plan with more findings.
+
+        Args:
+            findings: added after those of the plan.
+        """
+        return replace(self, findings=(*self.findings, *findings))
+
+    def __repr__(self) -> str:
+        from shardlib.report.text import plan_line
+
+        return plan_line(self)
+
+    def _repr_html_(self) -> str:
+        from shardlib.report.text import plan_card
+
+        return plan_card(self)
+
+    def _repr_svg_(self) -> str | None:
+        try:
+            return self.svg()
+        except (PlanError, TopologyError, MissingFileError):  # the words are shown, and no picture
+            return None
+
+    def explain(self) -> str:
+        """What was chosen, why, and what it costs, as text for people.
+
+        Returns:
+            Several paragraphs and tables, of at most 100 columns.
+        """
+        from shardlib.report.text import explain
+
+        return explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan decides and costs differently, as text of at most 100 columns.
+
+        Args:
+            other: a plan of any model or topology.
+        """
+        from shardlib.report.changes import diff
+
+        return diff(self, other)
+
+    def run_cost(
+        self,
+        tokens: float,
+        *,
+        price: float | None = None,
+        mtbf: float | None = None,
+        restart: float = RESTART_S,
+    ) -> RunCost:
+        """What a run of so many tokens takes: days, device-hours, money, energy, and what failures
+        cost with the best interval between saves; `print` shows it.
+
+        Args:
+            tokens: of the whole run.
+            price: of a device and hour, in your own money; None for none.
+            mtbf: seconds between two failures of the whole machine; None where nothing fails.
+            restart: seconds from a failure to the next step.
+
+        Raises:
+            ArgumentError: numbers that are not positive; or failures so close that no run ends.
+            TopologyError, MissingFileError: the plan's topology is a file that is not here.
+        """
+        from shardlib.planner.answers import run_cost
+
+        return run_cost(
+            self,
+            find_topology(self.topology),
+            tokens=tokens,
+            price=price,
+            mtbf=mtbf,
+            restart=restart,
+        )
+
+    def show(self, path: str | Path | None = None, *, browser: bool = True) -> Path:
+        """Writes the plan as a web page, one file that fetches nothing, and opens it.
+
+        Args:
+            path: of the file; None for a new one in a temporary folder.
+            browser: whether to open it in the browser of this machine.
+
+        Returns:
+            Where the page is.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
+        from shardlib.report.pages import write_page
+
+        return write_page(
+            self, path, browser=browser, kernels=None if self.source is None else self.kernels()
+        )
+
+    def svg(self) -> str:
+        """The plan on its machine as one picture, an SVG document that fetches nothing.
+
+        It has the figures, the links with the mesh axes along them, and the step with its
+        collectives.
+
+        Raises:
+            PlanError: the mesh has no place on the machine.
+            TopologyError, MissingFileError: the plan's topology is a file that is not here.
+        """
+        from shardlib.report.pages import plan_svg
+
+        return plan_svg(self, find_topology(self.topology))
+
+    def timeline(self) -> Timeline:
+        """When each pipeline stage does what, in predicted seconds, and what islands exchange, in
+        the order of use; `print` writes it, `svg()` draws it.
+
+        Raises:
+            PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was
+                written before estimates knew what a stage does.
+        """
+        from shardlib.report.timelines import predicted
+
+        forward = None if self.source is None else self.source.load.problem.forward
+        return predicted(self, forward)
+
+    def why_not(self, **pin: PinValue) -> str:
+        """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,
+        `plan.why_not(remat="full")`.
+
+        Args:
+            pin: decisions by their words, as for `shardlib.plan`; a mesh axis by its own name. They
+                take the place of pins of the same words, an axis that of all; other pins stay.
+
+        Returns:
+            The difference to this plan as text, or why there is no such plan.
+
+        Raises:
+            PinError: a pin is misspelt, contradicts a pin of this plan that stays, or allows no
+                plan; or the plan was read from a file and does not carry its model.
+        """
+        if self.source is None:
+            raise PinError(
+                "this plan was read from a file and does not carry its model\nTry: `shardlib"
+                " explain plan.json --why-not ...`, or plan again"
+            )
+        try:
+            other = self.source.why_not(aliased(pin))
+        except InfeasibleError as error:
+            return str(error)
+        return self.diff(other)
+
+    def alternatives(self, count: int = 10) -> tuple[Alternative, ...]:
+        """The plans that come next, the fastest first, with what each decides differently; equally
+        fast ones are one entry.
+
+        Args:
+            count: how many at most, up to 1000: each becomes a whole plan.
+
+        Returns:
+            The alternatives, each with its seconds a step and peak bytes per device.
+
+        Raises:
+            ArgumentError: `count` is no integer from 0 to 1000.
+            PlanError: the plan was read from a file and does not carry its model.
+        """
+        from shardlib.planner.questions import alternatives
+
+        return alternatives(self, count)
+
+    def constraints(self) -> Constraints:
+        """What holds the plan back: memory, pins, and sizes that divide no further.
+
+        Returns:
+            The constraints, the one that costs most first, with the seconds of a step without it;
+            `print` shows them as text.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
+        """
+        from shardlib.planner.questions import constraints
+
+        return constraints(self)
+
+    def sensitivity(self) -> Sensitivity:
+        """What more memory and faster links are worth, and the regret if a figure of the machine is
+        a tenth lower.
+
+        Returns:
+            Shadow prices of memory and links, and shocks with the seconds of a step that each
+            loses; `print` shows them as text.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
+        """
+        from shardlib.planner.questions import sensitivity
+
+        return sensitivity(self)
+
+    def kernels(self) -> Kernels:
+        """The kernels of a step beside the roofline of the chip; `print` shows the slowest.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
+        """
+        from shardlib.planner.questions import kernels
+
+        return kernels(self)
+
+    def replan(
+        self, topology: TopologyLike, *, lost: Iterable[int] = (), anew: bool = False
+    ) -> Replan:
+        """The best plan for the same global batch on another machine, such as this one without some
+        hosts, and what must move.
+
+        Args:
+            topology: the machine that is left, a spelling or a value.
+            lost: numbers of the devices of the old machine that are gone; by default the last ones.
+            anew: search the whole space; otherwise remat policy, schedule and the like stay as long
+                as that fits, which is quicker.
+
+        Returns:
+            The new plan, and for every array the bytes that each device must receive; `print` shows
+            it as text.
+
+        Raises:
+            PlanError: the plan was read from a file and does not carry its model.
+            TopologyError: the topology does not parse, or `lost` are none of the old machine.
+            PinError: pins of the plan allow no plan there.
+            InfeasibleError: nothing fits there.
+        """
+        from shardlib.planner.scaling import replan
+
+        return replan(self, topology, lost=lost, anew=anew)
+
+    def emit(self, form: str | None = None, *, mode: str = "auto") -> str:
+        """The configuration of the plan's framework, or the plan as a file of plain JAX
+        (`docs/frameworks.md`).
+
+        Args:
+            form: "jax" for a Python file with the mesh, the sharding of every array by path,
+                constraints of activations by name and the remat policy, which needs no shardlib;
+                None for the configuration of the framework that the plan is made for.
+            mode: of the mesh axes in such a file: "auto", or "explicit" for a step that takes and
+                gives arrays with their shardings in their types, for programs in JAX's explicit
+                mode.
+
+        Raises:
+            ArgumentError: another mode.
+            PlanError: there is no framework, or it has no words for the plan; or the plan has what
+                plain JAX cannot express, or carries no model; all reasons are listed.
+        """
+        from shardlib.report.emission import emit
+
+        return emit(self, form, mode=mode)
+
+    def shardings(self, mesh: AxisSizes) -> PlanShardings:
+        """The sharding of every parameter, gradient, optimizer state and array of the batch by
+        path, over a mesh of the user's.
+
+        Args:
+            mesh: a `jax.sharding.Mesh`, or an abstract one, that has the axes of the plan that are
+                larger than 1 (`jax.make_mesh((4, 2), ("fsdp", "tensor"))`); others are free.
+
+        Raises:
+            LayoutError: the mesh lacks axes of the plan, or has them in other sizes.
+        """
+        from shardlib.report.emission import plan_shardings
+
+        return plan_shardings(self, mesh)
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with a checksum of its content; `from_json` gives an equal
+        plan.
+        """
+        return json.dumps(plan_to_data(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, changed: bool = False) -> Plan:
+        """Reads a plan.
+
+        A plan that was changed since `to_json` wrote it is refused: its estimate, its search and
+        its findings are about the plan as it was.
+
+        Args:
+            text: what `to_json` gave.
+            changed: take it all the same, with a finding that says so. Its values still have to be
+                values of a plan.
+
+        Returns:
+            An equal plan, but for `source`: it cannot be asked what needs the model.
+
+        Raises:
+            PlanError: the text is no plan of this format, it was changed, or values that no plan
+                has; all of them are listed.
+        """
+        hint = "the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
+        return plan_from_data(parse_json(text, "the plan", PlanError, hint=hint), changed=changed)
+
+
+def plan_to_data(plan: Plan) -> JsonObject:
+    """The plan as plain lists, dicts, strings and numbers."""
+    data = _content(plan)
+    return {**data, "checksum": checksum(data)}
+
+
+def checksum(content: JsonMapping) -> str:
+    """SHA-256 of a plan as plain data, its own checksum left out; whatever the order of keys, and
+    whether a whole number has a point.
+    """
+    return hashlib.sha256(
+        json.dumps(
+            _canonical({key: value for key, value in content.items() if key != "checksum"}),
+            sort_keys=True,
+            separators=(",", ":"),
+        ).encode()
+    ).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _canonical(one) for key, one in cast("Mapping[str, Any]", value).items()}
+    return (
+        [_canonical(one) for one in cast("list[Any]", value)]
+        if isinstance(value, list | tuple)
+        else value
+    )
+
+
+def _content(plan: Plan) -> JsonObject:
+    return {
+        "format": FORMAT,
+        "digest": plan.digest,
+        "model": plan.model,
+        "topology": plan.topology,
+        **plan.decisions,
+        "placement": {
+            axis: [[link.kind, link.ways] for link in links] for axis, links in plan.placement
+        },
+        "estimate": plan.estimate.to_json(),
+        "search": {
+            "gap": plan.search.gap,
+            "seconds": plan.search.seconds,
+            "evaluations": plan.search.evaluations,
+            "candidates": plan.search.candidates,
+            "lower_bound": plan.search.lower_bound,
+            "counts": dict(plan.search.counts),
+            "rejected": [
+                {
+                    "mesh": dict(r.mesh),
+                    "summary": r.summary,
+                    "reason": r.reason,
+                    "step_seconds": r.step_seconds,
+                    "peak_bytes": r.peak_bytes,
+                }
+                for r in plan.search.rejected
+            ],
+            "landscape": [point.to_json() for point in plan.search.landscape],
+        },
+        "refined": plan.refined.to_json() if plan.refined else None,
+        "parameters": [
+            {
+                "path": p.path,
+                "shape": list(p.shape),
+                "dtype": p.dtype,
+                "colours": list(p.colours),
+                "compute": p.compute.to_json(),
+                "rest": p.rest.to_json(),
+                "gradient": p.gradient.to_json(),
+                "state": p.state.to_json(),
+                **({} if p.trained else {"role": p.role}),
+            }
+            for p in plan.parameters
+        ],
+        "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
+        "activations": [one.to_json() for one in plan.activations],
+        "findings": [finding.to_json() for finding in plan.findings],
+        "origin": dict(plan.origin),
+        **({"framework": plan.framework.to_json()} if plan.framework else {}),
+    }
+
+
+def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
+    """Reads what `plan_to_data` wrote; see `Plan.from_json`."""
+    found: object = (
+        cast("Mapping[str, Any]", data).get("format")
+        if isinstance(data, Mapping)
+        else type(data).__name__
+    )
+    if isinstance(found, str) and found.startswith("serving-"):
+        raise PlanError(
+            "this plans a server, and no training\nTry: shardlib explain FILE; or shardlib plan"
+            " MODEL --serve for another machine"
+        )
+    if not isinstance(data, Mapping) or isinstance(found, bool) or found != FORMAT:
+        raise PlanError(
+            f"this is no plan of format {FORMAT} (found {shown(found)}); make it with `shardlib"
+            " plan ... --out plan.json`"
+        )
+    table = cast("Mapping[str, Any]", data)
+    plan = _usual(
+        construct(
+            Plan,
+            {key: value for key, value in table.items() if key not in ABSENT},
+            "the plan",
+            PlanError,
+            forms=FORMS,
+            least=0.0,
+            most=LARGEST,
+            hint=AGAIN,
+        )
+    )
+    faults = _faults(plan)
+    if faults:
+        raise_all(PlanError, "the plan is not usable", bounded(faults), hint=AGAIN)
+    return plan.with_findings(*_judged(plan, table, changed))
+
+
+def _usual(plan: Plan) -> Plan:
+    """The usual order of axes is not said."""
+    return replace(plan, axis_order=()) if plan.axis_order == tuple(plan.mesh) else plan
+
+
+def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
+    """What there is to say about who wrote the plan."""
+    said = data.get("checksum")
+    if said is not None and said == checksum(data):
+        return []
+    if not changed:
+        what = (
+            "the plan has no checksum, with which every plan is written: somebody has changed it,"
+            " or made it by hand"
+            if said is None
+            else (
+                "the plan was changed since it was written: it is not what its checksum was made of"
+            )
+        )
+        raise ChangedPlanError(
+            f"{what}, so that its estimate and findings may be those of another plan\nTry: {AGAIN},"
+            " with --pin for decisions of your own; or take it as it is: --changed, or"
+            " Plan.from_json(text, changed=True)"
+        )
+    if said is None:
+        as_written = (
+            "its decisions are those of its digest, and"
+            if data.get("digest") == plan.digest
+            else "its decisions are not those of its digest;"
+        )
+        return [
+            Finding(
+                code="plan-unchecked",
+                severity="warning",
+                where="checksum",
+                hint=AGAIN,
+                message=(
+                    f"The plan has no checksum: {as_written} its estimate, search and findings may"
+                    " be those of another plan."
+                ),
+            )
+        ]
+    return [
+        Finding(
+            code="plan-changed",
+            severity="warning",
+            where="checksum",
+            hint=AGAIN,
+            message=(
+                "The plan was changed since it was written; its estimate, search and findings may"
+                " be those of another plan."
+            ),
+        )
+    ]
+
+
+def _faults(plan: Plan) -> list[str]:
+    """Values of the right types that no plan has."""
+    found = illegal(plan.decisions)
+    found += (
+        [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"]
+        if plan.estimate.peak_flops_per_s <= 0
+        else []
+    )
+    found += [
+        f"axis_order is {shown(plan.axis_order)}; it names axes of the mesh {plan.mesh}, each once"
+        for _ in [0]
+        if not set(plan.axis_order) <= set(plan.mesh)
+        or len(set(plan.axis_order)) < len(plan.axis_order)
+    ]
+    found += [
+        f"placement is of {shown(axis)}, which is no axis of the mesh {plan.mesh}"
+        for axis, _ in plan.placement
+        if axis not in plan.mesh
+    ]
+    found += [fault for parameter in plan.parameters for fault in _cut_wrong(parameter)]
+    found += [fault for one in plan.activations for fault in _held_wrong(one)]
+    return found
+
+
+def _held_wrong(one: ActivationLayout) -> list[str]:
+    """Layouts of an activation that have other dims than it."""
+    dims = len(one.shape)
+    layouts = [("held", one.held), *(("a move", move.layout) for move in one.moves)]
+    found = [
+        f"{what} of {shown(one.name)} is {layout}, which has {len(layout)} dims, and the activation"
+        f" has {dims}"
+        for what, layout in layouts
+        if len(layout) != dims
+    ]
+    if len(one.colours) != dims:
+        found.append(f"{shown(one.name)} has {len(one.colours)} colours for {dims} dims")
+    return found
+
+
+def _cut_wrong(parameter: ParameterLayout) -> list[str]:
+    found = (
+        [
+            f"{shown(parameter.path)} has {len(parameter.colours)} colours for"
+            f" {len(parameter.shape)} dims"
+        ]
+        if len(parameter.colours) != len(parameter.shape)
+        else []
+    )
+    for name in ("compute", "rest", "gradient", "state"):
+        layout: Layout = getattr(parameter, name)
+        if len(layout) != len(parameter.shape):
+            found.append(
+                f"{name} of {shown(parameter.path)} is {layout}, which has {len(layout)} dims, and"
+                f" the parameter has {len(parameter.shape)}"
+            )
+    return found

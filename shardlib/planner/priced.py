@@ -1,0 +1,1575 @@
+"""Prices candidates under choices of colours on the places that their axes can have, and says what
+they take there at least.
+
+Which pins ask for more layers than a model has in its loops.
+
+>>> from shardlib.decisions.pins import Pins
+>>> pins = Pins.parse({"schedule": "1f1b"})
+>>> print(layers_lacking("mlp", LayerGroups(names=(), counts=()), pins))
+schedule='1f1b' splits layers into stages, and the model 'mlp' has no layers in a loop
+Try: layers under jax.lax.scan or nnx.scan, or no such pin
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import TypeVar
+
+import numpy as np
+import threadpoolctl  # pyright: ignore[reportMissingTypeStubs]
+
+from shardlib.cost.framework import ANYTHING, XLA, Framework
+from shardlib.cost.layers import repeated_calls
+from shardlib.cost.roofline import fitting_bytes
+from shardlib.cost.stages import candidates, distinct, sums
+from shardlib.cost.tables import Pricer, Q, Values
+from shardlib.cost.terms import Shapes
+from shardlib.decisions.lowerings import facts_of_pins, require
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import ANY, ANY_GROUP
+from shardlib.errors import InfeasibleError, PinError, raise_all
+from shardlib.findings import Finding
+from shardlib.layout import MESH_AXES, MeshShape
+from shardlib.machines.topology import (
+    Placement,
+    Topology,
+    device_counts,
+    divisors,
+    place,
+    placements,
+)
+from shardlib.planner import space as meshes
+from shardlib.planner.assembly import OnMachine, price
+from shardlib.planner.bounds import EACH, ROUNDING, Entries, Fitting, Kind, Pairs
+from shardlib.planner.group_prices import Corners, GroupBounds, GroupPricer, RowPricer, Variants
+from shardlib.planner.incumbents import Best, Block, Entry, Place, Ranking, Rows, Seen
+from shardlib.planner.plan import Plan, Ranked
+from shardlib.planner.space import (
+    Scope,
+    Space,
+    Under,
+    build,
+    explain_empty,
+    gaps_of,
+    sizes,
+    strategies,
+)
+from shardlib.planner.stored import (
+    Candidate,
+    Priced,
+    check_rules,
+    combinations,
+    effective,
+    fixed_choice,
+)
+from shardlib.planner.workload import Account, Workload, prepare
+from shardlib.propagation.colours import Choice
+from shardlib.rules import Rules
+from shardlib.schedules import named
+
+# --------------------------------------------------------------------------------------------------
+
+Array = np.ndarray
+#: Rows (a candidate under a choice) that are priced at once, about.
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Pairs on places, arrays of equal length.
+
+    Attributes:
+        block: the candidates.
+        at: number of the candidate.
+        choices: number of the choice.
+        least: a bound of each.
+        kinds: bounds of each by kind of plans, as far as they are known.
+    """
+
+    block: Block
+    at: Array
+    choices: Array
+    least: Array
+    kinds: Mapping[Kind, Array]
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def take(self, rows: Array) -> Placed:
+        """Some of them."""
+        return Placed(
+            block=self.block,
+            at=self.at[rows],
+            choices=self.choices[rows],
+            least=self.least[rows],
+            kinds={kind: bound[rows] for kind, bound in self.kinds.items()},
+        )
+
+    def first(self, count: int) -> Placed:
+        """So many of them."""
+        return self.take(np.arange(min(count, len(self))))
+
+    def after(self, count: int) -> Placed:
+        """All but the first so many."""
+        return self.take(np.arange(min(count, len(self)), len(self)))
+
+    def alone(self) -> Placed:
+        """The same, of a block that has no other candidates."""
+        used, positions = np.unique(self.at, return_inverse=True)
+        block = replace(
+            self.block,
+            places=[self.block.places[i] for i in used],
+            c=self.block.c.take(used),
+        )
+        return replace(self, block=block, at=positions.reshape(-1))
+
+    def below(self, limit: float) -> Placed:
+        """Those whose bound is below a limit, the least first."""
+        order = np.argsort(self.least, kind="stable")
+        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPricer:
+    """Prices pairs: candidates, each under a choice of colours, on their places.
+
+    Attributes:
+        variants: the model, the space and the machine.
+        cuttable: colours that some choice shards.
+        best: takes the results.
+        rows: takes the places, where a ranking speaks of them.
+    """
+
+    variants: Variants
+    cuttable: tuple[str, ...]
+    best: Best
+    rows: list[Place]
+
+    @property
+    def space(self) -> Space:
+        """The space."""
+        return self.variants.space
+
+    @property
+    def topology(self) -> Topology:
+        """The machine."""
+        return self.variants.pricer.topology
+
+    def price(
+        self,
+        entries: Entries,
+        pairs: Pairs,
+        reach: float,
+        ranking: Ranking[Candidate] | None,
+        *,
+        usual: bool = False,
+    ) -> None:
+        """Prices pairs on every place that their axes can have, or on the usual one."""
+        if (placed := self.placed(entries, pairs, usual=usual)) is not None:
+            self.price_placed(entries, placed, reach, ranking)
+
+    def placed(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> Placed | None:
+        """Pairs on every place that their axes can have, or on the usual one; None where they have
+        none.
+        """
+        block, places = self._block(entries, pairs, usual)
+        if block is None:
+            return None
+        which = np.repeat(np.arange(len(pairs)), [len(rows) for rows in places])
+        return Placed(
+            block=block,
+            at=np.array([row for rows in places for row in rows], dtype=np.int64),
+            choices=pairs.choices[which],
+            least=pairs.least[which],
+            kinds={},
+        )
+
+    def near(self, entries: Entries, pairs: Pairs) -> Placed | None:
+        """Pairs on every place, with bounds that know the links of each, but not the choice, as far
+        as they are below the fastest plan, the least first; None where they have no place.
+        """
+        placed = self.placed(entries, pairs)
+        if placed is None or self.space.apart:
+            return placed
+        bounds = np.maximum(placed.least, entries.seconds_on(placed.block.c)[placed.at])
+        return replace(placed, least=bounds).below(self.best.limit).alone()
+
+    def bounded(self, entries: Entries, placed: Placed) -> Placed:
+        """Pairs on places with bounds that know the choice, too, as far as they are below the
+        fastest plan, the least first.
+        """
+        if self.space.apart or not len(placed):
+            return placed
+        placed = placed.alone()
+        kinds = entries.on_places(placed.block.c, placed.at, placed.choices)
+        bounds = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
+        return replace(placed, least=bounds, kinds=kinds).below(self.best.limit)
+
+    def price_placed(
+        self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
+    ) -> None:
+        """Prices pairs on places."""
+        seen = Seen(self.best, self.rows, placed.block, self.variants.capacity, reach, ranking)
+        self._priced(entries, placed, seen)
+        seen.close()
+
+    def _priced(self, entries: Entries, placed: Placed, seen: Seen) -> None:
+        """Prices candidates of a block, each under a choice; those under the same choice on the
+        same shape have the same quantities.
+        """
+        order = np.lexsort((placed.block.c.shape[placed.at], placed.choices))
+        pricer = self._row_pricer(entries)
+        for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
+            pricer.price(self._rows(entries, placed.take(part)), seen)
+
+    def _row_pricer(self, entries: Entries) -> RowPricer:
+        """Prices rows of some entries; layer groups apart, where the space has such plans."""
+        load, space, pricer = self.variants.load, self.space, self.variants.pricer
+        groups = None
+        if space.apart:
+            bounds = GroupBounds(
+                load=load,
+                space=space,
+                pricer=pricer,
+                capacity=self.variants.capacity,
+                offloads=self.variants.offloads(),
+            )
+            corners = Corners(
+                load=load,
+                policies=space.policies,
+                pricer=pricer,
+                values=entries.values,
+                cuttable=self.cuttable,
+            )
+            groups = GroupPricer(
+                load=load, space=space, pricer=pricer, bounds=bounds, corners=corners
+            )
+        return RowPricer(
+            load=load, space=space, pricer=pricer, variants=self.variants, groups=groups
+        )
+
+    def _rows(self, entries: Entries, placed: Placed) -> Rows:
+        """Candidates under choices, with their quantities."""
+        rows, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
+        accounts, policies, routes = (
+            entries.scope.accounts,
+            self.space.policies,
+            entries.scope.routes,
+        )
+        by_group = self.space.apart
+        bounds = (*policies, EACH) if by_group else policies
+        shapes, shape_of_row = np.unique(c.shape, return_inverse=True)
+        keys, column = np.unique(
+            np.stack([choices, shape_of_row.reshape(-1)]), axis=1, return_inverse=True
+        )
+        columns_needed = [
+            (entries.choices[int(number)], keys[1, keys[0] == number])
+            for number in np.unique(keys[0])
+        ]
+
+        def columns(account: Account) -> Array:
+            return account.on(entries.values, shapes).columns(columns_needed)
+
+        local, resting = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
+        row_choices = Under(entries.scope.chosen, keys[0])
+        ticks = {
+            policy: entries.bounds.ticks(policy, row_choices, shapes[keys[1]]).take(local.shape)
+            for policy in bounds
+        }
+        saved = (
+            {
+                policy: columns(
+                    self.variants.load.stacks.accounts(self.cuttable).points[policy, routes]
+                )[0]
+                for policy in policies
+            }
+            if by_group
+            else dict[str, Array]()
+        )
+        sums_by_policy = {
+            policy: sums(
+                columns(accounts.work[policy, routes])[0],
+                resting,
+                list(columns(accounts.points[policy, routes])),
+                self.variants.load.model,
+                self.variants.pricer,
+                local,
+                stacks=saved.get(policy),
+            )
+            for policy in policies
+        }
+        return Rows(
+            candidates=rows,
+            choices=choices,
+            c=c,
+            sums=sums_by_policy,
+            ticks=ticks,
+            kinds=placed.kinds,
+        )
+
+    def _block(
+        self, entries: Entries, pairs: Pairs, usual: bool
+    ) -> tuple[Block | None, list[list[int]]]:
+        """The candidates of some pairs on their places, and the positions of those of each pair;
+        nothing where there are none.
+        """
+        rows_of_entry: dict[int, list[int]] = {}
+        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
+        rows: list[int] = []
+        for entry in pairs.entries:
+            if int(entry) not in rows_of_entry:
+                mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
+                options = self._places(mesh, usual)
+                rows_of_entry[int(entry)] = list(range(len(rows), len(rows) + len(options)))
+                places += [(mesh, order, placement) for order, placement in options]
+                rows += [int(entry)] * len(options)
+        if not rows:
+            return None, []
+        c = candidates(
+            [(mesh, placement) for mesh, _, placement in places],
+            [int(m) for m in entries.sizes["micro"][rows]],
+            self.topology,
+        )
+        block = Block(
+            places=places,
+            c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
+            choices=[(choice, entries.scope.routes) for choice in entries.choices],
+            gaps=self.space.gaps,
+        )
+        return block, [rows_of_entry[int(entry)] for entry in pairs.entries]
+
+    def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
+        """The places of a mesh; with `usual`, one of them."""
+        pinned = self.space.pins.axis_order
+        if pinned is not None:
+            order = mesh.in_order(pinned)
+            placement = place(mesh, self.topology, order)
+            return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
+        if usual or not self.space.limits.able.free:
+            placement = place(mesh, self.topology)
+            return [] if placement is None else [((), placement)]
+        return [*placements(mesh, self.topology)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Stages in one program or as per-stage programs, where a pin leaves that open.
+#
+# `pipeline="any"` searches both and takes the faster; a tie goes to one program. Per-stage
+# programs take one process that has all devices, so nobody gets them without having asked: a plan
+# that was tried on simulated devices would not be what several hosts run.
+
+T = TypeVar("T")
+#: What whoever leaves the form open should know of per-stage programs.
+ONE_PROCESS = Finding(
+    code="one-process",
+    severity="info",
+    where="pipeline=programs",
+    message="per-stage programs are called by one process, which has to have all devices",
+    hint="pipeline=lockstep, which runs in any number of processes",
+)
+#: What stages may be, the simpler first.
+FORMS = ("lockstep", "programs")
+
+
+def left_open(load: Workload, pins: Pins) -> bool:
+    """Whether the planner decides how stages run: only where shardlib makes the programs."""
+    return pins.pipeline == ANY and load.profile.name == XLA.name
+
+
+def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
+    """The faster of the best plans of both forms, with a certificate over both."""
+    plans = _of_both(pins, search)
+    chosen = min(plans, key=lambda plan: plan.estimate.step_seconds)
+    counts = Counter[str]()
+    for plan in plans:
+        counts.update(dict(plan.search.counts))
+    bound = min(plan.estimate.step_seconds * (1 - plan.search.gap) for plan in plans)
+    certificate = replace(
+        chosen.search,
+        evaluations=sum(plan.search.evaluations for plan in plans),
+        candidates=sum(plan.search.candidates for plan in plans),
+        seconds=sum(plan.search.seconds for plan in plans),
+        lower_bound=min(plan.search.lower_bound for plan in plans),
+        gap=max(0.0, 1 - bound / chosen.estimate.step_seconds),
+        counts=tuple(sorted(counts.items())),
+    )
+    faster = replace(chosen, search=certificate)
+    return faster.with_findings(*([ONE_PROCESS] if faster.pipeline == "programs" else []))
+
+
+def forms_in_order(
+    pins: Pins,
+    ranked: Callable[[Pins], Iterator[Ranked]],
+    *,
+    slack: float = math.inf,
+    front: bool = False,
+) -> Iterator[Ranked]:
+    """Plans of both forms, the fastest first.
+
+    Args:
+        slack: up to how many times the seconds of the fastest.
+    """
+    fewest_bytes, limit = math.inf, math.inf
+    for entry in heapq.merge(*_of_both(pins, ranked), key=lambda entry: entry.seconds):
+        limit = min(limit, slack * entry.seconds)
+        if entry.seconds > limit:
+            return
+        if not front or entry.peak_bytes < fewest_bytes:
+            yield entry
+        fewest_bytes = min(fewest_bytes, entry.peak_bytes)
+
+
+def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
+    """The answers for both forms, or for the one that has any."""
+    answers: list[T] = []
+    refused: list[PinError | InfeasibleError] = []
+    for form in FORMS:
+        try:
+            answers.append(ask(pins.changed(Pins.parse({"pipeline": form}))))
+        except (PinError, InfeasibleError) as error:
+            refused.append(error)
+    if not answers:
+        raise refused[0]
+    return answers
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings of the process that are others while a plan is searched for.
+#
+# Garbage: tracing and searching make many small objects that live until the end, and hardly any
+# cycles. Each full collection walks all of them, and all that JAX has made before: it took a fifth
+# of the time to plan. The threshold is a number of objects, so memory stays bounded.
+#
+# Threads of BLAS: the matrix products of a search are small. More threads took up to twice the
+# processor time for the same, and longer where other work ran on the machine.
+
+# pyright: ignore[reportMissingTypeStubs]
+
+#: Thresholds of the three generations (`gc.set_threshold`), at least: new objects, and collections
+#: of the generation before.
+THRESHOLDS: tuple[int, int, int] = (100_000, 20, 100)
+
+
+class ForAllThreads:
+    """A setting of the process: the first thread to enter changes it, the last to leave restores
+    it.
+
+    Args:
+        change: changes the setting, and gives what restores it.
+    """
+
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+        self._change, self._lock, self._inside = change, threading.Lock(), 0
+        self._restore: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        """A context, or with the brackets a decorator."""
+        with self._lock:
+            if not self._inside:
+                self._restore = self._change()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._restore()
+
+
+def _raise_thresholds() -> Callable[[], None]:
+    """A collector that is switched off by its thresholds stays so."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(*map(max, before, THRESHOLDS))
+    return lambda: gc.set_threshold(*before)
+
+
+@cache
+def _controller() -> threadpoolctl.ThreadpoolController:
+    return threadpoolctl.ThreadpoolController()  # looks through the libraries of the process
+
+
+def _limit_threads() -> Callable[[], None]:
+    own = _controller().limit(limits=1, user_api="blas")  # pyright: ignore[reportUnknownMemberType]
+    return own.restore_original_limits
+
+
+#: Garbage in cycles is hardly collected.
+garbage_put_off = ForAllThreads(_raise_thresholds)
+#: Matrix products of NumPy run on the thread that asks for them.
+one_thread = ForAllThreads(_limit_threads)
+
+
+# --------------------------------------------------------------------------------------------------
+
+#: Beyond any number of chunks that a schedule is asked for.
+_MOST = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroups:
+    """The layers that a model has in its loops.
+
+    Attributes:
+        names: of the layer groups.
+        counts: layers of each group.
+        calls: how often the same parameters are used outside of all groups.
+    """
+
+    names: Sequence[str]
+    counts: Sequence[int]
+    calls: int = 1
+
+
+def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
+    """Why the layers of a model are too few for its pins, and what to try; empty where they are
+    not.
+    """
+    model = f"the model {model!r}"
+    if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):
+        return _called_again(model, groups.calls, pins)
+    return _too_few_for_stages(model, groups.counts, pins) or _too_few_to_rematerialise(
+        model, groups.names, groups.counts, pins
+    )
+
+
+def _called_again(model: str, calls: int, pins: Pins) -> str:
+    """Why a model whose layers a loss runs several times has none to split."""
+    request = (
+        f"{' with '.join(_stage_pins(pins))} splits layers into stages"
+        if pins.staged
+        else f"remat_layers={pins.remat_layers} rematerialises some of the layers"
+    )
+    often = "twice" if calls == 2 else f"{calls} times"
+    return (
+        f"{request}, and the loss runs the layers of {model}, or some of them, {often} with the"
+        " same parameters, as where it calls the model or one of its layers more than once; they"
+        " have to run once, each layer with parameters of its own\nTry: one call of the model for"
+        " all rows, no layer that is used again, or no such pin"
+    )
+
+
+def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
+    """Why pinned stages, or chunks of layers on each, have no layer for each of them."""
+    if not pins.staged:
+        return ""
+    layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
+    request = " with ".join(_stage_pins(pins))
+    if layers < 2:
+        return (
+            f"{request} splits layers into stages, and {model} has {_number(layers)} in a"
+            " loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
+        )
+    if stages > layers:
+        return (
+            f"{request} splits layers into stages, and {model} has {_number(layers)} in a"
+            " loop\nTry: fewer stages, or more layers under jax.lax.scan or nnx.scan"
+        )
+    chunks, stage_count = _chunks(pins), max(stages, 2)
+    if chunks * stage_count <= layers:
+        return ""
+    source = (
+        f"virtual_stages={chunks}"
+        if pins.virtual_stages
+        else f"schedule={pins.schedule!r} has at least virtual_stages={chunks}, and that"
+    )
+    limit = layers // stage_count
+    fewer = (
+        f"virtual_stages of at most {limit}"
+        if limit > 1 and pins.virtual_stages
+        else "a schedule without chunks of layers, such as '1f1b'"
+    )
+    return (
+        f"{source} splits the layers of each of {stage_count} stages into {chunks} chunks:"
+        f" {chunks * stage_count} chunks in all, and {model} has {_number(layers)} in a loop\nTry:"
+        f" {fewer}, or fewer stages"
+    )
+
+
+def _stage_pins(pins: Pins) -> list[str]:
+    """The pins that ask for stages."""
+    stages = dict(pins.mesh or pins.axes).get("stage", 1)
+    pinned = {
+        "schedule": pins.schedule if pins.schedule and named(pins.schedule).staged else None,
+        "pipeline": pins.pipeline if pins.pipeline == "programs" else None,
+        "accumulation": pins.accumulation if (pins.accumulation or 1) > 1 else None,
+        "virtual_stages": pins.virtual_stages if (pins.virtual_stages or 1) > 1 else None,
+        "gather": pins.gather if pins.gather == "once" else None,
+    }
+    words = [f"{word}={value!r}" for word, value in pinned.items() if value is not None]
+    return [f"stage={stages}"] if stages > 1 else words
+
+
+def _chunks(pins: Pins) -> int:
+    """The fewest chunks of layers that a stage has under the pins."""
+    if pins.virtual_stages or pins.schedule is None:
+        return pins.virtual_stages or 1
+    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", limit=_MOST)
+    return min(tried, default=1)
+
+
+def _too_few_to_rematerialise(
+    model: str, names: Sequence[str], counts: Sequence[int], pins: Pins
+) -> str:
+    """Why a pinned number of rematerialised layers is not fewer than there are."""
+    if not counts and pins.remat_layers:
+        return (
+            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {model} has"
+            " no layers in a loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
+        )
+    groups = {} if pins.remat_classes == ANY_GROUP else {n: c for n, _, c in pins.remat_classes}
+    stages = dict(pins.mesh or pins.axes).get("stage", 1)
+    chunks = stages * (pins.virtual_stages or 1)
+    here = [(pins.virtual_stages or 1) * -(-count // chunks) for count in counts]
+    location = f"a stage of {model}" if stages > 1 else model
+    faults = [
+        f"remat_classes rematerialises {requested} of the layers of {name!r}, and {location} has"
+        f" {count} there"
+        for name, count in zip(names, here, strict=True)
+        if (requested := groups.get(name)) and requested > count - (len(names) == 1)
+    ]
+    if pins.remat_layers and counts and pins.remat_layers >= sum(here):
+        faults.append(
+            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {location}"
+            f" has {_number(sum(here))} in a loop"
+        )
+    if not faults:
+        return ""
+    return "; ".join(faults) + "\nTry: fewer, or a remat policy without a number for all of them"
+
+
+def _number(layers: int) -> str:
+    return "no layers" if not layers else "1 layer" if layers == 1 else f"{layers} layers"
+
+
+# --------------------------------------------------------------------------------------------------
+# Candidates in the order of their bounds, and in growing blocks.
+
+#: Each block is so many times as large as the one before, since a better plan to compare with
+#: leaves fewer to look at.
+IN_ORDER_GROWTH = 12
+
+
+def ascending(bounds: Array, limit: float) -> Array:
+    """Positions of the bounds below a limit, the least first."""
+    below = np.flatnonzero(bounds < limit)
+    return below[np.argsort(bounds[below], kind="stable")]
+
+
+def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple[int, int]]:
+    """Begin and end of growing blocks of so many in all.
+
+    Args:
+        largest: of a block; None for no limit.
+    """
+    start, size = 0, first
+    while start < count:
+        yield start, min(start + size, count)
+        start, size = start + size, min(size * IN_ORDER_GROWTH, largest or count)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the step takes on one device where nothing is sharded: over so many no plan takes less than
+# that share of it.
+
+_ONE = np.ones(1, dtype=np.int64)
+#: The shape of a program on one device.
+ONE = Shapes(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncut:
+    """Bounds of the step on one device.
+
+    Attributes:
+        load: the model.
+        space: the space.
+        pricer: the machine.
+        values: measures on shapes of which the last is that of one device, where they have been
+            evaluated; otherwise they are evaluated on this shape alone.
+    """
+
+    load: Workload
+    space: Space
+    pricer: Pricer
+    values: Values | None = None
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the kernels; spread equally, no plan beats them, since the largest kernels are
+        the most efficient.
+        """
+        totals = [
+            self.pricer.corrected(self._total((policy, routes), routes=routes))[:, Q.COMPUTE, 0]
+            for routes in self.space.routes
+            for policy in self.space.policies
+        ]
+        seconds = np.stack(totals)
+        return float(seconds.min(0).sum() if self.space.apart else seconds.sum(1).min())
+
+    def slower(self, devices: int, limit: float) -> bool:
+        """Whether no plan on so many devices is faster than a limit in seconds."""
+        return bool(np.isfinite(limit)) and self.seconds / devices >= limit
+
+    @cached_property
+    def resting_bytes(self) -> float:
+        """Bytes of parameters; however they are sharded, the device that has the most has at least
+        its share.
+        """
+        total = self._total(None, routes=False)[:, :, 0].sum(0)
+        return float(total[Q.PARAMETERS] + total[Q.FROZEN]) * min(
+            1.0, self.pricer.profile.fragmentation
+        )
+
+    def _total(self, key: tuple[str, bool] | None, *, routes: bool) -> Array:
+        """Quantities of what rests, or of a program: array [segments, rows, 1]."""
+        values = (
+            self.pricer.values(self.load.ledger.book, ONE) if self.values is None else self.values
+        )
+        colouring = self.load.colouring
+        choice = Choice(
+            batch=colouring.batch_colour,
+            context=colouring.sequence_colour,
+            expert=self.load.expert if routes else None,
+        )
+        last = np.array([len(values.shapes) - 1])
+        return self.load.ledger.uncut(key).on(values, last).total(choice)[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Explores a space of plans for the fastest plan that fits, and for the minimum-memory plan.
+#
+# The cost is a sum over items that each depend on few colours (`cost/items/items.py`), so a plan's
+# cost is a sum of tallies that are made once for a model (`planning/space/cost_tables.py`). Meshes
+# with microbatches, and then each of them under every choice of colours
+# (`planning/bounds/frontier.py`), are taken in the order of a lower bound of their step time; when
+# the bound of the next is not below the fastest plan found, no plan of the rest can be faster, and
+# the search ends with a proof. Where a machine has far more devices than the batch has rows, the
+# meshes of all numbers of devices are taken together.
+#
+# Each bound is asked of fewer candidates than the one before: the kernels of the uncut step,
+# equally spread; the fastest plan that could fit (`planning/bounds/step_time_that_fits.py`) with
+# each component of the colours cut as is best for it; the same under one choice; and that on the
+# links of each place that the axes can have. Only what none of them excludes is priced.
+
+#: Entries whose memory is bounded first, and of which a first block is priced.
+AHEAD, FIRST = 1024, 1024
+#: Most entries that are placed at once, and pairs on places of them that are bounded first.
+PLACED, FEW = 8192, 4096
+#: Pairs that are priced on all their places at first; each time so many times as many as before,
+#: and many times as many after those that gave no better plan to compare with.
+BRANCH_AND_BOUND_NEAREST, BRANCH_AND_BOUND_MORE, MANY_PAIRS = 128, 4, 16
+#: Entries whose quickest choice is priced before all others where every entry has one place, so
+#: that there is a plan to compare with.
+SEEDS = 4
+#: Parameters, gradients and the state of an optimizer over parameters, about.
+TIGHT = 4
+#: Where there are no more entries than so many, the pairs with the least bounds, so many of them,
+#: are the plans to compare with.
+SMALL, QUICKEST = 512, 32
+#: A space with no more entries is explored alone, if it is the first.
+MODERATE = 4096
+#: Numbers of devices that are searched together.
+Counts = tuple[int, ...]
+
+
+class Explorer:
+    """Prices the plans of one space on one topology.
+
+    Args:
+        load: the model.
+        space: the space.
+        topology: the machine.
+        capacity: usable bytes of a device.
+        before: an explorer of the same model in other dtypes, whose results this one adds to.
+        any_plan: whether the first plan that fits is enough.
+
+    Attributes:
+        best: what has been seen.
+        rows: places of the candidates that a ranking speaks of.
+    """
+
+    def __init__(
+        self,
+        load: Workload,
+        space: Space,
+        topology: Topology,
+        capacity: float,
+        before: Explorer | None = None,
+        *,
+        any_plan: bool = False,
+    ) -> None:
+        self.load, self.space, self.pricer = load, space, Pricer(topology, load.profile)
+        self._uncut = Uncut(load=load, space=space, pricer=self.pricer)
+        self.topology = self.pricer.topology
+        self.best = Best() if before is None else before.best
+        self.rows: list[Place] = [] if before is None else before.rows
+        self._any_plan, self._explored = any_plan, dict[Counts, list[Entries]]()
+        self._done, self._scopes = set[int](), dict[bool, Scope]()
+        self._most = capacity * (1 + ROUNDING)
+        self._large = set[int]()
+        self._cuttable = tuple(
+            dict.fromkeys(
+                [*space.tensor, *(name for choice in space.choices for name in choice.tensor)]
+            )
+        )
+        self.pairs = PairPricer(
+            variants=Variants(load=load, space=space, pricer=self.pricer, capacity=capacity),
+            cuttable=self._cuttable,
+            best=self.best,
+            rows=self.rows,
+        )
+        pinned = space.pins.offload
+        self._fitting = Fitting(
+            space=space,
+            pricer=self.pricer,
+            capacity=capacity,
+            offloads=(pinned,) if pinned else ((), *self.pairs.variants.offloads()),
+        )
+
+    @property
+    def limit(self) -> float:
+        """Seconds from which on a plan is of no interest."""
+        return 0.0 if self._any_plan and self.best.fastest is not None else self.best.limit
+
+    def run(
+        self, counts: Counts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
+    ) -> None:
+        """Prices the plans on some numbers of devices."""
+        reach = 1 if ranking is None else slack
+        for entries in self._entries(counts, reach):
+            if id(entries) not in self._done:
+                self._explore(entries, reach, ranking)
+
+    def seed(self, counts: Counts) -> None:
+        """Prices the entry of the least bound on each of some numbers of devices, among those that
+        shard neither sequences nor experts, so that there is a plan to compare with.
+        """
+        if not (self.space.choices and self.space.routes):
+            return
+        sampled = [self._few(devices) for devices in counts]
+        for entries in self._of([chosen for chosen in sampled if len(chosen["micro"])]):
+            bounds = entries.seconds(np.arange(len(entries)))
+            order = np.lexsort((bounds, _devices(entries.sizes)))
+            _, first = np.unique(_devices(entries.sizes)[order], return_index=True)
+            best = order[first]
+            pairs = entries.pairs(best[np.isfinite(bounds[best])])
+            self.pairs.price(entries, pairs.firsts(), 1, None)
+
+    def _few(self, devices: int) -> dict[str, Array]:
+        """Sizes of meshes of the simplest entries on some number of devices."""
+        sizes = meshes.sizes(self.space, self.load.colouring, devices)
+        plain = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
+        return {axis: size[plain] for axis, size in sizes.items()}
+
+    def too_large(self, counts: Counts) -> bool:
+        """Whether bounds say that no plan on some numbers of devices fits; not asked of a model
+        that is far smaller than their memory.
+        """
+        if TIGHT * self._uncut.resting_bytes / max(counts) < self._most:
+            return False
+        all_entries = self._entries(counts, 1)
+        return not any((entries.fewest_bytes <= self._most).any() for entries in all_entries)
+
+    def least_seconds(self, counts: Counts) -> float:
+        """Seconds that no plan on some numbers of devices beats; infinite where a good plan to
+        compare with is not looked for.
+        """
+        searchable = self.space.choices and self.space.routes and not self.flat
+        return self._uncut.seconds / max(counts) if searchable else np.inf
+
+    def large(self, counts: Counts, limit: float) -> list[Entries]:
+        """Entries on some numbers of devices that may have a plan faster than a limit, where they
+        are many.
+
+        Args:
+            limit: seconds.
+        """
+        if self.least_seconds(counts) >= limit:
+            return []
+        return [entries for entries in self._entries(counts, 1) if len(entries) > SMALL]
+
+    def is_small(self, counts: Counts) -> bool:
+        """Whether the entries on some numbers of devices are soon looked through."""
+        return all(len(entries) <= MODERATE for entries in self._entries(counts, 1))
+
+    def leave_out(self, counts: Counts, done: Container[int]) -> None:
+        """Leaves out entries on some numbers of devices, by identity."""
+        self._done |= {
+            id(entries) for entries in self._explored.get(counts, []) if id(entries) in done
+        }
+
+    def _entries(self, counts: Counts, reach: float) -> list[Entries]:
+        """The entries on some numbers of devices, with experts treated in each way; without those
+        on which no plan is fast enough.
+        """
+        if counts in self._explored:
+            return self._explored[counts]
+        if not (self.space.choices and self.space.routes):
+            return []
+        limit = self.limit * reach
+        enough = [devices for devices in counts if not self._uncut.slower(devices, limit)]
+        if self.best.fastest is None:
+            large = {n for n in enough if self._uncut.resting_bytes / n > self._most}
+            self._large |= large
+            enough = [devices for devices in enough if devices not in large]
+        return self._made(counts, enough)
+
+    def _made(self, counts: Counts, enough: Sequence[int]) -> list[Entries]:
+        """See `_entries`."""
+        mesh_sizes = [meshes.sizes(self.space, self.load.colouring, devices) for devices in enough]
+        made_entries = self._of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
+        if made_entries:
+            self._explored[counts] = made_entries
+        return made_entries
+
+    def _of(self, mesh_sizes: Sequence[dict[str, Array]]) -> list[Entries]:
+        """The entries of some meshes with microbatches, with experts treated in each way."""
+        if not mesh_sizes:
+            return []
+        sizes = {
+            axis: np.concatenate([sizes_of[axis] for sizes_of in mesh_sizes])
+            for axis in mesh_sizes[0]
+        }
+        shapes, shape = distinct(sizes)
+        values = self.pricer.values(self.load.ledger.book, shapes.and_one())
+        self._uncut = replace(self._uncut, values=values)
+        return [
+            Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
+            for routes in sorted(self.space.routes, reverse=True)  # hardly ever slower
+        ]
+
+    def _scope(self, routes: bool) -> Scope:
+        along = self.load.colouring.sequence_colour  # where nothing shards it, it costs nothing
+        if routes not in self._scopes:
+            self._scopes[routes] = Scope(
+                load=self.load,
+                space=self.space,
+                cuttable=self._cuttable,
+                along=along,
+                routes=routes,
+            )
+        return self._scopes[routes]
+
+    def _explore(self, entries: Entries, reach: float, ranking: Ranking[Candidate] | None) -> None:
+        """Prices the entries that could fit."""
+        if self.best.fastest is None and not (entries.fewest_bytes <= self._most).any():
+            self.best.counts["memory"] += len(entries)
+            return
+        order, fastest = entries.below(self.limit * reach)
+        done = 0
+        for start, end in blocks(AHEAD, len(order)):
+            if fastest[start] >= self.limit * reach:
+                break
+            block, done = order[start:end], end
+            self._fitted(entries, block[fastest[start:end] < self.limit * reach], reach, ranking)
+        self.best.counts["bound"] += len(entries) - done
+
+    def _fitted(
+        self, entries: Entries, selected: Array, reach: float, ranking: Ranking[Candidate] | None
+    ) -> None:
+        """Prices those of some entries that could fit, in the order of a bound of what does."""
+        bounds = entries.seconds(selected)
+        self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
+        order = ascending(bounds, self.limit * reach)
+        if ranking is not None or self.flat:
+            self._in_order(entries, selected[order], bounds[order], reach, ranking)
+        else:
+            self._narrowed(entries, selected[order], bounds[order])
+
+    @property
+    def flat(self) -> bool:
+        """Whether all links are alike, so that a mesh has one place."""
+        return len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
+
+    def _in_order(
+        self,
+        entries: Entries,
+        order: Array,
+        bounds: Array,
+        reach: float,
+        ranking: Ranking[Candidate] | None,
+    ) -> None:
+        """Prices entries in the order of their bounds, until no other can be faster."""
+        self.pairs.price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
+        for start, end in blocks(FIRST, len(order)):
+            limit = self.limit * reach
+            self.pairs.price(
+                entries,
+                entries.pairs(order[start:end][bounds[start:end] < limit], limit),
+                reach,
+                ranking,
+            )
+
+    def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
+        """Prices entries that no bound excludes on every place that they can have."""
+        small = len(entries) <= SMALL
+        for start, end in blocks(FIRST, len(order), PLACED):
+            pairs = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
+            if (near := self.pairs.near(entries, pairs)) is not None:
+                for begin, until in blocks(QUICKEST if small else FEW, len(near)):
+                    self._settle(entries, near.after(begin).first(until - begin).below(self.limit))
+
+    def _settle(self, entries: Entries, near: Placed) -> None:
+        """Prices pairs on places in the order of their bounds, until no other can be faster."""
+        placed, size = self.pairs.bounded(entries, near), BRANCH_AND_BOUND_NEAREST
+        while len(placed := placed.below(self.limit)):
+            limit, count = self.limit, min(size, len(placed))
+            self.pairs.price_placed(entries, placed.first(count), 1, None)
+            placed = placed.after(count)
+            size *= BRANCH_AND_BOUND_MORE if self.limit < limit else MANY_PAIRS
+
+    def _leanest_first(self) -> Iterator[Entries]:
+        """All entries that may have the minimum-memory plan, those on the most devices first."""
+        seen = {*self._explored, *((devices,) for devices in self._large)}
+        for counts in sorted(seen, reverse=True):
+            if self._uncut.resting_bytes / max(counts) < self.best.minimum_memory_bytes:
+                yield from self._explored.get(counts) or self._made(counts, counts)
+
+    def minimum_memory(self) -> None:
+        """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
+        memory does not depend on places.
+        """
+        best = self.best
+        for entries in self._leanest_first():
+            bounds = entries.fewest_bytes
+            order = np.argsort(bounds, kind="stable")
+            for start, end in blocks(FIRST, len(order)):
+                block, limit, size = (
+                    order[start:end],
+                    best.minimum_memory_bytes,
+                    BRANCH_AND_BOUND_NEAREST,
+                )
+                pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
+                while len(pairs := pairs.below(best.minimum_memory_bytes)):
+                    self.pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
+                    pairs, size = pairs.after(size), size * BRANCH_AND_BOUND_MORE
+
+
+def _devices(sizes: Mapping[str, Array]) -> Array:
+    """Devices of each mesh."""
+    return np.prod([sizes[axis] for axis in MESH_AXES], axis=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Explores several large spaces together, the plans with the least bounds first.
+#
+# Bounds of entries, of pairs and of pairs on places come one after the other, each for what the
+# one before leaves below a limit that all spaces share. Where nothing is left below it the limit
+# grows, up to the seconds of the fastest plan; then no other plan is faster. What is above the
+# limit waits, so nothing is bounded or priced twice, and hardly more than what no bound excludes.
+
+#: Each limit is so many times the one before: at first, and once something is below it.
+GROWTH, STEP = 1.5, 1.2
+#: Entries that may fit with the least bounds that are enough for a first limit, and entries none of
+#: which fits that end the search for them.
+ENOUGH, HOPELESS = 32, 4096
+#: No limit is larger than so many times the least bound of all, where nothing is below it.
+FARTHEST = 1000.0
+#: Entries that are bounded on their places at once.
+AT_ONCE = 4096
+#: Rows that are priced at first; each time so many times as many.
+NEAREST, MORE = 64, 8
+
+
+@dataclass(kw_only=True)
+class Front:
+    """What of a space waits to be bounded or priced.
+
+    Attributes:
+        entries: of the space.
+        pricer: prices its pairs.
+        best: what has been seen.
+        seen, waiting: which entries have a bound of what fits, and those of them that wait.
+        seconds: these bounds.
+        near, placed: pairs on places that wait, without and with bounds that know the choice.
+    """
+
+    entries: Entries
+    pricer: PairPricer
+    best: Best
+    seen: Array = field(init=False)
+    waiting: Array = field(init=False)
+    seconds: Array = field(init=False)
+    near: list[Placed] = field(default_factory=list[Placed], init=False)
+    placed: list[Placed] = field(default_factory=list[Placed], init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = np.zeros(len(self.entries), dtype=bool)
+        self.waiting, self.seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
+
+    def new(self, limit: float) -> tuple[Array, float]:
+        """Entries that may have a plan below a limit and have not been taken, and their least
+        bound.
+        """
+        fresh, _ = self.entries.below(limit)
+        fresh = fresh[~self.seen[fresh]]
+        if len(fresh):
+            self.seen[fresh] = True
+            self.waiting = np.concatenate([self.waiting, fresh])
+            self.seconds = np.concatenate([self.seconds, self.entries.seconds(fresh)])
+        return self.waiting[self.seconds < limit], float(self.seconds.min(initial=np.inf))
+
+    def advance(self, new: Array, limit: float) -> None:
+        """Prices what is below a limit.
+
+        Args:
+            limit: seconds.
+        """
+        later = self.seconds >= limit
+        self.waiting, self.seconds = self.waiting[later], self.seconds[later]
+        for start in range(0, len(new), AT_ONCE):
+            pairs = self.entries.pairs(new[start : start + AT_ONCE], self.best.limit)
+            if (placed := self.pricer.near(self.entries, pairs)) is not None:
+                self.near.append(placed)
+        near, self.near = self.near, []
+        waiting, self.placed = self.placed, []
+        for placed in waiting:
+            self._price(placed, limit)
+        for placed_near in near:
+            if len(placed := placed_near.below(self.best.limit)):
+                ready = int((placed.least < limit).sum())
+                self.near.append(placed.after(ready))
+                self._price(self.pricer.bounded(self.entries, placed.first(ready)), limit)
+
+    def _price(self, placed: Placed, limit: float) -> None:
+        """Prices what is below a limit, the least bounds first; the rest waits."""
+        size = NEAREST
+        while len(placed := placed.below(self.best.limit)):
+            count = min(size, int((placed.least < limit).sum()))
+            if not count:
+                self.placed.append(placed)
+                return
+            self.pricer.price_placed(self.entries, placed.first(count), 1, None)
+            placed, size = placed.after(count), size * MORE
+
+    def close(self) -> None:
+        """Counts what was not priced."""
+        unfit = int(np.isinf(self.seconds).sum())
+        taken = int(self.seen.sum()) - len(self.waiting)
+        self.best.counts["memory"] += unfit
+        self.best.counts["bound"] += len(self.entries) - unfit - taken
+
+
+def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
+    """Prices all plans of large spaces on some numbers of devices that no bound excludes, where
+    some are soon found that may fit; explorers then leave them out.
+    """
+    limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
+    if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
+        return
+    fronts, fresh_entries = dict[int, Front](), list[tuple[float, int, Array]]()
+    farthest = limit * FARTHEST
+    while sum(len(new) for *_, new in fresh_entries) < ENOUGH:
+        seen = _below(fronts, limit)
+        if seen >= HOPELESS or not limit < farthest:
+            return
+        limit *= STEP if seen else GROWTH
+        fresh_entries = _new(explorers, counts, fronts, limit)
+    best, previous = explorers[0].best, np.inf
+    while limit != previous:
+        previous = limit
+        for _, number, new in sorted(fresh_entries, key=lambda entry: entry[:2]):
+            fronts[number].advance(new, limit)
+        if not np.isfinite(best.seconds) and _below(fronts, limit) >= HOPELESS:
+            return
+        limit = min(limit * STEP, best.limit) if limit < best.limit else limit
+        fresh_entries = _new(explorers, counts, fronts, limit)
+    for explorer in explorers:
+        explorer.leave_out(counts, fronts)
+    for front in fronts.values():
+        front.close()
+
+
+def _below(fronts: Mapping[int, Front], limit: float) -> int:
+    """How many entries are below a limit."""
+    return sum(len(front.entries.below(limit)[0]) for front in fronts.values())
+
+
+def _new(
+    explorers: Sequence[Explorer], counts: Counts, fronts: dict[int, Front], limit: float
+) -> list[tuple[float, int, Array]]:
+    """(least bound, identity of the space, entries) of what is below a limit; spaces of which
+    something may be are added to the fronts.
+    """
+    for explorer in explorers:
+        for entries in explorer.large(counts, limit):
+            if id(entries) not in fronts:
+                fronts[id(entries)] = Front(
+                    entries=entries, pricer=explorer.pairs, best=explorer.best
+                )
+    return [
+        (minimum, number, new)
+        for number, front in fronts.items()
+        for new, minimum in [front.new(limit)]
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# A space of plans, priced: what is the fastest of it, and under which pins.
+
+#: Rate of links inside of a part over that of links between parts from which on the parts are
+#: searched first.
+FAR_SLOWER = 100
+#: On more than so many times as many devices as rows, and on more than so many devices, all numbers
+#: of devices are searched together, since no bound says beforehand how many of them help.
+MANY_PER_ROW, MANY = 8, 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedSpace:
+    """A priced space.
+
+    Attributes:
+        space: the space; of several, the last.
+        best: what was seen.
+        rules: pinned rules, in the colours of the model.
+        rows: the places of candidates that a ranking speaks of.
+        devices: the most that a mesh of the space has.
+    """
+
+    space: Space
+    best: Best
+    rules: Rules | None
+    rows: list[Place]
+    devices: int
+    _points: list[Priced] = field(default_factory=list[Priced], init=False, repr=False)
+
+    def landscape(self, count: int) -> tuple[Priced, ...]:
+        """What was priced, thinned; made once, when it is first asked for."""
+        if not self._points:
+            self._points.extend(
+                Priced.of(point.what, point.seconds, point.peak_bytes, fits=point.fits)
+                for point in self.best.landscape.points(count)
+            )
+        return tuple(self._points)
+
+    def candidate(self, entry: Entry[Candidate]) -> Candidate:
+        """The candidate of an entry of the ranking."""
+        return entry.what.on(*self.rows[entry.index])
+
+    def simplicity(self, what: Candidate, index: int) -> tuple[object, ...]:
+        """Sorts equally fast entries of the ranking."""
+        return what.on(*self.rows[index]).simplicity()
+
+
+def priced_space(
+    load: Workload,
+    topology: Topology,
+    pins: Pins,
+    ranking: Ranking[Candidate] | None = None,
+    slack: float = np.inf,
+    *,
+    any_plan: bool = False,
+    all_devices: bool = False,
+) -> PricedSpace:
+    """Prices the space of a model under pins."""
+    rules = _require_possible(load, topology, pins)
+    devices_wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
+    rooms, runs = _explorers(
+        load, topology, pins, rules, devices_wanted, any_plan=any_plan, all_devices=all_devices
+    )
+    part, largest = within_slow_links(topology), max(devices for devices, _ in runs)
+    counts_by_explorer = dict[Explorer, Counts]()
+    for devices, explorer in runs:
+        if devices:
+            counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
+    many = largest > min(MANY, MANY_PER_ROW * rooms[-1].limits.batch)
+    if many and not any_plan and not part:
+        _price_together(counts_by_explorer, ranking, slack)
+    else:
+        if ranking is None and not any_plan:
+            if part:
+                explore([explorer for devices, explorer in runs if devices == part], (part,))
+            together = [explorer for devices, explorer in runs if 0 < devices == largest]
+            if together and together[0].is_small((largest,)):  # its plan may exclude all others
+                explore(together[:1], (largest,))
+                together = together[1:]
+            explore(together, (largest,))
+        # with all, plans are fastest, unless a slow link joins them
+        for devices, explorer in sorted(runs, key=lambda run: (run[0] != part, -run[0])):
+            if devices:
+                explorer.run((devices,), ranking, slack)
+    explorer = runs[0][1]
+    if explorer.best.fastest is None and not any_plan:
+        for searcher in dict.fromkeys(explorer for _, explorer in runs):
+            searcher.minimum_memory()
+    if explorer.best.minimum_memory is None and not any_plan:
+        lacking = layers_lacking(load.problem.model, _layer_groups(load), pins)
+        if lacking:
+            raise PinError(lacking)
+        raise explain_empty(load.problem, load.colouring, pins, devices_wanted)
+    return PricedSpace(
+        space=rooms[-1],
+        best=explorer.best,
+        rules=rules,
+        rows=explorer.rows,
+        devices=max(devices for devices, _ in runs),
+    )
+
+
+def _price_together(
+    counts_by_explorer: Mapping[Explorer, Counts], ranking: Ranking[Candidate] | None, slack: float
+) -> None:
+    """Prices spaces on all numbers of devices at once, after a simple plan for each number."""
+    for explorer, counts in counts_by_explorer.items():
+        if explorer.best.fastest is None:
+            explorer.seed(counts)
+    if ranking is None:
+        for counts in dict.fromkeys(counts_by_explorer.values()):
+            explore(
+                [
+                    explorer
+                    for explorer, own_counts in counts_by_explorer.items()
+                    if own_counts == counts
+                ],
+                counts,
+            )
+    for explorer, counts in counts_by_explorer.items():
+        explorer.run(counts, ranking, slack)
+
+
+def within_slow_links(topology: Topology) -> int:
+    """Devices of each part of a machine whose parts hang on far slower links than are inside of
+    them; 0 where there is none. A plan within one part is soon found, and others are hardly faster.
+    """
+    first, *others = topology.tiers
+    slow = others and first.bytes_per_s * FAR_SLOWER < min(tier.bytes_per_s for tier in others)
+    return topology.devices // first.devices if slow else 0
+
+
+def _layer_groups(load: Workload) -> LayerGroups:
+    """The layers of a model, for messages."""
+    facts = next(iter(load.programs.values())).facts
+    return LayerGroups(
+        names=load.class_names,
+        counts=load.counts,
+        calls=repeated_calls(facts.graph, facts.layers, facts.weights),
+    )
+
+
+def _explorers(
+    load: Workload,
+    topology: Topology,
+    pins: Pins,
+    rules: Rules | None,
+    device_count: int,
+    *,
+    any_plan: bool,
+    all_devices: bool,
+) -> tuple[list[Space], list[tuple[int, Explorer]]]:
+    """The spaces, one for each way to compute attention in each dtype, and an explorer for each
+    number of devices that a plan may use; 0 devices where a space has no plan.
+    """
+    able = load.framework.able if load.framework is not None else ANYTHING
+    fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
+    all_dtypes = dict.fromkeys(
+        effective(combination, load.problem, load.profile, pins.dtypes)
+        for combination in combinations(pins.dtypes, pins.allow)
+    )
+    all_strategies = strategies(load.problem, pins, load.profile, topology.chip, able)
+    rooms: list[Space] = []
+    runs: list[tuple[int, Explorer]] = []
+    for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
+        decisions = replace(strategy.decisions, dtypes=dtypes)
+        workload = load.under(dtypes, decisions.fused)
+        rooms.append(build(workload, pins, fixed, replace(strategy, decisions=decisions)))
+        counts = [
+            count
+            for count in _counts(rooms[-1], workload, topology, device_count)
+            if count == topology.devices or not all_devices
+        ]
+        explorers: dict[Topology, Explorer] = {}
+        for devices in counts or [device_count]:
+            machine = topology.in_use(devices)
+            if machine not in explorers:
+                explorers[machine] = Explorer(
+                    workload,
+                    rooms[-1],
+                    machine,
+                    fitting_bytes(topology),
+                    runs[0][1] if runs else None,
+                    any_plan=any_plan,
+                )
+            runs.append((devices if counts else 0, explorers[machine]))
+    return rooms, runs
+
+
+def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules | None:
+    """Whether model and machine can have what is pinned.
+
+    Returns:
+        Pinned rules, in the colours of the model; None where none are pinned.
+    """
+    _require_able(load.framework, pins)
+    require(
+        facts_of_pins(pins),
+        "the pins ask for what has no lowering",
+        gaps_of(load),
+    )
+    rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
+    if pins.mesh is not None and pins.mesh.devices > topology.devices:
+        raise PinError(
+            f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
+            f" {topology.devices}\nTry: a smaller mesh, or a topology of as many devices"
+        )
+    called, ours = "attention" in load.problem.functions, bool(gaps_of(load))
+    if ours and pins.context in ("ring", "ulysses") and not called:
+        raise PinError(
+            f"context={pins.context!r} is pinned, and {load.problem.model} does not call attention"
+            " as a function\nTry: shardlib.attention in the model, or context='all-gather'"
+        )
+    offloaded = [part for part in pins.offload or () if part != "disk"]
+    if offloaded and not topology.chip.host_bytes_per_s:
+        raise PinError(
+            f"offload={offloaded} needs the rate between host memory and {topology.chip.name},"
+            f" which {topology.name} does not give\n"
+            "Try: host_bytes_per_s in the chip of a topology file"
+        )
+    return rules
+
+
+def _require_able(framework: Framework | None, pins: Pins) -> None:
+    """Whether the framework that runs the plan can do what is pinned."""
+    if framework is None:
+        return
+    axes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
+    failures = framework.able.refusals(dict(pins.given), axes)
+    if failures:
+        what = f"framework {framework.name!r} cannot do what is pinned"
+        raise_all(PinError, what, failures, hint="other pins, or no framework")
+
+
+def _counts(space: Space, load: Workload, topology: Topology, device_count: int) -> Iterator[int]:
+    """Numbers of devices that a plan may use, the largest first; where none of those that are
+    tried has a mesh, the most that one has.
+    """
+
+    def some(devices: int) -> bool:
+        return len(sizes(space, load.colouring, devices)["micro"]) > 0
+
+    if space.pins.mesh is not None:
+        yield device_count
+        return
+    tried = device_counts(topology, space.limits.batch)
+    others = (
+        n
+        for n in range(device_count, 0, -1)
+        if n not in tried and place(MeshShape({"data": n}), topology) is not None
+    )
+    largest = next((n for n in itertools.chain(tried, others) if some(n)), 0)
+    if largest in tried:
+        yield from (n for n in tried if n <= largest)
+    elif largest:
+        yield largest
+
+
+# --------------------------------------------------------------------------------------------------
+# Matmuls over tensor in loops: where they are pinned, or left to the planner and faster.
+
+#: Most plans that are priced with loops over tensor, where the planner decides for them.
+MOST_LOOPS = 32
+#: Largest tensor axis whose best plan is looked for on its own to be priced with loops.
+MOST_TENSOR = 32
+
+
+def with_loops(
+    load: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
+) -> tuple[Candidate, float]:
+    """The candidate with matmuls over tensor in loops, where that is pinned, or left to the planner
+    and predicted to be faster; and its seconds of a step.
+
+    Args:
+        step_seconds: predicted for the candidate.
+    """
+    if pins.collective_matmul not in ("loop", "any") or (
+        pins.collective_matmul == "any" and not hides(load, topology, candidate.mesh)
+    ):
+        return candidate, step_seconds
+    loop = candidate.but(collective_matmul="loop")
+    saved = OnMachine.of(load, topology, loop).saving()
+    seconds = step_seconds - (saved.seconds if saved else 0.0)
+    return (
+        (loop, seconds)
+        if pins.collective_matmul == "loop" or seconds < step_seconds
+        else (candidate, step_seconds)
+    )
+
+
+def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
+    """Whether loops over tensor can be faster on a mesh: in a program of JAX without stages, and
+    where links work beside compute, which those of simulated devices do not.
+    """
+    return (
+        load.profile.name == XLA.name
+        and mesh["tensor"] > 1
+        and mesh["stage"] == 1
+        and all(tier.kind != "memory" for tier in topology.tiers)
+    )
+
+
+def with_any_loops(
+    load: Workload, topology: Topology, pins: Pins, space: PricedSpace
+) -> tuple[Candidate, float, float]:
+    """The fastest candidate with or without loops over tensor, its seconds of a step, and seconds
+    that none can beat.
+
+    The fastest plan for each size of the tensor axis is priced with loops. With all collectives
+    over tensor hidden, every plan is at least as fast as with loops: others are priced in the order
+    of that bound, until it is no less than the seconds of the best plan, or `MOST_LOOPS` have been.
+    """
+    assert space.best.fastest is not None
+    best = with_loops(load, topology, space.best.fastest, pins, space.best.seconds)
+    for sharded in _by_tensor(load, topology, pins):
+        assert sharded.best.fastest is not None
+        best = min(
+            best,
+            with_loops(load, topology, sharded.best.fastest, pins, sharded.best.seconds),
+            key=lambda pair: pair[1],
+        )
+    hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
+    fastest = priced_space(hidden, topology, pins).best.seconds
+    ranking, priced = Ranking[Candidate](), 0
+    everywhere = priced_space(hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
+    for entry in ranking.ordered(everywhere.simplicity):
+        if entry.seconds >= best[1] or priced == MOST_LOOPS:
+            return *best, min(best[1], entry.seconds)
+        candidate = everywhere.candidate(entry)
+        if hides(load, topology, candidate.mesh):
+            alternative = with_loops(
+                load,
+                topology,
+                candidate,
+                pins,
+                float(price(load, topology, candidate).step_seconds[0]),
+            )
+            best, priced = min(best, alternative, key=lambda pair: pair[1]), priced + 1
+    return *best, best[1]
+
+
+def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[PricedSpace]:
+    """The priced spaces of every size of the tensor axis and no stages in which a plan fits, where
+    pins leave that open.
+    """
+    fixed = dict(pins.axes)
+    if pins.mesh is not None or "tensor" in fixed or pins.staged:
+        return
+    for degree in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
+        try:
+            axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
+            space = priced_space(load, topology, pins.but(axes=axes))
+        except PinError:
+            continue
+        if space.best.fastest is not None:
+            yield space

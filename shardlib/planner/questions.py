@@ -1,0 +1,846 @@
+"""How answers are found: the same problem is searched again on a changed machine or under changed
+pins.
+
+Did the number of rows choose the mesh, rather than speed?
+
+A batch of 255 rows on 256 chips leaves every axis that splits it at 1: the chips share the sequence
+or the layers, or stay idle. Batches about as large that divide better are priced by the same
+graphs, whose amounts are those of the rows that were traced.
+
+>>> nearby(255, 256), nearby(100, 64), nearby(512, 256), nearby(64, 3)
+((256,), (96,), (), (63,))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, cast
+
+import numpy as np
+
+from shardlib.cost.framework import ANYTHING
+from shardlib.cost.items import kernel_items
+from shardlib.cost.roofline import fitting_bytes, kernel_seconds, margin
+from shardlib.cost.tables import Pricer, Q
+from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, local
+from shardlib.decisions.pins import Pins
+from shardlib.errors import ArgumentError, InfeasibleError, PinError
+from shardlib.exchanges import Exact
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import Op
+from shardlib.layout import BATCH_AXES
+from shardlib.machines.topology import Topology, divisors, island_of
+from shardlib.planner import workload
+from shardlib.planner.answers import (
+    Alternative,
+    Answers,
+    Binding,
+    Constraints,
+    Kernels,
+    KernelTime,
+    OutOfReach,
+    Price,
+    Sensitivity,
+    Shock,
+    link_name,
+)
+from shardlib.planner.assembly import OnMachine
+from shardlib.planner.islands import inner_mesh, inside
+from shardlib.planner.plan import Plan, Ranked, source_of
+from shardlib.planner.priced import Uncut, priced_space
+from shardlib.planner.space import build, strategies
+from shardlib.planner.stored import combinations, effective
+from shardlib.planner.workload import Program, Workload, batch_size
+from shardlib.report.elements import TIE, bytes_text, percent_text, ratio_text, seconds_text
+from shardlib.rules import Rules
+from shardlib.untrusted.data import shown
+
+# --------------------------------------------------------------------------------------------------
+
+#: Batches that are tried have at most so much more or less than the batch, as a part of it.
+NEAR = 0.25
+#: How many are tried, and the most of the time per row that a step with one may take to be faster.
+BATCH_MOST, FASTER = 2, 0.9
+#: Divisors of the number of devices above this are not looked at.
+LARGEST = 1 << 20
+
+
+def nearby(rows: int, devices: int) -> tuple[int, ...]:
+    """Batches near one that divide over more devices, the nearest first, each further one over
+    still more.
+    """
+    divided, best = math.gcd(rows, devices), list[int]()
+    candidates = {
+        multiple * degree
+        for degree in divisors(devices, LARGEST)
+        if degree > divided
+        for multiple in (rows // degree, rows // degree + 1)
+        if 0 < abs(multiple * degree - rows) <= NEAR * rows and multiple
+    }
+    for candidate in sorted(candidates, key=lambda n: (abs(n - rows), -math.gcd(n, devices))):
+        if math.gcd(candidate, devices) > divided:
+            divided = math.gcd(candidate, devices)
+            best.append(candidate)
+    return tuple(best)
+
+
+@diagnostic
+def divided_badly(
+    plan: Plan, load: Workload, topology: Topology, pins: Pins
+) -> tuple[Finding, ...]:
+    """A finding where the batch does not divide over the devices, and one near it is faster."""
+    rows = batch_size(load.problem, load.colouring)
+    if pins.mesh is not None or rows == 1:
+        return ()
+    for candidate in nearby(rows, topology.devices)[:BATCH_MOST]:
+        try:
+            best = priced_space(_with_rows(load, rows, candidate), topology, pins).best
+        except PinError:
+            continue
+        ratio = best.seconds * max(1.0, rows / candidate) / plan.estimate.step_seconds
+        if best.fastest is None or ratio > FASTER:
+            continue
+        left = topology.devices - plan.mesh.devices
+        return (
+            Finding(
+                code="batch-divides-badly",
+                severity="warning",
+                where=f"batch of {rows}",
+                message=(
+                    f"divisibility, not speed, chose the mesh {plan.mesh}"
+                    + (f" and left {left} devices idle" if left else "")
+                    + f": {rows} rows divide over {math.gcd(rows, topology.devices)} of"
+                    f" {topology.devices} devices at most. With {candidate} a step would take about"
+                    f" {ratio_text(ratio)} the time per row ({best.fastest.mesh})"
+                ),
+                hint=f"a batch of {candidate} rows",
+            ),
+        )
+    return ()
+
+
+def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
+    """The problem with the limits of a batch of other rows, and the amounts of its own."""
+    name = load.colouring.batch_colour
+
+    def shape(path: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        axes = load.colouring.batch[path]
+        return tuple(
+            size // rows * new_rows if axis == name else size
+            for size, axis in zip(sizes, axes, strict=True)
+        )
+
+    batch = tuple(
+        (path, shape(path, sizes), dtype, axes) for path, sizes, dtype, axes in load.problem.batch
+    )
+    return replace(load, problem=replace(load.problem, batch=batch))
+
+
+# --------------------------------------------------------------------------------------------------
+# What would the planner have said of a slightly different machine?
+#
+# A plan that was searched for carries its source: the prepared problem, the topology and the pins.
+# With them the search can be asked again about another topology, and the plan itself can be priced
+# there, with all of its decisions pinned. Nothing is traced again.
+
+#: Decimal gigabyte, bytes: the unit of rates and of what one more of them is worth.
+GB = 10**9
+#: Memory of a device on which everything fits, bytes.
+UNLIMITED = 1 << 60
+
+
+def best_on(plan: Plan, topology: Topology) -> Plan | None:
+    """The best plan for the same problem under the same pins on another topology; None where
+    nothing fits or no mesh is legal.
+    """
+    source = source_of(plan)
+    try:
+        return source.search(topology, source.pins)
+    except (InfeasibleError, PinError):
+        return None
+
+
+def pinned(plan: Plan) -> Pins:
+    """Pins under which the plan is the only one; rules that the user pinned stay in the user's
+    words.
+    """
+    words: dict[str, Any] = {**plan.decisions}
+    if plan.source is not None and plan.source.pins.rules is not None:
+        words["rules"] = plan.source.pins.rules
+    return Pins.parse(words)
+
+
+def priced_on(plan: Plan, topology: Topology) -> Plan | None:
+    """The same decisions on another topology of the same problem; None where they do not fit."""
+    try:
+        return source_of(plan).search(topology, pinned(plan))
+    except (InfeasibleError, PinError):
+        return None
+
+
+def roomy(topology: Topology) -> Topology:
+    """The topology with devices on which everything fits."""
+    return replace(topology, chip=replace(topology.chip, hbm_bytes=UNLIMITED))
+
+
+def with_memory(topology: Topology, more_bytes: int) -> Topology:
+    """The topology with so much more usable memory on every device; less where it is negative."""
+    return replace(
+        topology, chip=replace(topology.chip, hbm_bytes=topology.chip.hbm_bytes + more_bytes)
+    )
+
+
+def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
+    """The topology with another rate on one link tier.
+
+    Args:
+        bytes_per_s: of one device, one direction.
+    """
+    tiers = tuple(
+        replace(each, bytes_per_s=bytes_per_s) if index == tier else each
+        for index, each in enumerate(topology.tiers)
+    )
+    return replace(topology, tiers=tiers)
+
+
+def with_compute(topology: Topology, factor: float) -> Topology:
+    """The topology with every peak rate of its chips times a factor; memory and links stay."""
+    rates = tuple((dtype, rate * factor) for dtype, rate in topology.chip.flops_per_s)
+    return replace(topology, chip=replace(topology.chip, flops_per_s=rates))
+
+
+def with_hbm(topology: Topology, factor: float) -> Topology:
+    """The topology with the rate of its memory times a factor."""
+    return replace(
+        topology,
+        chip=replace(topology.chip, hbm_bytes_per_s=topology.chip.hbm_bytes_per_s * factor),
+    )
+
+
+def faster_without_limit(plan: Plan) -> list[Ranked]:
+    """Plans that are faster than this one and do not fit, each needing less memory than all before
+    it; the fastest first.
+    """
+    source, fitting = source_of(plan), fitting_bytes(source_of(plan).topology)
+    boundless = roomy(source.topology)
+    fastest = best_on(plan, boundless)
+    if fastest is None or fastest.estimate.step_seconds >= plan.estimate.step_seconds * (1 - TIE):
+        return []
+    slack = plan.estimate.step_seconds / fastest.estimate.step_seconds
+    front = source.ranked(boundless, slack=slack, front=True)
+    quicker = itertools.takewhile(
+        lambda entry: entry.seconds < plan.estimate.step_seconds * (1 - TIE), front
+    )
+    return [entry for entry in quicker if entry.peak_bytes > fitting]
+
+
+def changes(plan: Plan, other: Plan) -> tuple[str, ...]:
+    """The decisions of another plan that differ from this one's, "remat dots -> full"."""
+    ours, theirs = plan.decisions, other.decisions
+    return tuple(
+        f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}"
+        for word in ours
+        if ours[word] != theirs[word]
+    )
+
+
+def _value(word: str, value: Any) -> str:
+    """A decision in words: a mesh as "fsdp=4 x tensor=2", rules without the empty ones."""
+    if word == "mesh":
+        return " x ".join(f"{axis}={size}" for axis, size in value.items()) or "one device"
+    if word == "rules":
+        cut = [f"{name}_{'·'.join(axes)}" for name, axes in Rules.parse(value).entries if axes]
+        return ", ".join(cut) or "nothing sharded"
+    if isinstance(value, list):
+        return ", ".join(map(str, cast("list[object]", value))) or "none"
+    return str(value)
+
+
+# --------------------------------------------------------------------------------------------------
+# What else could have been chosen?
+#
+# The plans that come next in the order of their predicted time, each with what it decides
+# differently. Equally fast plans are one entry: the simplest of them stands for all, and says how
+# many there are.
+
+#: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a
+#: large space is not ranked farther than needed.
+SLACKS = (1.02, 1.2, math.inf)
+#: How many alternatives can be asked for: each becomes a whole plan, to say what it decides
+#: differently, which takes hundredths of a second.
+MOST = 1000
+
+
+def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
+    """The best plans that differ from this one, and from each other, in more than a tie."""
+    _require_count(count)
+    plans: tuple[Alternative, ...] = ()
+    for slack in SLACKS:
+        plans, complete = _within(plan, count, slack)
+        if complete or len(plans) >= count:
+            break
+    return plans
+
+
+def _require_count(count: int) -> None:
+    """Raises where so many alternatives cannot be asked for."""
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+        raise ArgumentError(
+            f"alternatives: count is {shown(count)}; it is an integer of at least 0, how many plans"
+            " are wanted\nTry: plan.alternatives(10)"
+        )
+    if count > MOST:
+        raise ArgumentError(
+            f"alternatives: count is {shown(count)}; it is at most {MOST}, as every alternative"
+            " becomes a whole plan that is compared with this one, which takes hundredths of a"
+            " second\nTry: plan.alternatives(10), and plan.why_not(...) for a plan further down"
+        )
+
+
+def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:
+    """Alternatives up to so many times the fastest plan, beyond which the ranking is not complete;
+    and whether there are no others.
+    """
+    source = source_of(plan)
+    listed: list[Alternative] = []
+    fastest: float | None = None
+    for ties in _by_time(source.ranked(source.topology, slack=slack)):
+        fastest = ties[0].seconds if fastest is None else fastest
+        if len(listed) >= count or ties[0].seconds > slack * fastest:
+            return tuple(listed), False
+        first, others = _first_other(plan, ties)
+        if first is None:
+            continue
+        alternative = first.make()
+        listed.append(
+            Alternative(
+                place=len(listed) + 1,
+                mesh=alternative.mesh,
+                summary=first.candidate.summary,
+                step_seconds=first.seconds,
+                peak_bytes=int(first.peak_bytes),
+                ratio=first.seconds / (plan.estimate.step_seconds or 1.0),
+                differs=changes(plan, alternative),
+                ties=others,
+            )
+        )
+    return tuple(listed), math.isinf(slack)
+
+
+def _by_time(plans: Iterable[Ranked]) -> Iterator[list[Ranked]]:
+    """Runs of equally fast plans."""
+    run: list[Ranked] = []
+    for entry in plans:
+        if run and entry.seconds > run[0].seconds * (1 + TIE):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
+
+
+def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
+    """The simplest of equally fast plans, and how many others there are; nothing where the chosen
+    plan is one of them.
+    """
+    includes_plan = (
+        abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
+    )
+    if includes_plan and any(
+        entry.candidate.mesh == inner_mesh(plan.mesh) and entry.make().decisions == plan.decisions
+        for entry in ties
+    ):
+        return None, 0
+    return ties[0], len(ties) - 1
+
+
+# --------------------------------------------------------------------------------------------------
+# What holds a plan back?
+#
+# A search can be stopped short by three things: memory (faster plans that do not fit), pins (the
+# best plan without one of them), and sizes that do not divide (a mesh axis that can grow no
+# further). Each is answered by asking again: for memory every faster plan is known with its bytes,
+# for a pin the search is repeated without it, and for a size the largest number of parts that
+# divides is compared with the mesh.
+
+
+def constraints(plan: Plan) -> Constraints:
+    """What holds a plan back."""
+    steps = staircase(plan)
+    bindings = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
+    bindings.sort(
+        key=lambda binding: (
+            binding.step_seconds or plan.estimate.step_seconds,
+            binding.kind,
+            binding.what,
+        )
+    )
+    return Constraints(
+        step_seconds=plan.estimate.step_seconds, binding=tuple(bindings), staircase=steps
+    )
+
+
+def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
+    """Faster plans that do not fit, the one that lacks least memory first."""
+    topology = source_of(plan).topology
+    usable, memory_margin = topology.chip.usable_bytes, margin(topology)
+    steps: list[OutOfReach] = []
+    for entry in faster_without_limit(plan):
+        if steps and entry.seconds <= steps[-1].step_seconds * (1 + TIE):
+            steps.pop()  # as fast, and needs more
+        steps.append(
+            OutOfReach(
+                mesh=entry.candidate.mesh,
+                summary=entry.candidate.summary,
+                step_seconds=entry.seconds,
+                peak_bytes=int(entry.peak_bytes),
+                short_bytes=int(entry.peak_bytes * memory_margin - usable),
+            )
+        )
+    return tuple(reversed(steps))
+
+
+def _memory(plan: Plan, steps: tuple[OutOfReach, ...]) -> Iterable[Binding]:
+    if not steps:
+        return
+    nearest, fastest, before = steps[0], steps[-1], plan.estimate.step_seconds
+    message = (
+        f"Memory: {bytes_text(nearest.short_bytes)} more on every device would allow {nearest.mesh}"
+        f" and save {seconds_text(before - nearest.step_seconds)} a step"
+    )
+    if fastest is not nearest:
+        message += (
+            f"; with memory to spare a step would take {seconds_text(fastest.step_seconds)}"
+            f" ({percent_text(1 - fastest.step_seconds / before)} less)"
+        )
+    yield Binding(
+        kind="memory",
+        what=source_of(plan).topology.chip.name,
+        message=message + ".",
+        step_seconds=fastest.step_seconds,
+    )
+
+
+def _pins(plan: Plan) -> Iterable[Binding]:
+    source, before = source_of(plan), plan.estimate.step_seconds
+    for name, others in source.pins.without().items():
+        try:
+            free = source.search(source.topology, others)
+        except (InfeasibleError, PinError):
+            continue
+        gain = before - free.estimate.step_seconds
+        if gain > TIE * before:
+            yield Binding(
+                kind="pin",
+                what=name,
+                step_seconds=free.estimate.step_seconds,
+                message=(
+                    f"The pin on {name} costs {seconds_text(gain)} a step: left to the planner,"
+                    f" {free.mesh} takes {seconds_text(free.estimate.step_seconds)}."
+                ),
+            )
+
+
+def _sizes(plan: Plan) -> Iterable[Binding]:
+    """Sizes that the mesh has used up: the batch, the sequence, and colours that the tensor axis
+    cuts.
+    """
+    source, colouring = source_of(plan), source_of(plan).load.colouring
+    problem, mesh = source.load.problem, plan.mesh
+    batch, degree = workload.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
+    for idle in (finding for finding in plan.findings if finding.code == "idle-devices"):
+        yield Binding(
+            kind="size",
+            what="devices",
+            message=f"{idle.message[:1].upper()}{idle.message[1:]}.",
+        )
+    if mesh.devices > 1 and batch > 1 and degree >= batch:
+        yield Binding(
+            kind="size",
+            what=colouring.batch_colour or "batch",
+            message=(
+                f"Every one of the {batch:,} examples of the batch has a device of its own: the"
+                " batch can be sharded no further."
+            ),
+        )
+    if (tensor := mesh["tensor"]) > 1:
+        cut = [
+            name
+            for name, axes in plan.rules.entries
+            if "tensor" in axes and name in colouring.colours
+        ]
+        stuck = [
+            f"{name} ({colouring.colours[name].divisor:,})"
+            for name in cut
+            if colouring.colours[name].divisor % (2 * tensor)
+        ]
+        if stuck:
+            yield Binding(
+                kind="size",
+                what="tensor",
+                message=(
+                    f"A tensor axis of {2 * tensor} does not divide {', '.join(stuck)}, which"
+                    f" {tensor} parts divide now."
+                ),
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Which kernels does a step have, and how near are they to the roofline?
+
+Array = np.ndarray
+
+
+def kernels(plan: Plan) -> Kernels:
+    """The kernels of a step of a plan, equal ones added up, the slowest first. Their seconds add up
+    to the plan's `estimate.seconds.compute`.
+    """
+    machine = _on_machine(plan)
+    sums: dict[tuple[str, ...], KernelTime] = {}
+    for program, shares in machine.programs():
+        for kernel in _of(program, shares, machine):
+            key = kernel.name, kernel.kind, kernel.phase, kernel.dtype, f"{kernel.intensity:.4g}"
+            sums[key] = _added(sums[key], kernel) if key in sums else kernel
+    chip = machine.pricer.topology.chip
+    dtypes = dict.fromkeys(kernel.dtype for kernel in sums.values())
+    return Kernels(
+        chip=chip.name,
+        peak_flops_per_s=tuple((dtype, chip.peak(dtype)) for dtype in dtypes),
+        bytes_per_s=chip.hbm_bytes_per_s,
+        kernels=tuple(sorted(sums.values(), key=lambda kernel: (-kernel.seconds, kernel.name))),
+    )
+
+
+def _on_machine(plan: Plan) -> OnMachine:
+    """The plan as the search knows it."""
+    source = source_of(plan)
+    topology, pins = source.topology, pinned(plan)
+    if not isinstance(pins.exchange, Exact):
+        topology, pins = island_of(topology, pins.exchange.islands), inside(pins)
+    first = next(source.under(pins).ranked(roomy(topology), slack=1.0), None)
+    if first is None:  # it was priced before
+        raise InfeasibleError("the plan cannot be priced again")
+    return OnMachine.of(source.load, topology, first.candidate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Local:
+    """What one device has of an amount."""
+
+    at: OnMachine
+
+    def __call__(self, amount: Amount) -> Array:
+        return local(amount, self.at.c.shapes)
+
+
+def _of(program: Program, shares: Array, machine: OnMachine) -> Iterator[KernelTime]:
+    """The kernels of a program in the part of the layers that it runs."""
+    facts, pricer, decisions = program.facts, machine.pricer, machine.candidate.decisions
+    here = _Local(at=machine)
+    factor = pricer.factors.get(Q.COMPUTE, 1.0)
+    for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
+        part = float(shares[item.segment])
+        if not part:
+            continue
+        outside = item.segment in (OUTSIDE_LAYERS, len(shares) + OUTSIDE_LAYERS)
+        constants = pricer.outside if outside else pricer.constants
+        for term in item.terms(machine.candidate.choice):
+            if not isinstance(term, Compute):
+                continue
+            if term.heads is not None and not term.heads.counts(decisions.mesh["tensor"]):
+                continue
+            once = replace(term, trips=1)
+            times = term.trips * part * decisions.microbatches / decisions.mesh["stage"]
+            seconds = kernel_seconds(once, here, pricer.topology.chip, constants)
+            yield KernelTime(
+                name=_name(facts.graph.ops[kernel.op], term, here),
+                kind=term.kind,
+                phase=_phase(facts.graph.ops[kernel.op]),
+                dtype=term.dtype,
+                count=times,
+                flops=float(here(term.flops)[0]) * times,
+                bytes=sum(float(here(amount)[0]) for amount in term.traffic) * times,
+                seconds=float(seconds[0]) * factor * times,
+            )
+
+
+def _added(first: KernelTime, second: KernelTime) -> KernelTime:
+    return replace(
+        first,
+        count=first.count + second.count,
+        flops=first.flops + second.flops,
+        bytes=first.bytes + second.bytes,
+        seconds=first.seconds + second.seconds,
+    )
+
+
+def _phase(op: Op) -> str:
+    if "rematted" in op.scope or "checkpoint" in op.scope:
+        return "rematerialised"
+    return "backward" if "transpose(" in op.scope else "forward"
+
+
+def _name(op: Op, term: Compute, here: _Local) -> str:
+    """The op's place in the model without what differentiation adds, and what it computes."""
+    words = op.scope.replace("transpose(", "").replace("jvp(", "").replace(")", "")
+    place = "/".join(
+        part for part in words.split("/") if part and part not in ("rematted_computation", "remat")
+    )
+    what = op.kind
+    if term.matmul is not None:
+        rows, columns, depth = (round(float(here(amount)[0])) for amount in term.matmul.dims)
+        what = f"matmul {rows:,} x {depth:,} x {columns:,}"
+    return f"{place}/{what}" if place else what
+
+
+# --------------------------------------------------------------------------------------------------
+# How much work is a step at least, however many devices share it?
+
+
+def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> float:
+    """Seconds of a step times devices that no plan on the machine beats: those of the kernels of
+    the step where nothing is sharded, under the cheapest remat policy, kernel of attention and
+    dtypes that may be chosen. Communication, waiting and launches are not in it.
+    """
+    able = load.framework.able if load.framework is not None else ANYTHING
+    all_dtypes = dict.fromkeys(
+        effective(combination, load.problem, load.profile, pins.dtypes)
+        for combination in combinations(pins.dtypes, pins.allow)
+    )
+    all_strategies = strategies(load.problem, pins, load.profile, topology.chip, able)
+    seconds: list[float] = []
+    for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
+        decisions = replace(strategy.decisions, dtypes=dtypes)
+        workload = load.under(dtypes, decisions.fused)
+        space = build(workload, pins, None, replace(strategy, decisions=decisions))
+        seconds.append(
+            Uncut(load=workload, space=space, pricer=Pricer(topology, workload.profile)).seconds
+        )
+    return min(seconds)
+
+
+# --------------------------------------------------------------------------------------------------
+# What does `shardlib explain` answer beyond the explanation?
+
+
+def answers(
+    plan: Plan, *, alternatives: bool = False, sensitivity: bool = False, kernels: bool = False
+) -> Answers:
+    """Asks a plan with its source."""
+    return Answers(
+        alternatives=plan.alternatives() if alternatives else None,
+        constraints=plan.constraints() if alternatives else None,
+        sensitivity=plan.sensitivity() if sensitivity else None,
+        kernels=plan.kernels() if kernels else None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# How much is a gigabyte worth, and how much does the plan rest on a figure being right?
+#
+# The *shadow price* of a resource is the time of a step that one more unit of it saves, found by
+# searching again with that unit added. Memory acts in steps: as long as no faster plan fits, one
+# more gigabyte is worth nothing, and the *break point* says how much more it takes. A link acts
+# smoothly until another plan becomes the best one; there is its break point, found by the
+# parametric method: price the plan and its rival as functions of the rate, go to where they meet,
+# search there for a better rival, and repeat until there is none.
+#
+# The *regret* of a plan, if a figure turns out otherwise, is its time minus that of the plan that
+# would then have been best.
+
+#: How far a link is sped up in search of its break point, times its rate.
+FARTHEST = 8.0
+#: Relative width to which a break point is narrowed.
+NARROW = 1e-4
+#: Part of the memory to which its break point is narrowed, and how many searches that may take.
+NARROW_MEMORY, MOST_HALVES = 0.01, 6
+#: What a shock leaves of a figure.
+SHOCK = 0.9
+
+
+def sensitivity(plan: Plan) -> Sensitivity:
+    """Shadow prices of memory and links, and the regret of the plan if a figure is a tenth
+    lower.
+    """
+    topology = source_of(plan).topology
+    best = best_on(plan, topology) or plan
+    used = [index for index, tier in enumerate(topology.tiers) if tier.devices > 1]
+    prices = [_price_of_memory(plan, best), *(_price_of_link(plan, best, index) for index in used)]
+    lowered: list[tuple[str, Topology]] = [
+        (
+            f"{link_name(topology.tiers[index].name, topology.tiers[index].kind)} bandwidth",
+            with_link(topology, index, topology.tiers[index].bytes_per_s * SHOCK),
+        )
+        for index in used
+    ]
+    lowered += [
+        ("compute", with_compute(topology, SHOCK)),
+        ("memory bandwidth", with_hbm(topology, SHOCK)),
+    ]
+    shocks = [_shock(plan, what, changed) for what, changed in lowered]
+    return Sensitivity(
+        step_seconds=plan.estimate.step_seconds,
+        best_seconds=best.estimate.step_seconds,
+        prices=tuple(prices),
+        shocks=tuple(shocks),
+    )
+
+
+def _price_of_memory(plan: Plan, best: Plan) -> Price:
+    topology = source_of(plan).topology
+    more = best_on(plan, with_memory(topology, GB)) or best
+    price = Price(
+        resource="memory",
+        kind="hbm",
+        unit=GB,
+        amount=topology.chip.usable_bytes,
+        saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds),
+    )
+    steps = staircase(best)
+    if not steps:
+        return price
+    larger, low, high = _first_larger(plan, best, steps[0].short_bytes + 1)
+    return replace(
+        price,
+        break_amount=float(topology.chip.usable_bytes + high),
+        break_mesh=larger.mesh,
+        break_changes=changes(best, larger),
+        break_seconds=larger.estimate.step_seconds,
+        limit=float(topology.chip.usable_bytes + low),
+    )
+
+
+def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
+    """The first plan that more memory allows: the plan, bytes that are too few for a faster one,
+    and bytes that allow it.
+
+    Recomputing a part of the layers fits itself to the memory there is, so faster plans come by
+    small steps; the first is narrowed down by halves.
+    """
+    topology = source_of(plan).topology
+    low, usable, memory_margin = 0, topology.chip.usable_bytes, margin(topology)
+    first = best_on(plan, with_memory(topology, high)) or best
+    for _ in range(MOST_HALVES):
+        if high - low <= NARROW_MEMORY * usable:
+            break
+        middle = (low + high) // 2
+        between = best_on(plan, with_memory(topology, middle)) or best
+        if between.estimate.step_seconds < best.estimate.step_seconds * (1 - TIE):
+            first, high = (
+                between,
+                min(
+                    middle,
+                    max(
+                        low + 1,
+                        math.ceil(between.estimate.device_bytes.peak * memory_margin) - usable,
+                    ),
+                ),
+            )
+        else:
+            low = middle
+    return first, low, high
+
+
+def _price_of_link(plan: Plan, best: Plan, tier: int) -> Price:
+    topology = source_of(plan).topology
+    rate = topology.tiers[tier].bytes_per_s
+
+    def at(bytes_per_s: float) -> Topology:
+        return with_link(topology, tier, bytes_per_s)
+
+    more = best_on(plan, at(rate + GB)) or best
+    price = Price(
+        resource=topology.tiers[tier].name,
+        kind=topology.tiers[tier].kind,
+        unit=GB,
+        amount=rate,
+        limit=rate * FARTHEST,
+        saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds),
+    )
+    rival, meeting = _first_rival(plan, best, at, rate)
+    if rival is None:
+        return price
+    return replace(
+        price,
+        break_amount=meeting,
+        break_mesh=rival.mesh,
+        break_changes=changes(best, rival),
+        break_seconds=rival.estimate.step_seconds,
+    )
+
+
+def _saved(before: float, after: float) -> float:
+    """Seconds saved; 0 where the difference is rounding."""
+    return before - after if before - after > TIE * before else 0.0
+
+
+def _first_rival(
+    plan: Plan, best: Plan, machine_at: Callable[[float], Topology], rate: float
+) -> tuple[Plan | None, float]:
+    """The first plan that overtakes the best one as a link gets faster, and the rate at which it
+    does.
+    """
+    high, rival = rate * FARTHEST, None
+    while True:
+        candidate = best_on(plan, machine_at(high))
+        leader = priced_on(rival or best, machine_at(high))
+        if (
+            candidate is None
+            or leader is None
+            or candidate.estimate.step_seconds >= leader.estimate.step_seconds * (1 - TIE)
+        ):
+            return rival, high
+        rival, high = candidate, _meeting(best, candidate, machine_at, rate, high)
+
+
+def _meeting(
+    best: Plan, rival: Plan, machine_at: Callable[[float], Topology], low: float, high: float
+) -> float:
+    """The rate, between one where `best` leads and one where `rival` does, from which on `rival`
+    leads.
+
+    Times are nearly linear in seconds per byte, so the secant through both ends is taken there
+    (false position, Illinois variant).
+    """
+
+    def lead(rate: float) -> float:
+        ours, theirs = (
+            priced_on(best, machine_at(rate)),
+            priced_on(rival, machine_at(rate)),
+        )
+        assert ours is not None and theirs is not None, "memory does not depend on links"
+        return theirs.estimate.step_seconds - ours.estimate.step_seconds
+
+    ahead, behind = lead(low), lead(high)
+    while high - low > NARROW * low and ahead > 0:
+        middle = 1 / (1 / low + (1 / high - 1 / low) * ahead / (ahead - behind))
+        middle = min(max(middle, low * (1 + NARROW / 4)), high * (1 - NARROW / 4))
+        if (now := lead(middle)) <= 0:  # where both meet, the rival leads
+            high, behind, ahead = middle, now, ahead / 2
+        else:
+            low, ahead, behind = middle, now, behind / 2
+    return high
+
+
+def _shock(plan: Plan, what: str, topology: Topology) -> Shock:
+    repriced, best = priced_on(plan, topology), best_on(plan, topology)
+    assert repriced is not None, "slower figures leave memory as it is"
+    best = (
+        best
+        if best is not None
+        and best.estimate.step_seconds < repriced.estimate.step_seconds * (1 - TIE)
+        else plan
+    )
+    seconds = repriced.estimate.step_seconds if best is plan else best.estimate.step_seconds
+    return Shock(
+        what=what,
+        factor=SHOCK,
+        plan_seconds=repriced.estimate.step_seconds,
+        best_seconds=seconds,
+        best_mesh=best.mesh,
+        changes=changes(plan, best),
+    )

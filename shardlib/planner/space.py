@@ -1,0 +1,1333 @@
+"""The candidates: a prepared problem, its meshes and strategies, and the cost tables of its
+components.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from shardlib.cost.experts import expert_colour
+from shardlib.cost.framework import ANYTHING, XLA, Abilities, FrameworkProfile, gathers
+from shardlib.cost.stages import Candidates
+from shardlib.cost.tables import Tally
+from shardlib.cost.terms import Shapes
+from shardlib.decisions.lowerings import Gap, along, facts_of_pins, lowered, on_chips
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import ANY_GROUP, Decisions
+from shardlib.errors import BatchError, PinError, raise_all
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import OF_VENDOR, Problem, Rows
+from shardlib.layout import BATCH_AXES, INNER_AXES, MESH_AXES, STORED_AXES, TENSOR, MeshShape
+from shardlib.machines.chips import Chip
+from shardlib.machines.topology import divisors
+from shardlib.planner.workload import (
+    MAX_MICROBATCHES,
+    Account,
+    Accounts,
+    Limits,
+    Workload,
+    batch_size,
+    experts_form,
+    policies_of_groups,
+    policies_of_space,
+    sequence_size,
+    sequences_text,
+    subsets,
+    tensor_colours,
+)
+from shardlib.propagation.colours import Choice, Colouring
+from shardlib.schedules import NONE, SCHEDULES, Pipelines, Schedule, named, pipelines
+
+# --------------------------------------------------------------------------------------------------
+# How attention may be computed on a machine, and how a context axis is used.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How attention is computed, and the context axis used.
+
+    Attributes:
+        decisions: with `context` and `attention`, and what the planner does not decide.
+        contexts: whether plans have a context axis of more than one device: all of them (True),
+            none (False), or some (None).
+    """
+
+    decisions: Decisions
+    contexts: bool | None = None
+
+
+def strategies(
+    problem: Problem,
+    pins: Pins,
+    profile: FrameworkProfile,
+    chip: Chip,
+    able: Abilities = ANYTHING,
+) -> list[Strategy]:
+    """How attention may be computed and the context axis used.
+
+    A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is
+    computed: by the kernel of the chip's vendor where that applies, which writes no scores; in
+    blocks, or as it is written. On a context axis keys and values are gathered, which leaves
+    attention as it is written, or go around, or devices exchange parts of the sequence for heads.
+    """
+    why_not = (
+        _without(problem, chip, pins.attention) if pins.attention not in (None, "traced") else ""
+    )
+    if why_not:
+        raise PinError(
+            f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'"
+        )
+    if not able.free and pins.context is None:
+        return _of_framework(pins, able, _kernel(problem, pins, profile, chip))
+    without, required = pins.context == "none", pins.context not in (None, "none")
+    return [
+        Strategy(
+            decisions=replace(pins.unsearched, context=context, attention=attention),
+            contexts=False if without else True if required else contexts,
+        )
+        for context, attention, contexts in dict.fromkeys(_ways(problem, pins, profile, chip))
+        if not (without and contexts is True)
+        and not (required and (contexts is False or context != pins.context))
+    ]
+
+
+def _ways(
+    problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip
+) -> Iterator[tuple[str, str, bool | None]]:
+    """(context, attention, whether with a context axis) of all strategies, whatever context is
+    pinned to.
+    """
+    pinned, calls = pins.attention, "attention" in problem.functions
+    around = pinned or ("blocks" if calls else "traced")
+    if profile.attention == "fused":  # then to gather keys and values is never faster
+        yield "all-gather", pinned or "traced", False
+        others = () if pins.context in (None, "none", "ring") else (pins.context,)
+        for context in ("ring", *others):
+            yield context, "traced" if context == "all-gather" else around, True
+        return
+    kernel = OF_VENDOR.get(chip.vendor, "traced")
+    applies = calls and kernel != "traced" and not _without(problem, chip, kernel)
+    kernels = [kernel] if applies and profile.attention == "traced" else []
+    blocks = ["blocks"] if calls and profile.attention == "traced" else []
+    for attention in (pinned,) if pinned else (*kernels, *blocks, "traced"):
+        yield "all-gather", attention, None if attention == "traced" else False
+    if around in ("blocks", "traced") and calls:
+        yield "ring", around, True
+    for attention in (pinned,) if pinned else (*kernels, *blocks):
+        if calls:
+            yield "ulysses", attention, True
+
+
+def _kernel(problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip) -> str:
+    """How attention is computed where nothing else is said: as pinned, or by the kernel of the
+    vendor where that applies.
+    """
+    best = OF_VENDOR.get(chip.vendor, "traced")
+    untraced = profile.attention != "traced" or _without(problem, chip, best)
+    return pins.attention or ("traced" if untraced else best)
+
+
+def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
+    """The strategies of a framework, whose profile says how attention is computed: without a
+    context axis, and with one in each way that the framework has.
+    """
+
+    def strategy(context: str, attention: str, *, contexts: bool) -> Strategy:
+        decisions = replace(pins.unsearched, context=context, attention=attention)
+        return Strategy(decisions=decisions, contexts=contexts)
+
+    blocks = "blocks" if kernel == "traced" else kernel
+    attention = {"all-gather": "traced", "ring": "blocks", "ulysses": blocks}
+    size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("context", 1)
+    alone = [] if size > 1 else [strategy("all-gather", kernel, contexts=False)]
+    contexts_able = able.contexts if "context" in able.axes else ()
+    return alone + [
+        strategy(context, attention[context], contexts=True) for context in contexts_able
+    ]
+
+
+def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
+    """Why attention cannot be computed by a kernel; empty where it can."""
+    if "attention" not in problem.functions:
+        return f"{problem.model} does not call attention as a function (shardlib.attention)"
+    makers = {kernel: maker for maker, kernel in OF_VENDOR.items()}
+    if kind in makers and makers[kind] != chip.vendor:
+        return f"that is a kernel for chips of {makers[kind]}, not of {chip.vendor}"
+    if kind == "cudnn" and problem.attention.width > chip.attention_width:
+        return (
+            f"heads are {problem.attention.width} wide; the kernel takes {chip.attention_width} on"
+            f" {chip.name}"
+        )
+    return dict(problem.attention.without).get(kind or "", "")
+
+
+# --------------------------------------------------------------------------------------------------
+# May the batch be worked through in parts, and what does a plan say of it?
+
+#: What is computed in every part of the batch by itself: note -> (what it is, what to try).
+_BY_ITSELF = {
+    "balance": (
+        (
+            "the loss that balances the load of experts is a product of two means over tokens:"
+            " every microbatch has its own, and their mean takes the place of that of the whole"
+            " batch"
+        ),
+        (
+            "pin microbatches to 1, or balance the experts of every sequence by itself, which is a"
+            " mean over rows"
+        ),
+    ),
+}
+_TRY = (
+    "pin microbatches to 1, or return shardlib.WeightedMean(total, weight) for a ratio of sums over"
+    " rows, or say rows='mean' where it is a mean all the same"
+)
+_ANY_NUMBER = (
+    "take the number of rows from an array, x.shape[0], or -1 in a reshape, in place of a literal"
+)
+
+
+def require_whole(rows: Rows, microbatches: int) -> None:
+    """Raises where a batch is to be worked through in parts, and that would change the results."""
+    if microbatches > 1 and not rows.splits:
+        raise_all(
+            PinError,
+            f"{microbatches} microbatches cannot be computed: the loss is written for one number of"
+            " rows"
+            if rows.loss.fixed
+            else f"{microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(rows.reasons),
+            hint=_ANY_NUMBER if rows.loss.fixed else _TRY,
+        )
+
+
+def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
+    """Raises where microbatches are to go through stages, and the loss has results that stages
+    cannot put together.
+    """
+    if microbatches > 1 and stages > 1 and rows.by_row:
+        raise_all(
+            PinError,
+            f"{microbatches} microbatches cannot go through {stages} pipeline stages: results have"
+            " a value for every row",
+            [name for name, _ in rows.by_row],
+            hint="return a sum or a mean over the rows, or pin stage to 1",
+        )
+
+
+@diagnostic
+def coupled(rows: Rows, microbatches: int) -> list[Finding]:
+    """Findings about a loss whose rows meet."""
+    if not rows.splits:
+        why = "no part of it can be" if rows.loss.fixed else "its rows meet before the end"
+        return [
+            Finding(
+                code="rows-coupled",
+                severity="info",
+                where="the batch",
+                message=(
+                    f"the batch is worked through at once, since {why}: {'; '.join(rows.reasons)}"
+                ),
+                hint=_ANY_NUMBER if rows.loss.fixed else _TRY.partition(", or ")[2],
+            )
+        ]
+    if microbatches == 1:
+        return []
+    return [
+        Finding(
+            code=f"{note}-per-microbatch",
+            severity="warning",
+            where=f"microbatches={microbatches}",
+            message=_BY_ITSELF[note][0],
+            hint=_BY_ITSELF[note][1],
+        )
+        for note in rows.notes
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Why no plan is legal under the pins, as the error to raise.
+
+#: What to try for an expert axis on a model in which no experts are found.
+VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
+
+
+def explain_empty(
+    problem: Problem, colouring: Colouring, pins: Pins, devices: int
+) -> BatchError | PinError:
+    """Why no plan is legal under the pins, as the error to raise."""
+    size = batch_size(problem, colouring)
+    sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
+    wrong = (
+        _batch_fault(problem, pins, sizes, size)
+        or _pipeline_fault(pins, sizes)
+        or _sequence_fault(problem, colouring, pins, sizes)
+        or _context_fault(problem, colouring, pins, sizes, devices)
+        or _rules_fault(colouring, pins, sizes)
+    )
+    if wrong is not None:
+        return wrong
+    tensor, names = sizes.get("tensor", 1), tensor_colours(colouring)[0]
+    if tensor > 1 and all(colouring.colours[name].divisor % tensor for name in names):
+        return _indivisible(tensor, colouring, names, sequence_size(problem, colouring))
+    faults = (misfit(axis, size, problem, colouring) for axis, size in sizes.items())
+    if beyond := next(filter(None, faults), ""):
+        return PinError(beyond)
+    if taken := _devices_fault(sizes, devices):
+        return taken
+    if stored := _stored_fault(problem, colouring, pins, sizes, devices):
+        return stored
+    machine = f"{devices} device{'s'[: devices != 1]}"
+    return PinError(
+        f"no mesh of {machine} over {', '.join(INNER_AXES)} fits {problem.model} with a batch of"
+        f" {size} under the pins {pins}\nTry: fewer pins, one after the other, or another"
+        " number of devices"
+    )
+
+
+def _devices_fault(sizes: Mapping[str, int], devices: int) -> PinError | None:
+    """Whether axes are pinned that take no part of the devices."""
+    if devices % (taken := math.prod(sizes.values())) == 0:
+        return None
+    listed = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    return PinError(
+        f"{taken} devices are pinned ({listed}), which are no part of the {devices} that there"
+        " are\nTry: smaller axes, or another number of devices"
+    )
+
+
+def _batch_fault(
+    problem: Problem, pins: Pins, sizes: Mapping[str, int], size: int
+) -> BatchError | PinError | None:
+    """What is wrong with how the pins split a batch of `size` examples."""
+    parts = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+    if (
+        not any("batch" in axes for _, _, _, axes in problem.batch)
+        and parts * (pins.microbatches or 1) > 1
+    ):
+        return _no_rows(problem, MeshShape(sizes), pins.microbatches or 1)
+    if size % parts:
+        return PinError(
+            f"the mesh {MeshShape(sizes)} splits the batch into {parts} parts, which do not divide"
+            f" its {size} examples\nTry: a batch that is a multiple of {parts}, or smaller data and"
+            " fsdp axes"
+        )
+    if pins.microbatches and size % (parts * pins.microbatches):
+        return PinError(
+            f"microbatches={pins.microbatches} does not divide {_share(size, parts)}\nTry: one of"
+            f" {', '.join(map(str, divisors(size // parts, MAX_MICROBATCHES)))}"
+        )
+    if size // parts % (pins.accumulation or 1):
+        return PinError(
+            f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not"
+            f" divide {_share(size, parts)}\nTry: one of"
+            f" {', '.join(map(str, divisors(size // parts, MAX_MICROBATCHES)))}"
+        )
+    return None
+
+
+def _share(size: int, parts: int) -> str:
+    """The examples that have to be divided further, in words."""
+    if parts == 1:
+        return f"the {size} examples of the batch"
+    return f"the {size // parts} examples of each of the {parts} parts of the batch"
+
+
+def _pipeline_fault(pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
+    """What is wrong with the microbatches that go through pinned stages together."""
+    together, stages = (pins.microbatches or 0) // (pins.accumulation or 1), sizes.get("stage", 1)
+    if 0 < together < stages and (pins.virtual_stages or 1) > 1:
+        return PinError(
+            f"stages of several chunks of layers need a microbatch for each of the {stages} stages,"
+            f" and {together} go through them together\nTry: more microbatches, or virtual_stages=1"
+        )
+    if pins.pipeline == "programs" and not _in_order(pins, stages, together):
+        return PinError(
+            f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for each"
+            f" stage, and {together} go through the stages together\nTry: a multiple of that, or"
+            " pipeline='lockstep'"
+        )
+    return None
+
+
+def _sequence_fault(
+    problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int]
+) -> PinError | None:
+    """Why the sequence cannot be sharded over tensor, as is pinned."""
+    tensor = sizes.get("tensor", 1)
+    has_sequence = colouring.sequence_colour is not None
+    if pins.sequence_parallel and not (
+        has_sequence and sequence_size(problem, colouring) % tensor == 0
+    ):
+        sequences = sequences_text(problem, colouring, f"{tensor} parts do")
+        return PinError(
+            f"sequence_parallel=True shards the sequence over tensor={tensor}, and {problem.model}"
+            f' {sequences}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
+        )
+    return None
+
+
+def _context_fault(
+    problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int], devices: int
+) -> PinError | None:
+    """Why no context axis can be that a pin asks for; one of a pinned size is looked at apart."""
+    if pins.context in (None, "none") or "context" in sizes:
+        return None
+    if math.gcd(sequence_size(problem, colouring), devices) > 1:
+        return None
+    sequences = sequences_text(problem, colouring, f"parts of {devices} devices do")
+    return PinError(
+        f"context={pins.context!r} shards the sequence, and {problem.model} {sequences}\nTry:"
+        " context='none', or name the dim \"seq\" in batch_axes"
+    )
+
+
+def _stored_fault(
+    problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int], devices: int
+) -> PinError | None:
+    """Why nothing can be stored sharded, as pinned `zero` asks."""
+    lacking = {
+        "expert": expert_colour(problem.forward, colouring.forward) is None,
+        "context": sequence_size(problem, colouring) == 1,
+    }
+    taken = math.prod(sizes.values()) * 2 > devices
+    why: dict[str, list[str]] = {}
+    for axis in STORED_AXES:
+        if sizes.get(axis) == 1:
+            why.setdefault("pinned to 1", []).append(axis)
+        elif axis not in sizes and lacking.get(axis):
+            why.setdefault(f"of no use for {problem.model}", []).append(axis)
+        elif axis not in sizes and taken:
+            why.setdefault("no devices left", []).append(axis)
+        else:
+            return None
+    if not pins.zero:
+        return None
+    reasons = "; ".join(f"{reason}: {', '.join(axes)}" for reason, axes in why.items())
+    enough = "mesh.fsdp=2 or more" if sizes.get("fsdp") == 1 else "more devices"
+    return PinError(
+        f"zero={pins.zero} shards what is stored over {', '.join(STORED_AXES)}, and none of them"
+        f" can be 2 or more ({reasons})\nTry: {enough}, or zero=0"
+    )
+
+
+def _rules_fault(colouring: Colouring, pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
+    """Why the pinned rules cannot use the pinned tensor axis."""
+    tensor = sizes.get("tensor", 1)
+    if tensor == 1 or pins.rules is None:
+        return None
+    cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
+    undivided = [
+        f"{name!r} -> tensor: its dims have the largest common size"
+        f" {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
+        for name, colour in cut.items()
+        if colour is not None and colouring.colours[colour].divisor % tensor
+    ]
+    if undivided:
+        raise_all(
+            PinError,
+            f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}",
+            undivided,
+            hint="a tensor axis that divides them, or the rule to None",
+        )
+    if not cut:
+        return PinError(
+            f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a"
+            f" rule (name, 'tensor') among {', '.join(tensor_colours(colouring)[0]) or 'none'},"
+            " or no rules"
+        )
+    return None
+
+
+def _in_order(pins: Pins, stages: int, together: int) -> bool:
+    """Whether stages that wait for their neighbours alone can take so many microbatches in the
+    order of the pinned schedule.
+    """
+    if not (pins.schedule and together):
+        return True
+    shape = Pipelines.one(stages=stages, microbatches=together)
+    return bool(named(pins.schedule).fits(shape)[0])
+
+
+def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
+    """A batch is to be sharded that has nothing to shard."""
+    arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
+    request = " and ".join(
+        [
+            *([f"the mesh {mesh}"] if mesh.devices > 1 else []),
+            *([f"microbatches={parts}"] if parts > 1 else []),
+        ]
+    )
+    return BatchError(
+        f"{request} would shard the rows of the batch, and it has"
+        f" {f'no dim called batch: {arrays}' if arrays else 'no arrays'}\nTry: a batch whose arrays"
+        " have their rows along the first dim, or batch_axes that say where they are"
+    )
+
+
+def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length: int) -> PinError:
+    """No colour that the tensor axis may shard divides into its parts; those that do, and why they
+    are not sharded.
+    """
+    listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
+    carried = [
+        c.name
+        for c in colouring.colours.values()
+        if c.matmuls and c.carried and colouring.sequence_colour and c.divisor % tensor == 0
+    ]
+    aside = (
+        f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence ({length}) is"
+        " sharded in its place, beside another dimension"
+        if carried
+        else ""
+    )
+    return PinError(
+        f"tensor={tensor} divides no dimension that it could shard; dimensions with their largest"
+        f" common size are {listed or 'none'}{aside}\nTry: a tensor axis that divides one of them"
+    )
+
+
+def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
+    """Why a pinned axis fits no plan of a model; empty where it may."""
+    length = sequence_size(problem, colouring)
+    if axis == "context" and (colouring.sequence_colour is None or length % size):
+        reason = sequences_text(problem, colouring, f"{size} parts do")
+        return (
+            f"context={size} shards the sequence, and {problem.model} {reason}\nTry: a context axis"
+            ' that divides it, or name the dim "seq" in batch_axes'
+        )
+    if axis == "expert" and size > 1:
+        name = expert_colour(problem.forward, colouring.forward)
+        reason, hint = "has none that a grouped matmul (jax.lax.ragged_dot) uses", VISIT
+        if name:
+            count = colouring.colours[name].divisor
+            reason = f"has {count} of them, which {size} parts do not divide"
+            hint = "an expert axis that divides them, or none"
+        return f"expert={size} shards experts, and {problem.model} {reason}\nTry: {hint}"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# The space of plans: what there is to choose from.
+#
+# `Space` lists the legal values of every decision under the user's pins; which combinations are
+# legal say its neighbours (`meshes`, `schedules`). The search prices all of them that no bound
+# excludes. Nothing is decided one axis at a time.
+#
+# The space, where pins do not narrow it:
+#
+# - meshes: every factorisation over the six axes of every number of devices that
+# `shardlib.machines.topology.device_counts` lists: of a small machine all that have a place on its
+# links; where none of them has a legal mesh, of the largest that has one; - their place on the
+# links: the usual order of axes, or one axis moved to the innermost or the outermost links
+# (`shardlib.machines.topology.orders`); - microbatches: every divisor of what a device has of the
+# batch, up to `MAX_MICROBATCHES`; - colours that the tensor axis shards: every subset of up to
+# `MAX_TENSOR_COLOURS`, with and without sequence parallelism; in the fastest plans further ones,
+# one after the other (`planning/search/left_out.py`); - ZeRO 0 to 3; recomputation by policy, of
+# all layers or, where that fits, of some; where `remat_classes` is "any", for each layer group a
+# policy and a number of them (`shardlib.planner.group_prices`); - schedules: 1F1B, interleaved
+# with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as
+# fast as 1F1B and larger, so it must be pinned; - sharded weights on stages in lockstep: gathered
+# for every operation, or once for all microbatches; then also breadth first (GPipe with chunks),
+# with as many chunks as divide the layers of a stage, but for two, which are whole at a time; -
+# attention by the kernel of the chip's vendor where it applies, in blocks, or as it is written;
+# along a context axis keys and values gathered or around a ring, or heads exchanged; - tokens of
+# experts sorted as the model is written, or routed; - optimizer state, activations or both in host
+# memory, where a plan does not fit without; - dtypes of the traced model, and others where they
+# are allowed (`shardlib.planner.stored`).
+#
+# A program can be made of every plan of it: combinations that have no lowering
+# (`shardlib.decisions.lowerings`) are left out.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The plans of a problem under pins.
+
+    Attributes:
+        tensor: colours that the tensor axis may shard, in order of priority.
+        left_out: colours beyond `MAX_TENSOR_COLOURS`, which are tried one after the other in the
+            fastest plans (`planning/search/left_out.py`).
+        policies: remat policies.
+        choices: every set of colours, with and without sequence parallelism.
+        routes: whether tokens of experts may be routed, each in turn.
+        pins: what the user fixed.
+        limits: what the model allows.
+        gaps: what has no lowering and is therefore not in it.
+        by_class: whether the model's layer groups can follow remat policies of their own.
+        gathers: when stages may gather weights that are stored sharded, "use" and "once".
+        each: the pinned policy of each class, and how many of its layers follow it (None: all); ()
+            where that is not pinned.
+        strategy: how attention is computed and the context axis used, and what the planner does
+            not decide.
+    """
+
+    tensor: tuple[str, ...]
+    left_out: tuple[str, ...]
+    policies: tuple[str, ...]
+    choices: tuple[Choice, ...]
+    routes: tuple[bool, ...]
+    pins: Pins
+    limits: Limits
+    gaps: tuple[Gap, ...]
+    by_class: bool
+    gathers: tuple[str, ...]
+    each: tuple[tuple[str, int | None], ...]
+    strategy: Strategy
+
+    @property
+    def apart(self) -> bool:
+        """Whether plans whose layer groups differ are in the space: where they are pinned, or let
+        the planner choose.
+        """
+        if self.each:
+            return True
+        return (
+            self.by_class
+            and self.pins.remat_classes == ANY_GROUP
+            and len(self.policies) > 1
+            and "none" in self.policies
+            and self.pins.remat_layers != 0
+        )
+
+
+def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) -> Space:
+    """Lists the space.
+
+    Args:
+        fixed: the choice that pinned rules stand for; None without.
+    """
+    problem, colouring = load.problem, load.colouring
+    limits = Limits(
+        batch=batch_size(problem, colouring),
+        sequence=sequence_size(problem, colouring),
+        layers=max(load.counts, default=0),
+        experts=colouring.colours[load.expert].divisor if load.expert else 1,
+        splits=problem.rows.splits,
+        staged=not problem.rows.by_row,
+        groups=len(load.counts),
+        able=load.framework.able if load.framework is not None else ANYTHING,
+    )
+    parts = max(pins.microbatches or 1, pins.accumulation or 1)
+    require_whole(problem.rows, parts)
+    stages = dict(pins.axes).get("stage", 1) if pins.mesh is None else pins.mesh["stage"]
+    require_unstaged(problem.rows, parts, stages or 1)
+    pins, each = policies_of_groups(problem, pins, load.class_names, load.by_class)
+    tensor, left_out = tensor_colours(colouring)
+    return Space(
+        tensor=tensor,
+        left_out=left_out if fixed is None and limits.able.free else (),
+        policies=policies_of_space(problem, pins, each, limits.able),
+        choices=tuple(
+            choice
+            for choice in _choices(colouring, tensor, pins, fixed)
+            if _space_able(choice, tensor, load.expert, limits.able)
+        ),
+        routes=_routes(load, pins, limits),
+        pins=pins,
+        limits=limits,
+        gaps=gaps_of(load),
+        by_class=load.by_class,
+        gathers=(
+            (pins.gather,)
+            if pins.gather
+            else tuple(gather for gather in gathers(load.profile) if gather in limits.able.gathers)
+        ),
+        each=each,
+        strategy=strategy,
+    )
+
+
+def gaps_of(load: Workload) -> tuple[Gap, ...]:
+    """What has no lowering, where plans are for programs of shardlib; of other software, whose
+    plans are priced and not lowered here, nothing is left out.
+    """
+    ours = load.profile.name == XLA.name and load.framework is None
+    return on_chips(load.vendor) if ours else ()
+
+
+def _choices(
+    colouring: Colouring, tensor: tuple[str, ...], pins: Pins, fixed: Choice | None
+) -> tuple[Choice, ...]:
+    """Every set of colours for the tensor axis, with and without sequence parallelism; or the
+    pinned one.
+    """
+    if fixed is not None:
+        bare = Choice(batch=fixed.batch)  # rules for tensor say nothing on a mesh without it
+        return (fixed,) if fixed == bare else (fixed, bare)
+    sequence = colouring.sequence_colour
+    flags = [
+        flag
+        for flag in (False, True)
+        if pins.sequence_parallel in (None, flag) and (sequence or not flag)
+    ]
+    return tuple(
+        Choice(tensor=subset, batch=colouring.batch_colour, sequence=sequence if flag else None)
+        for count in range(len(tensor) + 1)
+        for subset in itertools.combinations(tensor, count)
+        for flag in flags
+        if subset or not flag
+    )
+
+
+def _space_able(
+    choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abilities
+) -> bool:
+    """Whether a framework can shard what a choice does over tensor: nothing, or what it shards
+    always, and the width of experts, which has ranks of its own, if the plan says so.
+    """
+    if not choice.tensor or able.free:
+        return True
+    if choice.sequence is None and able.sequence_parallel == "always":
+        return False
+    if choice.sequence is not None and able.sequence_parallel == "never":
+        return False
+    always = {name for name in tensor if name != expert and not name.startswith(expert or name)}
+    return able.tensor == "any" or always <= {*choice.tensor} <= {*tensor} - {expert}
+
+
+def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
+    """Whether tokens of experts may be routed, each in turn."""
+    problem, expert = load.problem, load.expert
+    form, ours = experts_form(problem), bool(gaps_of(load))
+    routes = tuple(
+        flag
+        for flag in (False, True)
+        if (expert or not flag)
+        and not (flag and ours and form not in problem.functions)
+        and pins.experts in (None, form if flag else "none")
+        and (limits.able.free or flag or not expert)
+    )
+    if pins.experts not in (None, "none") and expert and ours and form not in problem.functions:
+        raise PinError(
+            f"experts={pins.experts!r} needs experts that are called as a function, and"
+            f" {problem.model} calls none\nTry: shardlib.functions.experts.visit(x, weights,"
+            " chosen, up, down, gate) in the model, or experts='none'"
+        )
+    if pins.experts not in (None, "none") and not expert:
+        raise PinError(
+            f"experts={pins.experts!r} sends tokens to experts, and {problem.model} has no grouped"
+            " matmul with a dim of experts"
+        )
+    size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("expert", 1)
+    if limits.experts > 1 and limits.experts % size:
+        raise PinError(misfit("expert", size, problem, load.colouring))
+    if not routes:
+        raise PinError(
+            f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}:"
+            f" how many tokens they take is the model's own decision\nTry: experts={form!r}"
+        )
+    return routes
+
+
+# --------------------------------------------------------------------------------------------------
+# The meshes of a space, with every number of microbatches, and which choices fit them.
+
+Array = np.ndarray
+#: Where the tensor axis stands among the axes, that of stages, and those that split the batch.
+_TENSOR = MESH_AXES.index(TENSOR.name)
+_STAGE = MESH_AXES.index("stage")
+_BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
+
+
+def sizes(space: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
+    """Every mesh of some number of devices, with every number of microbatches."""
+    names = {*space.tensor, *(name for choice in space.choices for name in choice.tensor)}
+    cuttable = frozenset(colouring.colours[name].divisor for name in names)
+    candidates = _sizes(
+        space.pins, space.limits, cuttable | {space.limits.sequence}, True in space.routes, devices
+    )
+    fits = lowered(facts_of_pins(space.pins), along(candidates), space.gaps)
+    if (contexts := space.strategy.contexts) is not None:
+        fits = fits & ((candidates["context"] > 1) == contexts)
+    return {name: column[fits] for name, column in candidates.items()}
+
+
+@lru_cache(maxsize=64)
+def _sizes(
+    pins: Pins, limits: Limits, cuttable: frozenset[int], routed: bool, devices: int
+) -> dict[str, Array]:
+    """The sizes of every mesh, however the context axis is used, with every number of
+    microbatches, in increasing order of the axes; callers leave them as they are.
+    """
+    free = limits.able.free
+    rows: list[tuple[int, ...]] = []
+    microbatches: dict[int, list[int]] = {}
+    for mesh in meshes(pins, limits, routed, devices):
+        degree = mesh[_TENSOR]
+        if degree > 1 and all(size % degree for size in cuttable):
+            continue
+        parts = math.prod(mesh[position] for position in _BATCH)
+        if parts not in microbatches:
+            microbatches[parts] = (
+                _microbatches(limits.batch, parts, pins)
+                if limits.splits
+                else [1] * (limits.batch % parts == 0)
+            )
+        rows += [
+            (*mesh, micro)
+            for micro in microbatches[parts]
+            if (micro == 1 or mesh[_STAGE] == 1 or limits.staged)
+            and (free or _meshes_able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro))
+        ]
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
+    return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
+
+
+def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[tuple[int, ...]]:
+    """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that
+    pins and model allow, however the context axis is used.
+    """
+    if pins.mesh is not None:
+        if pins.mesh.devices == devices:
+            yield tuple(pins.mesh[axis] for axis in MESH_AXES)
+        return
+    fixed = dict(pins.axes)
+    beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
+    piped, axes = (
+        pins.staged,
+        limits.able.axes,
+    )  # who asks for a schedule and the like asks for stages
+
+    def allowed(axis: str, left: int) -> list[int]:
+        if axis not in axes:
+            return [1]
+        if axis in fixed:
+            return [fixed[axis]] if left % fixed[axis] == 0 else []
+        if (axis == "stage" and pins.unstaged) or (axis == "expert" and not routed):
+            return [1]
+        limit = max(1, beyond.get(axis, left))
+        return [
+            n
+            for n in divisors(left, limit)
+            if (axis == "stage" or axis not in beyond or limit % n == 0)
+            and not (axis == "stage" and piped and n == 1)
+        ]
+
+    last = MESH_AXES[-1]
+    partial_meshes: list[tuple[tuple[int, ...], int]] = [((), devices)]
+    for axis in MESH_AXES[:-1]:
+        sizes_by_left: dict[int, list[int]] = {}
+        extended: list[tuple[tuple[int, ...], int]] = []
+        for sizes, left in partial_meshes:
+            if left not in sizes_by_left:
+                sizes_by_left[left] = allowed(axis, left)
+            extended += [((*sizes, size), left // size) for size in sizes_by_left[left]]
+        partial_meshes = extended
+    for sizes, left in partial_meshes:
+        if fixed.get(last, left) == left and (left == 1 or last in axes):
+            yield (*sizes, left)
+
+
+def _meshes_able(limits: Limits, mesh: Mapping[str, int], micro: int) -> bool:
+    """Whether the framework has a mesh with so many microbatches, as far as that can be said of
+    them alone.
+    """
+    able, stages = limits.able, mesh["stage"]
+    alone = mesh["data"] > 1 and math.prod(mesh.values()) > mesh["data"]
+    sharded = math.prod(mesh[axis] for axis in STORED_AXES) > 1
+    return not (
+        (able.has("equal stages") and stages > 1 and (limits.layers % stages or limits.groups > 1))
+        or (able.has("microbatches in groups") and stages > 1 and micro % stages)
+        or (able.has("a microbatch a chunk") and stages > 1 and micro < stages)
+        or (able.has("replicas alone") and alone and not sharded)
+    )
+
+
+def _microbatches(size: int, degree: int, pins: Pins) -> list[int]:
+    if size % degree:
+        return []
+    allowed = [
+        n for n in divisors(size // degree, MAX_MICROBATCHES) if n % (pins.accumulation or 1) == 0
+    ]
+    return (
+        [n for n in allowed if pins.microbatches in (None, n)]
+        if pins.microbatches is None or pins.microbatches <= MAX_MICROBATCHES
+        else ([pins.microbatches] if (size // degree) % pins.microbatches == 0 else [])
+    )
+
+
+def legal(choice: Choice, space: Space, routes: bool, sizes: Mapping[str, Array]) -> Array:
+    """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
+    sequence divides, and an expert axis has tokens to route, where that has a lowering.
+    """
+    fits = (
+        space.limits.sequence
+        % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
+        == 0
+    )
+    if space.limits.able.has("experts in sequence") and routes and not choice.sequence:
+        fits &= sizes["tensor"] == 1
+    if routes:
+        return fits & lowered(facts_of_pins(space.pins) | {"routed"}, along(sizes), space.gaps)
+    return fits & (sizes["expert"] == 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# ZeRO stages, pipeline schedules and when weights are gathered: what a space has of them, and
+# which candidates allow them.
+
+#: Largest number of chunks of layers on a stage that is tried.
+MAX_VIRTUAL = 8
+#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through
+#: one chunk before the next: two are whole at a time.
+FEWEST = 3
+
+
+def legal_zero(space: Space, zero: int, c: Candidates) -> Array:
+    """Which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis shards
+    something, and the framework can do it.
+    """
+    able = space.limits.able
+    if zero:
+        alone = able.has("ZeRO or replicas")
+        return (c.ways(STORED_AXES) > 1) & ((c.ways(("data",)) == 1) | (not alone))
+    return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
+
+
+def zeros_and_schedules(space: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
+    """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
+    said here.
+    """
+    pins = space.pins
+    zeros = [zero for zero in space.limits.able.zero if pins.zero in (None, zero)]
+    usual = _schedules(space, policy) if pipelined else [(NONE.name, 1)]
+    listed = [
+        (zero, schedule, virtual, gather)
+        for zero in zeros
+        for schedule, virtual in usual
+        for gather in space.gathers
+        if gather == "use" or (zero == 3 and pipelined)
+    ]
+    listed += [
+        (3, schedule.name, virtual, "once")
+        for schedule in forward_first()
+        if pins.schedule in (None, schedule.name)
+        for virtual in (breadth_first(space) if pipelined else ())
+    ]
+    return [
+        replace(
+            space.strategy.decisions,
+            zero=zero,
+            remat=policy,
+            schedule=schedule,
+            virtual_stages=virtual,
+            gather=gather,
+            accumulation=groups(space),
+        )
+        for zero, schedule, virtual, gather in listed
+    ]
+
+
+def _schedules(space: Space, policy: str) -> list[tuple[str, int]]:
+    """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
+    pins, able = space.pins, space.limits.able
+    tried = [
+        (schedule.name, chunks)
+        for schedule in SCHEDULES.values()
+        if pins.schedule in (None, schedule.name) and (able.free or schedule.name in able.schedules)
+        for chunks in schedule.tried(
+            pinned=pins.schedule is not None or len(able.schedules) == 1,
+            chunks=pins.virtual_stages,
+            policy=policy,
+            limit=MAX_VIRTUAL,
+        )
+    ]
+    return sorted(tried, key=lambda pair: pair[1] > 1)
+
+
+def of_policy(space: Space, policy: str) -> list[Schedule]:
+    """Schedules of the space under a remat policy, but for `breadth_first`."""
+    return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(space, policy))]
+
+
+def forward_first() -> list[Schedule]:
+    """Schedules that take all microbatches through a chunk of layers before the next."""
+    return [schedule for schedule in pipelines() if schedule.forward_first]
+
+
+def breadth_first(space: Space) -> list[int]:
+    """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before
+    the next, where no schedule is pinned that has them anyway.
+    """
+    pins = space.pins
+    if (
+        "once" not in space.gathers
+        or pins.zero not in (None, 3)
+        or pins.schedule not in (None, *(schedule.name for schedule in forward_first()))
+        or (pins.schedule and pins.virtual_stages)
+        or pins.pipeline == "programs"
+    ):
+        return []
+    if pins.virtual_stages:
+        return [pins.virtual_stages] if pins.virtual_stages > 1 else []
+    return list(_dividing(space.limits.layers))
+
+
+@lru_cache(maxsize=256)
+def _dividing(layers: int) -> tuple[int, ...]:
+    """Every number of chunks that divides the layers of a stage, for some number of stages."""
+    return tuple(
+        sorted(
+            {
+                chunks
+                for stages in range(2, layers + 1)
+                for chunks in divisors(-(-layers // stages))
+                if chunks >= FEWEST
+            }
+        )
+    )
+
+
+def usual(space: Space) -> set[tuple[str, int]]:
+    """Every schedule with its chunks of layers on a stage, but for `breadth_first`."""
+    return {pair for policy in space.policies for pair in _schedules(space, policy)}
+
+
+def first(space: Space) -> set[tuple[str, int]]:
+    """Every schedule of `breadth_first` with its chunks."""
+    chunks = breadth_first(space)
+    return {(schedule.name, count) for schedule in forward_first() for count in chunks}
+
+
+def most_rounds(space: Space, sizes: Mapping[str, Array]) -> Array:
+    """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
+    there is none.
+    """
+    stages, micro, other_ways = (
+        sizes["stage"],
+        sizes["micro"],
+        math.prod(sizes[axis] for axis in STORED_AXES),
+    )
+    limit, minimum = space.limits.layers // stages, space.pins.virtual_stages or FEWEST
+    fits = (stages > 1) & (micro >= stages * groups(space)) & (other_ways > 1) & (limit >= minimum)
+    return (
+        np.where(fits, space.pins.virtual_stages or limit, 0)
+        if breadth_first(space)
+        else np.zeros_like(stages)
+    )
+
+
+def groups(space: Space) -> int:
+    """Groups of microbatches that go through a pipeline one after the other; more than one only
+    where that is pinned, and then all plans have stages.
+    """
+    return space.pins.accumulation or 1
+
+
+def most_chunks(space: Space, policy: str, stages: Array, micro: Array) -> Array:
+    """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
+    limit = max((virtual for _, virtual in _schedules(space, policy)), default=1)
+    return np.where(
+        micro >= stages * groups(space),
+        np.maximum(1, np.minimum(limit, space.limits.layers // stages)),
+        1,
+    )
+
+
+def legal_schedule(space: Space, decisions: Decisions, c: Candidates) -> Array:
+    """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
+    microbatches for every stage; breadth first, as many layers in every chunk.
+    """
+    layers = space.limits.layers
+    fits = c.stage * decisions.virtual_stages <= layers
+    able, chunks = space.limits.able, decisions.virtual_stages
+    if able.has("equal stages"):
+        fits &= layers % (c.stage * chunks) == 0
+    if able.has("chunked in groups") and chunks > 1:
+        fits &= c.micro % c.stage == 0
+    if able.has("a microbatch a chunk"):
+        fits &= c.micro >= c.stage * chunks
+    schedule = named(decisions.schedule)
+    if schedule.forward_first and decisions.virtual_stages > 1 and not space.pins.virtual_stages:
+        fits &= -(-layers // c.stage) % decisions.virtual_stages == 0
+    return fits & schedule.fits(
+        Pipelines(
+            stages=c.stage,
+            chunks=np.full_like(c.stage, decisions.virtual_stages),
+            microbatches=c.micro // decisions.accumulation,
+            lockstep=space.pins.pipeline != "programs",
+        )
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Quantities that are sums over components of colours, on all shapes of a space.
+#
+# What a choice costs is a sum over components (`planning/space/cost_tables.py`), so the quantities
+# of a choice are a sum of arrays that are there already, and the least of all choices is the sum
+# of the least of every component. What the quantities are says who asks: seconds
+# (`planning/bounds/step_time.py`) or bytes (`planning/bounds/memory.py`).
+
+#: Turns a tally into quantities on some shapes, by number: array [quantities, shapes].
+Measured = Callable[[Tally, Array], Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """The choices that bounds speak of.
+
+    Attributes:
+        load, space: the model and the space.
+        cuttable: colours that some choice shards.
+        along: the colour that the context axis shards.
+        routes: whether tokens of experts are routed.
+    """
+
+    load: Workload
+    space: Space
+    cuttable: tuple[str, ...]
+    along: str | None
+    routes: bool
+
+    @cached_property
+    def accounts(self) -> Accounts:
+        """The tallies of the model."""
+        return self.load.ledger.accounts(self.cuttable)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """The choices of the space."""
+        return [self.choice(choice) for choice in self.space.choices]
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """Which of them shard a component alike."""
+        return Chosen(self.choices)
+
+    @cached_property
+    def first(self) -> dict[str | None, Choice]:
+        """The first choice with and without sequence parallelism, by the colour of the sequence."""
+        return {choice.sequence: choice for choice in reversed(self.choices)}
+
+    def cuts(self, part: tuple[str, ...], sequence: str | None) -> list[Choice]:
+        """Choices that shard a component in every way, and nothing else."""
+        if (part, sequence) not in self._cuts:
+            uncut = self.first[sequence]
+            fixed = self.space.pins.rules is not None
+            options = (
+                {
+                    tuple(name for name in choice.tensor if name in part)
+                    for choice in self.choices
+                    if choice.sequence == sequence
+                }
+                if fixed
+                else subsets(part)
+            )
+            self._cuts[part, sequence] = [replace(uncut, tensor=cut) for cut in options]
+        return self._cuts[part, sequence]
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[tuple[str, ...], str | None], list[Choice]]:
+        return {}
+
+    def choice(self, choice: Choice) -> Choice:
+        """A choice of the space with what the context and expert axes shard."""
+        return replace(choice, context=self.along, expert=self.load.expert if self.routes else None)
+
+
+class Chosen:
+    """Some choices, and which of them shard a component alike.
+
+    Args:
+        choices: the choices.
+    """
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
+        self._alike: dict[tuple[str, ...], tuple[Array, list[Choice]]] = {}
+
+    def alike(self, part: tuple[str, ...]) -> tuple[Array, list[Choice]]:
+        """A number of each choice that those which shard a component alike share, and the first
+        choice of each number.
+        """
+        if part not in self._alike:
+            first: dict[Choice, int] = {}
+            numbers = [
+                first.setdefault(_within(choice, part), len(first)) for choice in self.choices
+            ]
+            self._alike[part] = np.array(numbers, dtype=np.int64), list(first)
+        return self._alike[part]
+
+
+def _within(choice: Choice, part: tuple[str, ...]) -> Choice:
+    return replace(choice, tensor=tuple(name for name in choice.tensor if name in part))
+
+
+class Under:
+    """The choice of each of some rows.
+
+    Args:
+        chosen: the choices.
+        numbers: by row.
+    """
+
+    def __init__(self, chosen: Chosen, numbers: Array) -> None:
+        self._chosen, self._numbers = chosen, numbers
+        self._rows: dict[tuple[str, ...], list[tuple[Choice, Array | None]]] = {}
+
+    def rows(self, part: tuple[str, ...]) -> list[tuple[Choice, Array | None]]:
+        """Choices that shard a component differently, each with its rows; None for all of them."""
+        if part not in self._rows:
+            alike, first = self._chosen.alike(part)
+            which = alike[self._numbers]
+            used = np.flatnonzero(np.bincount(which)).tolist()
+            self._rows[part] = [
+                (first[number], None if len(used) == 1 else np.flatnonzero(which == number))
+                for number in used
+            ]
+        return self._rows[part]
+
+
+def alone(choice: Choice, count: int) -> Under:
+    """The same choice for so many rows."""
+    return Under(Chosen([choice]), np.zeros(count, dtype=np.int64))
+
+
+class _Filled:
+    """Quantities on some shapes, made for those that are asked for.
+
+    Args:
+        count: of quantities.
+        size: number of shapes.
+        make: the quantities on shapes by number, ascending.
+    """
+
+    def __init__(self, count: int, size: int, make: Callable[[Array], Array]) -> None:
+        self._values, self._used = np.empty((count, 0)), 0
+        self._place, self._make = np.full(size, -1), make
+
+    def on(self, shapes: Array) -> Array:
+        """The quantities on shapes by number, array [quantities, shapes]; callers leave it as it
+        is.
+        """
+        places = self._place[shapes]
+        if places.min(initial=0) < 0:
+            new = np.zeros(len(self._place), dtype=bool)
+            new[shapes] = True
+            self._add(np.flatnonzero(new & (self._place < 0)))
+            places = self._place[shapes]
+        if len(places) == self._used and np.array_equal(places, np.arange(self._used)):
+            return self._values[:, : self._used]
+        return self._values[:, places]
+
+    def _add(self, new: Array) -> None:
+        """Makes the quantities on shapes by number."""
+        end = self._used + len(new)
+        if end > self._values.shape[1]:
+            more = np.empty((len(self._values), max(end, 2 * self._used)))
+            more[:, : self._used] = self._values[:, : self._used]
+            self._values = more
+        self._values[:, self._used : end] = self._make(new)
+        self._place[new] = np.arange(self._used, end)
+        self._used = end
+
+
+class Parts:
+    """Quantities of one account by component, on some shapes; what is asked for is kept.
+
+    Args:
+        scope: the choices.
+        account: the tallies.
+        shapes: the shapes.
+        measured: the quantities.
+        count: their number.
+    """
+
+    def __init__(
+        self, scope: Scope, account: Account, shapes: Shapes, measured: Measured, count: int
+    ) -> None:
+        self._scope, self._account, self._measured, self._count = scope, account, measured, count
+        self._tensor, self._legal = (
+            shapes.tensor,
+            (shapes.expert >= 1 if scope.routes else shapes.expert == 1),
+        )
+        colours = scope.load.colouring.colours
+        self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
+        self._known: dict[tuple[tuple[str, ...], Choice], _Filled] = {}
+        self._leasts: dict[tuple[tuple[str, ...], str | None], _Filled] = {}
+        self._sums: dict[int | None, _Filled] = {}
+
+    def total(self, row_choices: Under, shapes: Array) -> Array:
+        """The quantities of choices on some shapes, array [quantities, shapes].
+
+        Choices that shard a component alike are added up together.
+        """
+        total = np.zeros((self._count, len(shapes)))
+        for part in ((), *self._account.parts):
+            for choice, positions in row_choices.rows(part):
+                quantities = self._part(part, choice)
+                if positions is None:
+                    total += quantities.on(shapes)
+                else:
+                    total[:, positions] += quantities.on(shapes[positions])
+        return total
+
+    def least(self, shapes: Array, first: int | None = None) -> Array:
+        """The least of each quantity under any choice, array [quantities, shapes]; infinite where
+        no choice fits.
+        """
+        if first not in self._sums:
+            self._sums[first] = _Filled(
+                self._count, len(self._tensor), lambda new: self._found_least(new, first)
+            )
+        return self._sums[first].on(shapes)
+
+    def _found_least(self, shapes: Array, first: int | None) -> Array:
+        """See `least`."""
+        minimum = np.full((self._count, len(shapes)), np.inf)
+        for flag, choice in self._scope.first.items():
+            bare = self._part((), choice).on(shapes)
+            total = np.where((self._tensor[shapes] > 1) | (flag is None), bare, np.inf)
+            for part in self._account.parts[:first]:
+                total += self._least_of(part, flag).on(shapes)
+            minimum = np.minimum(minimum, total)
+        return np.where(self._legal[shapes], minimum, np.inf)
+
+    def _least_of(self, part: tuple[str, ...], sequence: str | None) -> _Filled:
+        """The least of a component over the ways to cut it that fit."""
+        key = part, sequence
+        if key not in self._leasts:
+
+            def make(shapes: Array) -> Array:
+                tensor, minimum = self._tensor[shapes], np.full((self._count, len(shapes)), np.inf)
+                for choice in self._scope.cuts(part, sequence):
+                    cut = choice.tensor
+                    fits = np.logical_and.reduce(
+                        [self._fits[name][shapes] for name in cut] + [tensor > (1 if cut else 0)]
+                    )
+                    fitting = np.flatnonzero(fits)
+                    if len(fitting):
+                        minimum[:, fitting] = np.minimum(
+                            minimum[:, fitting], self._part(part, choice).on(shapes[fitting])
+                        )
+                return minimum
+
+            self._leasts[key] = _Filled(self._count, len(self._tensor), make)
+        return self._leasts[key]
+
+    def _part(self, part: tuple[str, ...], choice: Choice) -> _Filled:
+        """The quantities of a component under a choice; zeros where the choice makes no sense."""
+        (_, restricted), tally = self._account.of(part, choice)
+        key = part, restricted
+        if key not in self._known:
+            cut = bool(restricted.tensor or restricted.sequence)
+
+            def make(shapes: Array) -> Array:
+                sense = (self._tensor[shapes] > (1 if cut else 0)) & self._legal[shapes]
+                if sense.all():
+                    return self._measured(tally, shapes)
+                quantities = np.zeros((self._count, len(shapes)))
+                if sense.any():
+                    quantities[:, sense] = self._measured(tally, shapes[sense])
+                return quantities
+
+            self._known[key] = _Filled(self._count, len(self._tensor), make)
+        return self._known[key]

@@ -1,0 +1,708 @@
+"""What a plan decides: pins that fix decisions, a candidate of the search, dtypes, and what a
+plan says of its activations, of other plans, and of the compiler.
+
+In which dtypes may a step compute, reduce and keep things?
+
+Dtypes change the numbers that a program computes, so a plan has those of the traced model unless
+the user pins others or allows them: then each is a decision like any other. A combination of dtypes
+is another problem under another profile, and everything that prices plans works as it does on any:
+stored parameters are the graph's, products of layers' weights, communicated gradients and gradients
+that are kept are facts of the profile (`shardlib.cost.framework`), moments are bytes of
+optimizer state.
+
+>>> combinations((("moment_dtype", "bfloat16"),), (("reduction_dtype", ("bfloat16",)),))
+[(('moment_dtype', 'bfloat16'),), (('reduction_dtype', 'bfloat16'), ('moment_dtype', 'bfloat16'))]
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import cast
+
+from shardlib.collective import Collective
+from shardlib.cost.estimate import LARGEST, Seconds
+from shardlib.cost.framework import FrameworkProfile
+from shardlib.cost.layers import gradient_like, weights_of
+from shardlib.cost.variants import Each
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import DTYPES, TABLE, Allowed, Decisions, Dtypes
+from shardlib.errors import PinError, PlanError, raise_all
+from shardlib.graph import ITEMSIZE, Parameter, Problem, StepGraph, check
+from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.propagation.colours import Choice, Colouring
+from shardlib.rules import Rules
+from shardlib.schedules import NONE, named
+from shardlib.untrusted.data import Form, JsonMapping, JsonObject, construct
+
+# --------------------------------------------------------------------------------------------------
+# Where the main activations of a step live: as they are made, as they are held between operations,
+# and as operations read them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A collective of an activation.
+
+    Attributes:
+        kind: as in `shardlib.collective.KINDS`.
+        axes: the mesh axes it spans.
+        of: the weights, or the attention, that read the activation after it, or whose result it is
+            before it.
+        layout: how the activation is sharded on the other side of the collective than `held`.
+        before: whether that is before it, as of partial sums, and not after it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    of: tuple[str, ...]
+    layout: Layout
+    before: bool = False
+
+    def to_json(self) -> JsonObject:
+        """The move as plain data."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "of": list(self.of),
+            "layout": self.layout.to_json(),
+            "before": self.before,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationLayout:
+    """Where one activation lives, of the whole batch; a step with microbatches has a part of it at
+    a time.
+
+    Attributes:
+        name: what makes it, or what reads it: "output of layers.mlp.up".
+        shape: elements per dim.
+        dtype: JAX's name of the dtype.
+        colours: colour per dim; None where the dim has none.
+        count: how many there are in a forward and backward pass, one for each layer say.
+        held: how it is sharded between operations.
+        moves: the collectives that bring it there, and from there to what reads it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    colours: LogicalAxes
+    held: Layout
+    count: int = 1
+    moves: tuple[Move, ...] = ()
+
+    def to_json(self) -> JsonObject:
+        """The layout as plain data."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "colours": list(self.colours),
+            "held": self.held.to_json(),
+            "count": self.count,
+            "moves": [move.to_json() for move in self.moves],
+        }
+
+
+def together(names: Iterable[str]) -> str:
+    """Names in one, what they begin with alike said once.
+
+    >>> together(["layers.mlp.up", "layers.mlp.gate", "layers.mlp.up"])
+    'layers.mlp.up/gate'
+    >>> together(["head", "layers.mlp.up"])
+    'head, layers.mlp.up'
+
+    Args:
+        names: dotted.
+    """
+    found = list(dict.fromkeys(names))
+    fronts = {name.rpartition(".")[0] for name in found}
+    if len(found) > 1 and len(fronts) == 1 and (front := fronts.pop()):
+        return f"{front}." + "/".join(name.rpartition(".")[2] for name in found)
+    return ", ".join(found)
+
+
+# --------------------------------------------------------------------------------------------------
+# A candidate: one point of the space of plans, as the search knows it.
+#
+# It holds the same `Decisions` that its plan will have. Three of them the search knows by other
+# names until the plan is built: what is sharded as a `Choice` of colours, the policies of layer
+# groups by their place among the groups, and whether tokens are routed to experts, of whatever
+# kind they are.
+
+_CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchanged"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One plan of the space, or what many have in common before meshes and microbatches are said.
+
+    Attributes:
+        decisions: the decisions; of those that follow, and of `rules`, `sequence_parallel` and
+            `experts`, nothing. `remat_layers` are those of the fullest stage; where layer groups
+            differ, `remat` is the policy of the most layers, and `remat_layers` counts them all.
+            Without a context axis `context` is that of the space.
+        choice: what is sharded.
+        groups: for each layer group its policy and how many layers of the fullest stage follow it,
+            where groups differ; () where they do not.
+        routes: whether tokens are routed to their experts between devices.
+    """
+
+    decisions: Decisions
+    choice: Choice
+    groups: Each = ()
+    routes: bool = False
+
+    @property
+    def mesh(self) -> MeshShape:
+        """Sizes of the mesh axes."""
+        return self.decisions.mesh
+
+    def on(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
+        """The candidate on a mesh, without what the mesh has no axis for."""
+        staged = "stage" in mesh
+        one = self.decisions
+        return replace(
+            self,
+            choice=self.choice if "context" in mesh else replace(self.choice, context=None),
+            decisions=replace(
+                one,
+                mesh=mesh,
+                microbatches=microbatches,
+                axis_order=order,
+                context=one.context if "context" in mesh else "all-gather",
+                schedule=one.schedule if staged else NONE.name,
+                virtual_stages=one.virtual_stages if staged else 1,
+                accumulation=one.accumulation if staged else 1,
+            ),
+        )
+
+    def but(self, **changes: object) -> Candidate:
+        """The candidate with other decisions."""
+        return replace(self, decisions=replace(self.decisions, **changes))
+
+    @property
+    def summary(self) -> str:
+        """The decisions other than the mesh, in a few words."""
+        one, order = self.decisions, self.decisions.axis_order
+        parts = [
+            f"tensor shards {_listed(self.choice.tensor)}" if self.choice.tensor else "",
+            "sequence parallel" if self.choice.sequence else "",
+            "collective matmul" if one.collective_matmul == "loop" else "",
+            f"ZeRO {one.zero}" if one.zero else "",
+            self._remat,
+            (microbatches_text(one.microbatches, one.accumulation) if one.microbatches > 1 else ""),
+            named(one.schedule).words(one.virtual_stages),
+            "weights gathered once" if one.gather == "once" else "",
+            _CONTEXT[one.context] if "context" in one.mesh else "",
+            "routed experts" if self.routes else "",
+            _elsewhere(one.offload),
+            dtypes_text(one.dtypes),
+            f"{order[0]} outermost, {order[-1]} innermost" if order else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def _remat(self) -> str:
+        if self.decisions.remat == "none":
+            return ""
+        if self.groups:
+            return (
+                "remat "
+                + " and ".join(
+                    f"{policy} of {number} layers" if number else "none"
+                    for policy, number in self.groups
+                )
+                + " a stage, by class"
+            )
+        layers = self.decisions.remat_layers
+        return f"remat {self.decisions.remat}" + (f" of {layers} layers a stage" if layers else "")
+
+    def simplicity(self) -> tuple[object, ...]:
+        """Sorts equally fast plans, the simplest first."""
+        one = self.decisions
+        return (
+            bool(one.axis_order),
+            one.mesh.devices,
+            len(one.mesh),
+            one.microbatches,
+            one.remat != "none",
+            one.zero,
+            one.gather != "use",
+            self.choice.sequence is not None,
+            len(self.choice.tensor),
+            one.dtypes,
+            tuple(dict(one.mesh).items()),
+            one.remat,
+            one.remat_layers,
+            self.groups,
+            self.choice.tensor,
+            one.schedule,
+            one.virtual_stages,
+            one.accumulation,
+            one.offload,
+            one.axis_order,
+        )
+
+
+def completed(
+    candidate: Candidate, experts: str, names: Sequence[str], **others: object
+) -> Decisions:
+    """The decisions of a candidate's plan, all in the words of plans."""
+    one = candidate.decisions
+    return replace(
+        one,
+        sequence_parallel=candidate.choice.sequence is not None,
+        remat_classes=tuple(
+            (name, *each) for name, each in zip(names, candidate.groups, strict=False)
+        ),
+        context=one.context if "context" in one.mesh else "none",
+        experts=experts if candidate.routes else "none",
+        **others,
+    )
+
+
+def by_group(each: Each) -> tuple[str, int]:
+    """The policy of the most layers that are rematerialised, and the number of all that are."""
+    return max(each, key=lambda one: one[1])[0], sum(number for _, number in each)
+
+
+def microbatches_text(micro: int, groups: int) -> str:
+    """Microbatches of a step in words."""
+    return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names in words: "mlp", "mlp and vocab", "heads, mlp and vocab"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def dtypes_text(dtypes: Dtypes) -> str:
+    """Dtypes other than the model's in words."""
+    return ", ".join(f"{word} {dtype}" for word, dtype in dtypes)
+
+
+def _elsewhere(offload: tuple[str, ...]) -> str:
+    offloaded = " and ".join(part for part in offload if part != "disk")
+    return ", ".join(
+        [
+            *([f"{offloaded} in host memory"] if offloaded else []),
+            *(["optimizer state on disk"] if "disk" in offload else []),
+        ]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What did the real compiler say about the best plans?
+#
+# `shardlib.plan(..., refine=K)` has the K best plans compiled and ranks them again by what the
+# compiler made of them. A `Refined` is the record: one `Trial` per plan that was compiled, and the
+# time and memory of the chosen one with the compiler's figures in place of predictions. The plan's
+# `estimate` stays the prediction.
+
+#: How a mesh is written.
+MESH = Form(plain=Mapping[str, int], build=MeshShape)
+
+#: Verdict on the plan that was chosen; and on a plan that works and is slower.
+CHOSEN, SLOWER = "chosen", "slower"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One plan that the compiler was asked about.
+
+    Attributes:
+        mesh: its mesh.
+        summary: its other decisions in a few words.
+        predicted_seconds: step time by the cost model.
+        predicted_bytes: bytes per device by the cost model.
+        compiled_seconds: step time with the compiler's figures
+            (`shardlib.cost.pricing`); 0 where nothing was compiled.
+        compiled_bytes: peak bytes per device by the compiler; 0 where it does not say.
+        verdict: "chosen", "slower", or why the plan was cut: "out-of-memory", "compile-error",
+            "compiler-abort", "compile-timeout", "compiler-memory", "not-lowered".
+        message: what the compiler said about a plan that was cut.
+        compile_seconds: wall time of compiling.
+    """
+
+    mesh: MeshShape
+    summary: str
+    predicted_seconds: float
+    predicted_bytes: int
+    compiled_seconds: float = 0.0
+    compiled_bytes: int = 0
+    verdict: str
+    message: str = ""
+    compile_seconds: float = 0.0
+
+    @property
+    def survived(self) -> bool:
+        """Whether the compiler made a program that fits."""
+        return self.verdict in (CHOSEN, SLOWER)
+
+    def to_json(self) -> JsonObject:
+        """The trial as plain data."""
+        return {**self.__dict__, "mesh": dict(self.mesh)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refined:
+    """The compiler's word on a plan, and on those that it was chosen from.
+
+    Attributes:
+        wanted: how many plans should survive the compiler.
+        seconds: the chosen plan's step with the compiler's figures
+            (`shardlib.cost.pricing`).
+        device_bytes: the chosen plan's (part, bytes) per device: "arguments", "outputs", "aliased",
+            "temporaries", "peak".
+        collectives: those of the chosen program, with the seconds that the cost model gives them.
+        kernels: where the seconds of compute come from: "compiler" (its cycles) or "model".
+        trials: every plan that was compiled, in the order of its predicted time.
+        passed_over: plans that were in line and not compiled, because plans like them were out of
+            memory.
+        bounded: whether the search ended at the largest number of compilations.
+        versions: (package, version) of the compiler.
+    """
+
+    wanted: int
+    seconds: Seconds
+    device_bytes: tuple[tuple[str, int], ...]
+    collectives: tuple[Collective, ...] = ()
+    kernels: str
+    trials: tuple[Trial, ...]
+    passed_over: int = 0
+    bounded: bool = False
+    versions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step of the chosen plan."""
+        return self.seconds.total
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes per device of the chosen plan."""
+        return dict(self.device_bytes)["peak"]
+
+    def to_json(self) -> JsonObject:
+        """The record as plain data, with totals."""
+        return {
+            "wanted": self.wanted,
+            "step_seconds": self.step_seconds,
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "device_bytes": dict(self.device_bytes),
+            "collectives": [c.to_json() for c in self.collectives],
+            "kernels": self.kernels,
+            "trials": [trial.to_json() for trial in self.trials],
+            "passed_over": self.passed_over,
+            "bounded": self.bounded,
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_json(cls, data: JsonMapping) -> Refined:
+        """Reads what `to_json` wrote; totals are recomputed."""
+        return construct(
+            cls,
+            data,
+            "the record of compiled plans",
+            PlanError,
+            forms={MeshShape: MESH},
+            least=0.0,
+            most=LARGEST,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
+    """Every combination of dtypes, those nearest to the traced model first: of equally fast plans
+    the one that changes the least is found first.
+
+    Args:
+        pinned: (word, dtype) pairs that are fixed.
+        allowed: (word, dtypes) that may be chosen.
+    """
+    fixed, others = dict(pinned), dict(allowed)
+    options = [
+        (
+            [(word, fixed[word])]
+            if word in fixed
+            else [(word, ""), *((word, dtype) for dtype in others.get(word, ()))]
+        )
+        for word in DTYPES
+    ]
+    found = [
+        tuple((word, dtype) for word, dtype in one if dtype) for one in itertools.product(*options)
+    ]
+    return sorted(found, key=len)
+
+
+def effective(
+    dtypes: Dtypes, problem: Problem, profile: FrameworkProfile, pinned: Dtypes = ()
+) -> Dtypes:
+    """Dtypes without those that problem and profile have already.
+
+    Pinned dtypes of gradients stay: in communication most gradients of a model that computes in 16
+    bits are in these, and those of tables in that of the parameters; programs add gradients up in
+    float32 where nothing else is said.
+
+    Args:
+        dtypes: (word, dtype) pairs.
+    """
+    own = {parameter.dtype for parameter in problem.parameters if parameter.trained}
+    has = {
+        "param_dtype": own,
+        "matmul_dtype": {profile.matmul_dtype or problem.compute_dtype},
+        "reduction_dtype": {profile.reduction_dtype or problem.compute_dtype},
+        "gradient_dtype": (
+            {profile.gradient_dtype}
+            if profile.gradient_dtype
+            else {dict(dtypes).get("param_dtype", "")}
+            if "param_dtype" in dict(dtypes)
+            else own
+        ),
+    }
+    same = (
+        all(_moments(parameter, dtype) == parameter for parameter in problem.parameters)
+        if (dtype := dict(dtypes).get("moment_dtype", ""))
+        else False
+    )
+    kept = {
+        (word, dtype) for word, dtype in pinned if word in ("reduction_dtype", "gradient_dtype")
+    }
+    return tuple(
+        (word, dtype)
+        for word, dtype in dtypes
+        if (word, dtype) in kept or (not same if word == "moment_dtype" else has[word] != {dtype})
+    )
+
+
+def under(
+    dtypes: Dtypes, problem: Problem, profile: FrameworkProfile
+) -> tuple[Problem, FrameworkProfile]:
+    """The problem and the framework profile with other dtypes.
+
+    Args:
+        dtypes: (word, dtype) pairs.
+    """
+    words = dict(dtypes)
+    if "moment_dtype" in words:
+        if profile.state_bytes is not None:
+            raise PinError(
+                f"moment_dtype={words['moment_dtype']!r} changes the bytes of optimizer state, and"
+                f" the stack {profile.name!r} says them itself (state_bytes={profile.state_bytes})"
+            )
+        problem = replace(
+            problem,
+            parameters=tuple(
+                _moments(parameter, words["moment_dtype"]) for parameter in problem.parameters
+            ),
+        )
+    if "param_dtype" in words:
+        dtype = words["param_dtype"]
+        problem = replace(
+            problem,
+            parameters=tuple(
+                replace(parameter, dtype=dtype) if parameter.trained else parameter
+                for parameter in problem.parameters
+            ),
+            steps={policy: _resting(step, dtype) for policy, step in problem.steps.items()},
+        )
+    facts = {word: dtype for word, dtype in dtypes if word not in ("moment_dtype", "param_dtype")}
+    if "param_dtype" in words and not profile.gradient_dtype:
+        facts.setdefault(
+            "gradient_dtype", "float32"
+        )  # stored parameters in 16 bits do not narrow what gradients are added up in
+    return problem, replace(profile, **facts) if facts else profile
+
+
+def _moments(parameter: Parameter, dtype: str) -> Parameter:
+    """A parameter whose optimizer state is in another dtype; where nobody says of how many arrays
+    it is, they are float32.
+    """
+    if not parameter.trained:
+        return parameter
+    arrays = parameter.state_arrays or parameter.state_bytes_per_element / ITEMSIZE["float32"]
+    return replace(parameter, state_bytes_per_element=arrays * ITEMSIZE[dtype])
+
+
+def _resting(step: StepGraph, dtype: str) -> StepGraph:
+    """A step whose trained parameters, and the gradients that it returns, are in another dtype:
+    with them whatever is a copy or a slice of them; casts of them remain.
+    """
+    graph = step.graph
+    trained = set(graph.inputs_of("parameter"))
+    weights, gradients = (
+        {value: source for value, source in weights_of(step).items() if source in trained},
+        gradient_like(step),
+    )
+    own = {graph.values[value].dtype for value in trained}
+    values = tuple(
+        (
+            replace(value, dtype=dtype)
+            if (number in weights and value.dtype == graph.values[weights[number]].dtype)
+            or (number in gradients and value.dtype in own)
+            else value
+        )
+        for number, value in enumerate(graph.values)
+    )
+    changed = replace(graph, values=values)
+    check(changed)
+    return replace(step, graph=changed)
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan that a search priced, as one point of the landscape of plans: time against memory.
+
+#: Decisions that a point tells otherwise, or not at all.
+_TOLD = frozenset({"mesh", "rules", "sequence_parallel", "experts", "remat_classes", "exchange"})
+_DEFAULTS = {word: str(entry.default) for word, entry in TABLE.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A plan that was priced exactly.
+
+    Attributes:
+        mesh: its mesh.
+        decided: (word, value) of its other decisions that are not the default, in words.
+        step_seconds: predicted time of a step, six digits.
+        peak_bytes: predicted bytes per device.
+        fits: whether it fits into the memory that plans may fill.
+    """
+
+    mesh: MeshShape
+    decided: tuple[tuple[str, str], ...] = ()
+    step_seconds: float
+    peak_bytes: int
+    fits: bool = True
+
+    @classmethod
+    def of(cls, candidate: Candidate, seconds: float, peak_bytes: float, *, fits: bool) -> Priced:
+        """A candidate with its price.
+
+        Args:
+            seconds: predicted time of a step.
+            peak_bytes: predicted bytes per device.
+        """
+        return cls(
+            mesh=candidate.mesh,
+            decided=_decided(candidate),
+            step_seconds=float(f"{seconds:.6g}"),
+            peak_bytes=math.ceil(peak_bytes),
+            fits=fits,
+        )
+
+    def to_json(self) -> JsonObject:
+        """The point as plain data."""
+        return {
+            "mesh": dict(self.mesh),
+            "decided": dict(self.decided),
+            "step_seconds": self.step_seconds,
+            "peak_bytes": self.peak_bytes,
+            "fits": self.fits,
+        }
+
+
+def _decided(candidate: Candidate) -> tuple[tuple[str, str], ...]:
+    one, choice = candidate.decisions, candidate.choice
+    told = [
+        (field.name, _text(getattr(one, field.name)))
+        for field in fields(one)
+        if field.name not in _TOLD
+    ]
+    told = [(word, text) for word, text in told if text and text != _DEFAULTS.get(word)]
+    if choice.tensor:
+        told.append(("tensor shards", ", ".join(choice.tensor)))
+    if choice.sequence:
+        told.append(("sequence_parallel", "True"))
+    if candidate.routes:
+        told.append(("experts", "routed"))
+    return tuple(told)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    parts = cast("tuple[object, ...]", value)
+    return ", ".join(
+        " ".join(map(str, cast("tuple[object, ...]", part)))
+        if isinstance(part, tuple)
+        else str(part)
+        for part in parts
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Pinned rules in the colours of a model.
+
+
+def check_rules(rules: Rules, colouring: Colouring) -> Rules:
+    """Translates pinned rules to colours.
+
+    Args:
+        rules: logical axis or colour -> mesh axes.
+    """
+    failures: list[str] = []
+    entries: list[tuple[str, tuple[str, ...]]] = []
+    known = sorted(
+        {
+            *colouring.colours,
+            *(alias for colour in colouring.colours.values() for alias in colour.aliases),
+        }
+    )
+    for logical, axes in rules.entries:
+        name = colouring.canonical(logical)
+        if name is None:
+            near = difflib.get_close_matches(logical, known, n=1)
+            failures.append(
+                f"no dim is named {logical!r}{f'; did you mean {near[0]!r}?' if near else ''}"
+                f" (names are {', '.join(known)})"
+            )
+        else:
+            entries.append((name, axes))
+    if failures:
+        raise_all(PinError, "pinned rules do not fit the model", failures)
+    return Rules(tuple(entries))
+
+
+def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
+    """The choice that pinned rules stand for.
+
+    Args:
+        rules: colour -> mesh axes.
+    """
+    batch, sequence = colouring.batch_colour, colouring.sequence_colour
+    ways = pins.mesh["tensor"] if pins.mesh is not None else dict(pins.axes).get("tensor", 1)
+    optional = {
+        name for name, axes in rules.entries if "tensor" not in axes
+    }  # MaxText's fallbacks: a second rule for the same name
+    cut = tuple(
+        name
+        for name, axes in rules.entries
+        if "tensor" in axes
+        and not (name in optional and name != sequence and colouring.colours[name].divisor % ways)
+    )
+    used = set(pins.mesh or ()) | {axis for axis, size in pins.axes if size > 1}
+    lacking = [
+        axis for axis in ("data", "fsdp") if axis in used and axis not in rules.axes_of(batch or "")
+    ]
+    if lacking:
+        raise PinError(
+            f"the pinned rules shard {batch!r} over {rules.axes_of(batch or '') or 'nothing'}, and"
+            f" the pinned mesh also has {', '.join(lacking)}\nTry: the rule ({batch!r}, ('data',"
+            " 'fsdp'))"
+        )
+    return Choice(
+        tensor=tuple(dict.fromkeys(name for name in cut if name != sequence)),
+        batch=batch,
+        sequence=sequence if sequence in cut else None,
+    )

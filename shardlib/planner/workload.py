@@ -1,0 +1,903 @@
+"""A problem prepared for pricing: coloured, split into items, for the compiler of one vendor's
+chips. Shared by all searches of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from shardlib.compact import compact
+from shardlib.cost.activations import keep_rows, rewritten
+from shardlib.cost.experts import Exchange, expert_colour, localised
+from shardlib.cost.facts import Facts, Moment, Traits, spans, traits
+from shardlib.cost.framework import ANYTHING, XLA, Abilities, Framework, FrameworkProfile
+from shardlib.cost.items import fused_parameters, order_items, work_items
+from shardlib.cost.memory import Peaks, parameter_segments, peaks, stored_items
+from shardlib.cost.stages import Model
+from shardlib.cost.tables import ROWS, Book, Charged, Entry, Tally, Values, tallied
+from shardlib.cost.terms import Item
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import ANY_GROUP, Dtypes
+from shardlib.errors import PinError, raise_all
+from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
+from shardlib.planner.stored import under
+from shardlib.propagation.colours import Choice, Colouring, colour
+from shardlib.propagation.ties import stack_dims
+
+# --------------------------------------------------------------------------------------------------
+# What a model allows, whatever is pinned: sizes of its batch and its sequence, its layers and
+# experts, and the colours that the tensor axis may shard; and what the framework can do that runs
+# it.
+
+#: Largest number of colours whose subsets are all tried for the tensor axis: those that take part
+#: in the most FLOPs.
+MAX_TENSOR_COLOURS = 6
+#: Largest number of gradient accumulation steps that is tried.
+MAX_MICROBATCHES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a model, and the framework that runs it, allow, beside its colours.
+
+    Attributes:
+        batch: examples in the batch.
+        sequence: positions; 1 where there is no sequence.
+        layers: layers of the largest class; 0 without layers.
+        experts: experts; 1 without.
+        splits: whether the batch can be worked through in parts with the numbers of the whole.
+        staged: whether microbatches can go through pipeline stages.
+        groups: layer groups.
+        able: what the framework can do.
+    """
+
+    batch: int
+    sequence: int
+    layers: int
+    experts: int
+    splits: bool = True
+    staged: bool = True
+    groups: int = 1
+    able: Abilities = ANYTHING
+
+
+def experts_form(problem: Problem) -> str:
+    """How many tokens the experts of a model take: all of them ("dropless"), or as many as there is
+    room for ("capacity").
+    """
+    return "capacity" if "capacity" in problem.functions else "dropless"
+
+
+def batch_size(problem: Problem, colouring: Colouring) -> int:
+    """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is
+    named a batch.
+    """
+    name = colouring.batch_colour
+    sizes = [
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    ]
+    return math.gcd(*sizes) if sizes and name else 1
+
+
+def sequence_size(problem: Problem, colouring: Colouring) -> int:
+    """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is
+    none.
+    """
+    name = colouring.sequence_colour
+    sizes = [
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    ]
+    return math.gcd(*sizes) if sizes and name else 1
+
+
+def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
+    """What a message says of the sequences of a model: their lengths, which some number of parts
+    does not divide, or why there is none to shard.
+    """
+    name = colouring.named_sequence
+    if name is None:
+        return "has no sequence"
+    if colouring.colours[name].walked:
+        return "walks along its sequence in a loop, one position after the other"
+    lengths = {
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    }
+    listed = " and ".join(map(str, sorted(lengths)))
+    return (
+        f"has sequences of {listed}, which {parts} not divide{'' if len(lengths) < 2 else ' all'}"
+    )
+
+
+def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Colours whose subsets are all tried for the tensor axis, the most specific first, and those
+    beyond `MAX_TENSOR_COLOURS`, those of the most FLOPs first.
+    """
+    by_use = sorted(
+        colouring.shardable, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name)
+    )
+    searched = (c.name for c in by_use[:MAX_TENSOR_COLOURS])
+    return most_specific_first(searched, colouring), tuple(
+        c.name for c in by_use[MAX_TENSOR_COLOURS:]
+    )
+
+
+def most_specific_first(names: Iterable[str], colouring: Colouring) -> tuple[str, ...]:
+    """Colours in the order of their priority for the tensor axis."""
+    return tuple(sorted(names, key=lambda name: (colouring.colours[name].matmuls, name)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs of a model: every way to run its step, in items that have a price.
+
+#: Most layer groups that each follow a remat policy of their own; with more, all follow one.
+MAX_CLASSES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What one way to run a step costs, in items.
+
+    Attributes:
+        facts: of its step graph.
+        step: that graph, as the software runs it.
+        guesses: choices under which memory may peak.
+        profile: the software.
+        apart: whether layer groups can follow policies of their own.
+        work: work items.
+    """
+
+    facts: Facts
+    step: StepGraph
+    guesses: tuple[Choice, ...]
+    profile: FrameworkProfile
+    apart: bool
+    work: list[Item]
+
+    @cached_property
+    def _peaks(self) -> Peaks:
+        return peaks(self.facts, self.step, self.guesses, self.profile, moments=self.apart)
+
+    @property
+    def points(self) -> tuple[list[Item], ...]:
+        """Memory items by the point where memory may peak."""
+        return self._peaks.points
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Memory by moment of the step, where layer groups can follow policies of their own."""
+        return self._peaks.moments
+
+    @property
+    def loops(self) -> tuple[int, ...]:
+        """The segments of `moments`."""
+        moments = spans(self.facts.graph, self.facts.layers) if self.apart else ()
+        return tuple(span.segment for span in moments)
+
+    @cached_property
+    def forward(self) -> list[Item]:
+        """Work items of the forward pass alone."""
+        return work_items(self.facts.of(forward_pass(self.facts.graph, saves=True)))
+
+
+def program_of(
+    problem: Problem,
+    colouring: Colouring,
+    frozen: frozenset[tuple[str, int]],
+    profile: FrameworkProfile,
+    vendor: str,
+    *,
+    policy: str,
+    routes: bool,
+) -> Program:
+    """One way to run a step, in items."""
+    step, names = rewritten(problem.steps[policy], colouring.steps[policy], profile)
+    if routes:
+        step, names = localised(step, names, colouring.batch_colour)
+        step, names = keep_rows(step, names) if profile.routed_saves == "rows" else (step, names)
+    facts = Facts(
+        step,
+        names,
+        frozen,
+        _traits(vendor, profile),
+        batch=(colouring.batch_colour, batch_size(problem, colouring)),
+        sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
+        routes=routes,
+        exchange=Exchange(room=profile.exchange_room, sent=profile.exchange),
+    )
+    by_group = (
+        1 < len(facts.layers.counts) <= MAX_CLASSES
+        and len(problem.steps) > 1
+        and "none" in problem.steps
+    )
+    return Program(
+        facts=facts,
+        step=step,
+        guesses=tuple(_guesses(colouring, expert_colour(facts.graph, names) if routes else None)),
+        profile=profile,
+        apart=by_group,
+        work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
+    )
+
+
+def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
+    """What the compiler does with the kernels under a framework profile."""
+    vendor_traits = traits(vendor)
+    return (
+        replace(vendor_traits, shares_gathers=True)
+        if profile.gathered_inputs == "shared"
+        else vendor_traits
+    )
+
+
+def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
+    """Hypothetical choices, to find the points where memory may peak; with experts where tokens are
+    routed to those of a colour.
+    """
+    tensor, _ = tensor_colours(colouring)
+    batch, sequence = colouring.batch_colour, colouring.sequence_colour
+    narrow = tuple(
+        name
+        for name in tensor
+        if colouring.colours[name].matmuls
+        <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2
+    )
+    return [
+        *([Choice(batch=batch, expert=expert)] if expert else []),
+        Choice(batch=batch),
+        *(
+            Choice(batch=batch, tensor=names, sequence=s)
+            for names in (tensor, narrow)
+            for s in (None, sequence)
+        ),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Which remat policies plans may follow, alike for all layers or by layer group.
+
+
+def policies_of_groups(
+    problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
+) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
+    """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the
+    policy of each layer group; those that it leaves out rematerialise nothing.
+    """
+    pinned = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
+    if not pinned or pins.remat_classes == ANY_GROUP:
+        return pins, ()
+    _require_groups(problem, pinned, names)
+    each = tuple(pinned.get(name, ("none", None)) for name in names)
+    policy, layers = each[0]
+    if len(set(each)) == 1 and (layers is None or len(each) == 1):
+        return pins.but(remat=policy, remat_layers=layers, remat_classes=()), ()
+    if not by_class:
+        raise PinError(
+            f"remat_classes gives layer groups different policies, and {problem.model} has"
+            f" {len(names)} of them; at most a few can differ\nTry: remat, with the same policy"
+            " for all"
+        )
+    return pins.but(remat=None, remat_layers=None), each
+
+
+def _require_groups(
+    problem: Problem, pinned: Mapping[str, tuple[str, int | None]], names: Sequence[str]
+) -> None:
+    """Raises where `remat_classes` names what is no layer group, or a policy that none can have."""
+    if not names:
+        raise PinError(
+            f"remat_classes names {', '.join(map(repr, pinned))}, and {problem.model} has no layer"
+            " groups: none of its layers repeat in a loop\nTry: layers under jax.lax.scan or"
+            " nnx.scan, or no remat_classes"
+        )
+    failures = [f"{name!r} is none of them" for name in pinned if name not in names]
+    failures += [
+        f"{name!r} is to follow {policy!r}, which needs layers that repeat"
+        for name, (policy, _) in pinned.items()
+        if name in names and policy not in problem.steps
+    ]
+    if failures:
+        raise_all(
+            PinError,
+            f"remat_classes does not fit the layer groups of {problem.model}, which are"
+            f" {', '.join(names)}",
+            failures,
+            hint=f"remat_classes={{{names[0]!r}: 'full'}}",
+        )
+
+
+def policies_of_space(
+    problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]], able: Abilities
+) -> tuple[str, ...]:
+    """The remat policies that layers of some plan follow."""
+    if each:
+        pinned = {"none", *(policy for policy, _ in each)}
+        return tuple(policy for policy in problem.steps if policy in pinned)
+    if pins.remat is None:
+        return tuple(policy for policy in problem.steps if policy in able.remat)
+    if pins.remat not in problem.steps:
+        raise PinError(
+            f"remat={pins.remat!r} rematerialises layers, and {problem.model} has no repeated"
+            f" layer; it can be {', '.join(problem.steps)}"
+        )
+    return (
+        ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
+    )  # the layers that rematerialise nothing
+
+
+def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Names of layer groups, by the paths of their parameters: what these begin with, or the
+    place among the classes.
+
+    >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
+    ('encoder.layers', 'decoder.layers')
+    >>> names_of_classes([["a", "b"]])
+    ('layers#0',)
+    """
+    shared = [_shared_path(paths) for paths in parameters]
+    return tuple(
+        name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}"
+        for k, name in enumerate(shared)
+    )
+
+
+def _shared_path(paths: Sequence[str]) -> str:
+    """The parts of dotted paths that all begin with."""
+    shared: list[str] = []
+    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+# --------------------------------------------------------------------------------------------------
+# What does a program cost under every choice of colours, before shapes and links are known?
+#
+# Items that depend on the same colours form a group. Colours that no op ties together do not know
+# of each other: what cutting one costs does not depend on whether another is sharded. So the
+# colours fall into *components*, every group belongs to one of them or to none, and the tally of a
+# choice is a sum over components, each of which has few ways to be sharded. Two things follow, and
+# both are exact:
+#
+# - the least that a choice can cost is the sum of the least that each component can cost; - the
+# tallies of all choices are sums of the few tallies of components, which do not depend on shapes
+# either: they are made once for a model (`shardlib.cost.tables`).
+
+Array = np.ndarray
+
+
+class Group:
+    """Items that depend on the same colours of a choice, with the rows of a tally that they add
+    to.
+    """
+
+    def __init__(self, colours: frozenset[str], charged: Charged) -> None:
+        self.colours = colours
+        self.items: list[tuple[int, int]] = []
+        self._charged = charged
+        self._entries: dict[Choice, list[Entry]] = {}
+
+    def entries(self, choice: Choice) -> list[Entry]:
+        """What all items add under a choice: (row, number of the measure, amount)."""
+        key = choice.restrict(self.colours)
+        if key not in self._entries:
+            self._entries[key] = list(self._charged.entries(key, self.items))
+        return self._entries[key]
+
+
+def grouped(
+    lists: Sequence[Iterable[Item]], relevant: frozenset[str], charged: Charged
+) -> tuple[Group, ...]:
+    """Items of some lists by the relevant colours that they depend on; the segments of each list
+    come after those of the list before.
+    """
+    groups: dict[frozenset[str], Group] = {}
+    for number, items in enumerate(lists):
+        for item in items:
+            colours = item.colours & relevant
+            if colours not in groups:
+                groups[colours] = Group(colours, charged)
+            groups[colours].items.append((number * charged.segments, charged.number(item)))
+    return tuple(groups.values())
+
+
+def components(
+    groups: Iterable[frozenset[str]], colours: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Colours that some group ties together, directly or through others; each component in the
+    order of `colours`, and those that can be cut in the fewest ways first.
+    """
+    tied_sets: list[set[str]] = [{name} for name in colours]
+    for group in groups:
+        tied = [part for part in tied_sets if part & group]
+        if len(tied) > 1:
+            tied_sets = [part for part in tied_sets if part not in tied] + [set[str]().union(*tied)]
+    return tuple(
+        sorted(
+            (tuple(name for name in colours if name in part) for part in tied_sets),
+            key=lambda part: (len(part), colours.index(part[0])),
+        )
+    )
+
+
+def subsets(colours: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every subset, the smallest first."""
+    return [
+        subset
+        for count in range(len(colours) + 1)
+        for subset in itertools.combinations(colours, count)
+    ]
+
+
+@dataclass(kw_only=True)
+class Account:
+    """The tallies of some lists of items under every choice.
+
+    Attributes:
+        lists: number of lists.
+        segments: of each list.
+        groups: of all items.
+        parts: components of the colours; `()` stands for what depends on no colour that could be
+            sharded over tensor.
+    """
+
+    lists: int
+    segments: int
+    groups: tuple[Group, ...]
+    parts: tuple[tuple[str, ...], ...]
+    _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(
+        default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False
+    )
+    _asked: dict[tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]] = (
+        field(
+            default_factory=dict[
+                tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]
+            ],
+            init=False,
+            repr=False,
+        )
+    )
+
+    def of(
+        self, part: tuple[str, ...], choice: Choice
+    ) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
+        """The tally of a component under a choice, and what it is known by: choices that cut the
+        component alike have the same.
+        """
+        request = part, choice
+        if request not in self._asked:
+            key = (
+                part,
+                replace(choice, tensor=tuple(name for name in choice.tensor if name in part)),
+            )
+            if key not in self._known:
+                cuttable, own_colours = (
+                    {name for component in self.parts for name in component},
+                    set(part),
+                )
+                groups = (
+                    group
+                    for group in self.groups
+                    if (
+                        group.colours & own_colours if own_colours else not group.colours & cuttable
+                    )
+                )
+                self._known[key] = tallied(
+                    entry for group in groups for entry in group.entries(choice)
+                )
+            self._asked[request] = key, self._known[key]
+        return self._asked[request]
+
+    def on(self, values: Values, shapes: Array) -> OnShapes:
+        """The account on some shapes."""
+        return OnShapes(account=self, values=values, at=shapes)
+
+
+@dataclass(kw_only=True)
+class OnShapes:
+    """An account on some shapes of `values`, by number `at`; components are evaluated once."""
+
+    account: Account
+    values: Values
+    at: Array
+    _known: dict[tuple[tuple[str, ...], Choice], Array] = field(
+        default_factory=dict[tuple[tuple[str, ...], Choice], Array], init=False, repr=False
+    )
+
+    def total(self, choice: Choice) -> Array:
+        """Quantities under a choice: array [lists, segments, rows, shapes]."""
+        return self.columns([(choice, np.arange(len(self.at)))])
+
+    def columns(self, choices: Sequence[tuple[Choice, Array]]) -> Array:
+        """Quantities under some choices, each on some of the shapes by position, one after the
+        other: array [lists, segments, rows, columns].
+        """
+        account = self.account
+        quantities = np.zeros(
+            (
+                account.lists * account.segments * ROWS,
+                sum(len(positions) for _, positions in choices),
+            )
+        )
+        begin = 0
+        for choice, positions in choices:
+            columns = slice(begin, begin := begin + len(positions))
+            for part in ((), *account.parts):
+                key, tally = account.of(part, choice)
+                if key not in self._known:
+                    self._known[key] = tally.on(self.values, self.at)
+                quantities[tally.rows, columns] += self._known[key][:, positions]
+        return quantities.reshape(account.lists, account.segments, ROWS, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounts:
+    """The accounts of a model.
+
+    Attributes:
+        rest: of what rests.
+        work: of computation and communication, by remat policy and by whether tokens are routed.
+        points: of memory, one list for each point where it may peak, likewise.
+    """
+
+    rest: Account
+    work: dict[tuple[str, bool], Account]
+    points: dict[tuple[str, bool], Account]
+
+
+class Ledger:
+    """The accounts of a model, made as they are asked for.
+
+    Args:
+        work: work items by remat policy and by whether tokens are routed.
+        points: gives the memory items of each point, likewise.
+        rest: items of stored parameters.
+        classes: of layers.
+        profile: the software.
+        fixed: colours beside those of a choice's tensor axis that items may depend on.
+        beside: shares its measures, and the tallies of lists of items that are in both.
+    """
+
+    def __init__(
+        self,
+        work: dict[tuple[str, bool], list[Item]],
+        points: Callable[[], dict[tuple[str, bool], tuple[list[Item], ...]]],
+        resting: list[Item],
+        classes: int,
+        profile: FrameworkProfile,
+        fixed: frozenset[str],
+        beside: Ledger | None = None,
+    ) -> None:
+        self._work, self._points, self._rest = work, points, resting
+        self._segments, self._fixed = classes + 2, fixed
+        self._charged = Charged(Book(), profile, classes + 2) if beside is None else beside._charged
+        self._groups: dict[
+            tuple[frozenset[str], tuple[int, ...]], tuple[Sequence[list[Item]], tuple[Group, ...]]
+        ] = {} if beside is None else beside._groups
+        self._known: dict[tuple[str, ...], Accounts] = {}
+
+    @property
+    def book(self) -> Book:
+        """The measures."""
+        return self._charged.book
+
+    def uncut(self, key: tuple[str, bool] | None) -> Account:
+        """The account of the work of a program where the tensor axis shards nothing, or of what
+        rests.
+
+        Args:
+            key: remat policy, and whether tokens are routed; None for what rests.
+        """
+        items = self._rest if key is None else self._work[key]
+        groups = self._grouped([items], self._fixed)
+        return Account(lists=1, segments=self._segments, groups=groups, parts=())
+
+    def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
+        """The accounts where the tensor axis may shard some colours."""
+        if cuttable not in self._known:
+            relevant = self._fixed | set(cuttable)
+            points = self._points()
+            lists: list[Sequence[list[Item]]] = [
+                [self._rest],
+                *([items] for items in self._work.values()),
+                *points.values(),
+            ]
+            groups = [self._grouped(items, relevant) for items in lists]
+            parts = components((group.colours for items in groups for group in items), cuttable)
+            resting, *others = [
+                Account(
+                    lists=len(listed),
+                    segments=self._segments,
+                    groups=items,
+                    parts=parts,
+                )
+                for listed, items in zip(lists, groups, strict=True)
+            ]
+            self._known[cuttable] = Accounts(
+                rest=resting,
+                work=dict(zip(self._work, others[: len(self._work)], strict=True)),
+                points=dict(zip(points, others[len(self._work) :], strict=True)),
+            )
+        return self._known[cuttable]
+
+    def _grouped(self, lists: Sequence[list[Item]], relevant: frozenset[str]) -> tuple[Group, ...]:
+        """See `grouped`; the same lists are grouped once, and kept, as their identity is what they
+        are known by.
+        """
+        key = relevant, tuple(map(id, lists))
+        if key not in self._groups:
+            self._groups[key] = lists, grouped(lists, relevant, self._charged)
+        return self._groups[key][1]
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A problem prepared for pricing.
+
+    Attributes:
+        problem: the model.
+        vendor: of the chips that the kernels are for.
+        colouring: its colours.
+        frozen: (path, dim) that count layers.
+        expert: colour of experts that tokens can be routed to; None without.
+        programs: by remat policy and by whether tokens are routed.
+        rest: items of stored parameters.
+        model: layers, and bytes of the batch.
+        profile: the software.
+        framework: what it is the profile of, and can do; None for programs of shardlib.
+        beside: the same problem under a profile that computes attention otherwise, whose tallies
+            are shared.
+    """
+
+    problem: Problem
+    vendor: str
+    colouring: Colouring
+    frozen: frozenset[tuple[str, int]]
+    expert: str | None
+    programs: Mapping[tuple[str, bool], Program]
+    rest: list[Item]
+    model: Model
+    profile: FrameworkProfile = XLA
+    framework: Framework | None = None
+    beside: Workload | None = None
+
+    __repr__ = compact
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The tallies of all programs, made as they are asked for and shared by all searches."""
+        work = {key: program.work for key, program in self.programs.items()}
+
+        def points() -> dict[tuple[str, bool], tuple[list[Item], ...]]:
+            return {key: program.points for key, program in self.programs.items()}
+
+        beside = None
+        if self.beside is not None and self.profile == replace(
+            self.beside.profile, attention=self.profile.attention
+        ):
+            beside = self.beside.ledger
+        return Ledger(
+            work,
+            points,
+            self.rest,
+            len(self.counts),
+            self.profile,
+            self._fixed,
+            beside=beside,
+        )
+
+    @property
+    def _fixed(self) -> frozenset[str]:
+        """Colours that other axes than tensor shard."""
+        return frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
+
+    @cached_property
+    def moments(self) -> Ledger:
+        """The tallies of every program's moments, by moment what is saved and then its points; its
+        measures are in the book of `ledger`.
+        """
+        return self._of(
+            {
+                key: tuple(
+                    items for moment in program.moments for items in (moment.stacks, *moment.points)
+                )
+                for key, program in self.programs.items()
+            }
+        )
+
+    @cached_property
+    def stacks(self) -> Ledger:
+        """The tallies of what every program's loops over layers have saved when the forward pass
+        ends; its measures are in the book of `ledger`.
+        """
+        return self._of(
+            {key: (program.moments[0].stacks,) for key, program in self.programs.items()}
+        )
+
+    def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> Ledger:
+        return Ledger(
+            {}, lambda: points, [], len(self.counts), self.profile, self._fixed, beside=self.ledger
+        )
+
+    @cached_property
+    def by_class(self) -> bool:
+        """Whether layer groups can follow remat policies of their own: where there are
+        several, and all programs have the same loops.
+        """
+        loops = {program.loops for program in self.programs.values()}
+        return len(loops) == 1 and () not in loops
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """What people call each class: what the paths of its parameters begin with, or its place
+        among the classes.
+        """
+        first = next(iter(self.programs.values()))
+        segments = parameter_segments(first.facts)
+        return names_of_classes(
+            [
+                [path for path, segment in segments.items() if segment == k]
+                for k in range(len(self.counts))
+            ]
+        )
+
+    def under(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
+        """The same model as other decisions change what is computed, prepared once.
+
+        Args:
+            dtypes: in other dtypes (`shardlib.planner.stored`).
+        """
+        kind = (
+            "traced"
+            if attention == "traced" or self.profile.attention != "traced"
+            else "blocks"
+            if attention == "blocks"
+            else "fused"
+        )
+        if (dtypes, kind) not in self._under:
+            problem, profile = under(dtypes, self.problem, self.profile)
+            changed = profile if kind == "traced" else replace(profile, attention=kind)
+            prepared_other = self._under.get((dtypes, "fused" if kind == "blocks" else "blocks"))
+            if kind == "traced" and not dtypes:
+                workload = self
+            elif kind != "traced" and prepared_other is not None:
+                workload = prepared_other.attending(kind)
+            else:
+                beside = None if dtypes else self
+                workload = prepare(problem, self.vendor, changed, self.framework, beside)
+            self._under[dtypes, kind] = workload
+        return self._under[dtypes, kind]
+
+    def attending(self, kind: str) -> Workload:
+        """The same model whose attention is computed by another kernel, in whose memory alone it
+        differs.
+        """
+        profile = replace(self.profile, attention=kind)
+        programs = {
+            key: replace(program, profile=profile) for key, program in self.programs.items()
+        }
+        return replace(self, profile=profile, programs=programs, beside=self)
+
+    @cached_property
+    def _under(self) -> dict[tuple[Dtypes, str], Workload]:
+        return {}
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Layers of each class."""
+        return self.model.counts
+
+
+def prepare(
+    problem: Problem,
+    vendor: str = "nvidia",
+    profile: FrameworkProfile = XLA,
+    framework: Framework | None = None,
+    beside: Workload | None = None,
+) -> Workload:
+    """Colours a problem and splits its cost into items.
+
+    Args:
+        framework: what the profile is of; None for programs of shardlib.
+    """
+    colouring = colour(problem) if beside is None else beside.colouring
+    frozen = frozenset(stack_dims(problem)) if beside is None else beside.frozen
+    first = next(iter(problem.steps))
+    expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
+    programs = {
+        (policy, routes): program_of(
+            problem, colouring, frozen, profile, vendor, policy=policy, routes=routes
+        )
+        for policy in problem.steps
+        for routes in ((False, True) if expert else (False,))
+    }
+    facts = programs[first, False].facts
+    segments = parameter_segments(facts)
+    batch_bytes = float(
+        sum(math.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch)
+        + sum(rows.bytes for _, rows in problem.rows.by_row)
+    )
+    return Workload(
+        problem=problem,
+        vendor=vendor,
+        colouring=colouring,
+        frozen=frozen,
+        expert=expert,
+        programs=programs,
+        rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
+        profile=profile,
+        framework=framework,
+        beside=beside,
+        model=Model(
+            counts=facts.layers.counts,
+            batch_bytes=batch_bytes,
+            state_bytes=problem.state_bytes,
+            largest_end=_largest_end(problem, segments),
+            reduction=_reduction(profile, problem),
+            working=_working(problem),
+            head_layers=_head_layers(facts),
+        ),
+    )
+
+
+def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
+    """The largest share that one array has of the parameters outside of all layers: about 1/2 with
+    an embedding and a head, 1 where one array is both.
+    """
+    sizes = [
+        float(math.prod(parameter.shape))
+        for parameter in problem.parameters
+        if parameter.path not in segments
+    ]
+    return max(sizes) / sum(sizes) if sizes else 1.0
+
+
+def _working(problem: Problem) -> float:
+    """Bytes of a parameter as matmuls read it, over those as stored."""
+    elements = [float(math.prod(parameter.shape)) for parameter in problem.parameters]
+    stored_bytes = sum(
+        size * ITEMSIZE[parameter.dtype]
+        for size, parameter in zip(elements, problem.parameters, strict=True)
+    )
+    return sum(elements) * ITEMSIZE[problem.compute_dtype] / stored_bytes if stored_bytes else 1.0
+
+
+def _head_layers(facts: Facts) -> float:
+    """Work of the matmuls of weights outside of all layers, over that of the layers' mean."""
+    flops = [0.0, 0.0]
+    for op in facts.graph.ops:
+        if op.category == "matmul" and (
+            facts.weights.keys() & set(op.operands) or facts.gradients & set(op.results)
+        ):
+            inside = facts.layers.segment(op.region) >= 0
+            flops[inside] += op.flops * facts.graph.trips(op.region)
+    return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
+
+
+def _reduction(profile: FrameworkProfile, problem: Problem) -> float:
+    """Bytes of a gradient in communication under a profile over those as traced, in the dtype of
+    the matmuls.
+    """
+    return (
+        ITEMSIZE[profile.reduction_dtype] / ITEMSIZE[problem.compute_dtype]
+        if profile.reduction_dtype
+        else 1.0
+    )

@@ -1,1 +1,0 @@
-"""Figures and tables for people: bytes, seconds, counts, aligned rows; HTML, and cards of it."""

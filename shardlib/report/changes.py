@@ -1,0 +1,310 @@
+"""What one plan decides and costs differently from another, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from shardlib.errors import ArgumentError
+from shardlib.planner.plan import Plan
+from shardlib.report.elements import (
+    aligned,
+    bytes_text,
+    clip,
+    percent_text,
+    ratio_text,
+    seconds_text,
+    wrapped,
+)
+from shardlib.report.text import (
+    LABELS,
+    MOST_PARAMETERS,
+    collective_rows,
+    decision_lines,
+    in_every_step,
+    notation,
+    parameter_rows,
+    untold,
+)
+from shardlib.untrusted.data import JsonObject, printable
+
+# --------------------------------------------------------------------------------------------------
+
+#: Ratios beyond it, and below its inverse, say no more than the two figures: they are left out.
+TELLING = 100.0
+
+
+def diff(a: Plan, b: Plan) -> str:
+    """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters."""
+    if not isinstance(b, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"a plan is compared with a plan, and other is {type(b).__name__}\nTry:"
+            " plan.diff(shardlib.plan(...)), or plan.diff(shardlib.Plan.from_json(text))"
+        )
+    head = (
+        f"{a.model} on {a.topology}"
+        if (a.model, a.topology) == (b.model, b.topology)
+        else f"{a.model} on {a.topology} -> {b.model} on {b.topology}"
+    )
+    sections = [head, _changed_decisions(a, b), _changed_figures(a, b), _changed_layouts(a, b)]
+    return printable("\n\n".join(section for section in sections if section) + "\n")
+
+
+def _changed_decisions(a: Plan, b: Plan) -> str:
+    old, new = dict(decision_lines(a)), dict(decision_lines(b))
+    labels = [label for label in dict.fromkeys([*old, *new]) if old.get(label) != new.get(label)]
+    if not labels:
+        return "Decisions: the same"
+    lines = ["Decisions"]
+    for label in labels:
+        lines += [
+            *wrapped(f"  - {label}: ", old.get(label) or untold(label, a)),
+            *wrapped(f"  + {label}: ", new.get(label) or untold(label, b)),
+        ]
+    return "\n".join(lines)
+
+
+def _changed_figures(a: Plan, b: Plan) -> str:
+    rows = [
+        ("", "before", "after", "change"),
+        _change("seconds a step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text),
+    ]
+    rows += [
+        _change(
+            f"  {LABELS.get(f.name, f.name)}",
+            getattr(a.estimate.seconds, f.name),
+            getattr(b.estimate.seconds, f.name),
+            seconds_text,
+        )
+        for f in fields(a.estimate.seconds)
+    ]
+    rows.append(
+        _change(
+            "bytes a device", a.estimate.device_bytes.peak, b.estimate.device_bytes.peak, bytes_text
+        )
+    )
+    rows += [
+        _change(
+            f"  {f.name}",
+            getattr(a.estimate.device_bytes, f.name),
+            getattr(b.estimate.device_bytes, f.name),
+            bytes_text,
+        )
+        for f in fields(a.estimate.device_bytes)
+    ]
+    return "\n".join(
+        aligned(
+            [row for row in rows if row[1:3] not in (("0 s", "0 s"), ("0 B", "0 B"))],
+            right={1, 2, 3},
+        )
+    )
+
+
+def _change(
+    label: str, old: float, new: float, text: Callable[[float], str]
+) -> tuple[str, str, str, str]:
+    difference, ratio = text(abs(new - old)), new / old if old else 0.0
+    if not any(digit in difference for digit in "123456789"):
+        return label, text(old), text(new), "="
+    told = f" ({ratio_text(ratio)})" if 1 / TELLING <= ratio <= TELLING else ""
+    return label, text(old), text(new), f"{'+' if new > old else '-'}{difference}{told}"
+
+
+def _changed_layouts(a: Plan, b: Plan) -> str:
+    old = {p.path: p for p in a.parameters}
+    changed = [
+        p
+        for p in b.parameters
+        if p.path in old and (p.rest, p.compute) != (old[p.path].rest, old[p.path].compute)
+    ]
+    if not changed:
+        return ""
+    table = [("parameter", "", "before (-) and after (+)")]
+    for row in parameter_rows(changed)[:MOST_PARAMETERS]:
+        was, now = old[row.example.path], row.example
+        name = clip(row.pattern, 34) + (f" x{row.count}" if row.count > 1 else "")
+        for where, before, after in (
+            ("stored", was.rest, now.rest),
+            ("in compute", was.compute, now.compute),
+        ):
+            if before != after:
+                table.append((name, where, f"- {notation(was.colours, was.shape, before)}"))
+                table.append(("", "", f"+ {notation(now.colours, now.shape, after)}"))
+                name = ""
+    return "\n".join(
+        [f"Layouts: {len(changed)} of {len(b.parameters)} parameters change", *aligned(table)]
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a step costs under one plan beside another, as numbers that can be held to limits.
+
+#: Parts that are added beyond which the ratio is told.
+_TELLING = 9.0
+#: Figures that a limit can be set for: word -> what it is.
+FIGURES = {
+    "seconds": "seconds a step",
+    "memory": "peak bytes a device",
+    "traffic": "bytes of collectives a step",
+    "collectives": "collectives a step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure before and after.
+
+    Attributes:
+        word: of `FIGURES`, or a kind of collective with its mesh axes.
+        before, after: the figure.
+    """
+
+    word: str
+    before: float
+    after: float
+
+    @property
+    def added(self) -> float:
+        """What is more of it, as a part of what there was; infinite where there was nothing."""
+        if self.after == self.before:
+            return 0.0
+        return self.after / self.before - 1 if self.before else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What changes from one plan to another.
+
+    Attributes:
+        title: what is compared.
+        decisions: (label, before, after) of decisions that differ.
+        figures: those of `FIGURES`, in their order.
+        collectives: bytes of a step by kind and mesh axes, where they differ.
+    """
+
+    title: str
+    decisions: tuple[tuple[str, str, str], ...]
+    figures: tuple[Figure, ...]
+    collectives: tuple[Figure, ...]
+
+    def beyond(self, limits: dict[str, float]) -> tuple[str, ...]:
+        """What is beyond a limit, a sentence for each."""
+        return tuple(
+            f"{FIGURES[one.word]}: {_text(one, one.before)} -> {_text(one, one.after)}"
+            f" ({_added(one)}), and {percent_text(limits[one.word])} may be added"
+            for one in self.figures
+            if one.word in limits and one.added > limits[one.word] + 1e-12
+        )
+
+    def to_json(self) -> JsonObject:
+        """The change as plain data."""
+        return {
+            "title": self.title,
+            "decisions": [list(one) for one in self.decisions],
+            "figures": {one.word: [one.before, one.after] for one in self.figures},
+            "collectives": {one.word: [one.before, one.after] for one in self.collectives},
+        }
+
+    def markdown(self, beyond: Sequence[str] = ()) -> str:
+        """The change as Markdown, for a pull request."""
+        verdict = [f"- :x: {one}" for one in beyond]
+        head = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
+        rows = [f"| {' | '.join(map(_cell, row))} |" for row in self.rows()]
+        changed = [
+            f"| {_cell(label)} | {_cell(old)} | {_cell(new)} |"
+            for label, old, new in self.decisions
+        ]
+        decided = (
+            ["", "| decision | before | after |", "| --- | --- | --- |", *changed]
+            if changed
+            else ["", "All decisions are the same."]
+        )
+        title = ["### " + _cell(self.title), ""]
+        return "\n".join([*title, *verdict, *([""] * bool(verdict)), *head, *rows, *decided, ""])
+
+    def collectives_text(self) -> str:
+        """The collectives that differ as text; empty where all are the same."""
+        if not self.collectives:
+            return ""
+        rows = [
+            (one.word, _text(one, one.before), _text(one, one.after), _added(one))
+            for one in self.collectives
+        ]
+        table = aligned([("collectives", "before", "after", "change"), *rows], right={1, 2, 3})
+        return "\n".join(["Bytes of collectives a step", *table]) + "\n"
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(what, before, after, change) of all figures."""
+        return [
+            (
+                FIGURES.get(one.word, one.word),
+                _text(one, one.before),
+                _text(one, one.after),
+                _added(one),
+            )
+            for one in (*self.figures, *self.collectives)
+        ]
+
+
+def change(a: Plan, b: Plan) -> Change:
+    """What changes from plan `a` to plan `b`."""
+    old, new = dict(decision_lines(a)), dict(decision_lines(b))
+    names = [f"{plan.model} on {plan.topology}" for plan in (a, b)]
+    before, after = _traffic(a), _traffic(b)
+    return Change(
+        title=" -> ".join(dict.fromkeys(names)),
+        decisions=tuple(
+            (label, old.get(label) or untold(label, a), new.get(label) or untold(label, b))
+            for label in dict.fromkeys([*old, *new])
+            if old.get(label) != new.get(label)
+        ),
+        figures=tuple(
+            Figure(word=word, before=first, after=second)
+            for word, first, second in zip(FIGURES, _figures(a), _figures(b), strict=True)
+        ),
+        collectives=tuple(
+            Figure(word=key, before=before.get(key, 0), after=after.get(key, 0))
+            for key in sorted({*before, *after})
+            if before.get(key, 0) != after.get(key, 0)
+        ),
+    )
+
+
+def _figures(plan: Plan) -> tuple[float, float, float, float]:
+    every = in_every_step(plan.estimate.collectives)
+    return (
+        plan.estimate.step_seconds,
+        plan.estimate.device_bytes.peak,
+        sum(one.total_bytes for one in every),
+        sum(one.count for one in every),
+    )
+
+
+def _traffic(plan: Plan) -> dict[str, int]:
+    return {
+        f"{row.kind} over {'·'.join(row.axes)}": row.bytes
+        for row in collective_rows(in_every_step(plan.estimate.collectives))
+    }
+
+
+def _text(one: Figure, value: float) -> str:
+    if one.word == "seconds":
+        return seconds_text(value)
+    return f"{value:,.0f}" if one.word == "collectives" else bytes_text(value)
+
+
+def _added(one: Figure) -> str:
+    if one.after == one.before:
+        return "="
+    if not one.before:
+        return "new"
+    if one.added > _TELLING:
+        return ratio_text(one.after / one.before)
+    return f"{'+' if one.added > 0 else '-'}{percent_text(abs(one.added))}"
+
+
+def _cell(text: str) -> str:
+    """Text that ends no cell and is no markup."""
+    for mark in ("\\", "|", "<", "*", "_", "`", "["):
+        text = text.replace(mark, f"\\{mark}")
+    return text.replace("\n", " ")

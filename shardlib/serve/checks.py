@@ -1,0 +1,444 @@
+"""Are logits with a cache those of the forward pass itself?
+
+What a forward pass finds out about positions in a way that `lowering/serving/positions.py` does not
+know would give wrong answers, and no error. So some random tokens go both ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.annotation.names import Model
+from shardlib.annotation.tree import Init, read
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.errors import ModelError
+from shardlib.findings import Finding
+from shardlib.jax_types import Leaf
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology
+from shardlib.machines.topology import topology as parse_topology
+from shardlib.report.elements import bytes_text
+from shardlib.serve.cache import CacheGroup, Pages, Token, all_plain
+from shardlib.serve.layers import bodies
+from shardlib.serve.program import Forward, TracedForward, traced_forward
+from shardlib.serve.requests import Capacity, Shape
+from shardlib.serve.sampling import choices
+from shardlib.serve.step import Placed, arranged, operands, placed, step_function
+from shardlib.tracing.program import Program
+from shardlib.untrusted.data import JsonObject
+from shardlib.verify.isolation import (
+    Compiled,
+    ExportedStep,
+    Failure,
+    Limits,
+    Target,
+    compile_apart,
+    exported,
+    require_compiler,
+    target,
+)
+from shardlib.verify.report import CompiledStep
+from shardlib.verify.verify import read_compiled
+
+# --------------------------------------------------------------------------------------------------
+
+#: Tokens that are compared, and of the row that they stand in; fewer where a request may have no
+#: more.
+TOKENS, ROW = 40, 64
+#: Largest difference of logits, over the largest logit, that rounding explains.
+ROUNDING = {"float32": 2e-3, "bfloat16": 0.1, "float16": 0.03}
+
+
+def compare(
+    model: Model, forward: Forward, traced: TracedForward, weights: tuple[Tree, Tree], *, page: int
+) -> None:
+    """Compares them; models whose experts leave tokens out, by the batch, are not compared."""
+    if traced.capped:
+        return
+    count = min(TOKENS, traced.longest - 1)  # nobody computes the last token of a request
+    tokens = _tokens(traced, count)
+    used = -(-count // page)
+    groups = (CacheGroup(window=0, pages=used, table=used),)
+    pages = {
+        name: tuple(jnp.zeros(array.shape, array.dtype) for array in arrays)
+        for name, arrays in traced.new_pages(groups, page).items()
+    }
+    position = np.arange(count, dtype=np.int32)
+    placement = Token(
+        position=position,
+        entry=(position,),
+        table=(np.zeros((0, used), np.int32),),
+        chunks=(np.arange(used, dtype=np.int32)[None],),
+    )
+
+    def plain(params: Tree, state: Tree, tokens: jax.Array) -> jax.Array:
+        return forward(model.evaluating(model.rebuild(all_plain(params), state)), tokens)[0, :count]
+
+    def of(seq: int) -> np.ndarray:
+        row = np.zeros((2, seq), np.int32)  # another request beside it, of which it knows nothing
+        row[0, :count], row[1, :count] = tokens, tokens[::-1]
+        try:
+            jax.eval_shape(plain, *weights, row)
+        except ModelError:
+            raise
+        except Exception:  # a model whose state has one row takes one
+            row = row[:1]
+        return np.asarray(jax.jit(plain)(*weights, row), np.float32)
+
+    try:
+        right = of(min(ROW, traced.longest))
+    except ModelError:  # a model may want whole blocks of tokens
+        right = of(traced.longest)
+    barred = np.isneginf(right)  # tokens that a model never says
+    if not np.isfinite(right[~barred]).all() or barred.all(axis=-1).any():
+        raise ModelError(
+            "the forward pass gives logits that are no numbers\nTry: look at the weights; they may"
+            " hold NaN"
+        )
+    served = jax.jit(partial(traced.__call__, groups=groups))
+    computed = np.asarray(served(*weights, pages, tokens, placement, position)[0])
+    computed, right = (
+        np.where(barred & np.isneginf(logits), 0, logits).astype(np.float32)
+        for logits in (computed, right)
+    )
+    error = np.abs(computed - right).max(axis=-1)
+    coarsest = max(
+        (ROUNDING.get(str(leaf.dtype), 0.0) for leaf in jax.tree.leaves((model.params, pages))),
+        default=0.0,
+    )
+    allowed = max(coarsest, ROUNDING["float32"]) * max(float(np.abs(right).max()), 1e-30)
+    if not (error <= allowed).all():
+        first = int(np.argmax(~(error <= allowed)))
+        raise ModelError(
+            f"with a cache the logits of token {first} are off by {error[first]:.3g}, where the"
+            f" largest logit is {np.abs(right).max():.3g}: the forward pass looks at other tokens,"
+            " other rows, or its position, in a way that is not known here\nTry: attention by"
+            " shardlib.attention, and positions by jnp.arange(tokens.shape[1])"
+        )
+
+
+def _tokens(traced: TracedForward, count: int) -> np.ndarray:
+    """Random tokens, and among them those that the forward pass may treat apart: every whole number
+    that stands in it.
+    """
+    tokens = np.random.default_rng(0).integers(0, traced.vocab, count).astype(np.int32)
+    named = sorted({number for number in _numbers(traced.program) if 0 <= number < traced.vocab})
+    places = range(2, count - 1, 3)
+    for place, token in zip(places, named, strict=False):
+        tokens[place] = token
+    return tokens
+
+
+def _numbers(program: Program) -> Iterator[int]:
+    for value in program.constants.values():
+        if np.ndim(value) == 0 and np.issubdtype(np.asarray(value).dtype, np.integer):
+            yield int(np.asarray(value))
+    for equation in program.equations:
+        for body, _ in bodies(equation):
+            yield from _numbers(body)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program of a step as bytes, for the process that compiles it.
+
+
+def exported_step(
+    model: Model, traced: TracedForward, on: Placed, size: Capacity, shape: Shape, platform: str
+) -> tuple[ExportedStep, dict[str, int]]:
+    """The program of a step, and bytes that a device has of weights and pages."""
+
+    params = on.described(model.params)
+    state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on.whole), model.state
+    )
+    pages = on.of_pages(traced, size.groups, size.page)
+    inputs = operands(size, shape, on.grid.groups)
+    row_choices = choices(
+        [None] * len(inputs.rows), vocab=traced.vocab, longest=size.table * size.page
+    )
+    beside = (inputs.tokens, inputs.where, inputs.rows, row_choices)
+    beside = jax.tree.map(
+        lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+        beside,
+        on.grid.by_group(beside),
+    )
+    function = step_function(traced, size.groups, on.grid)
+
+    def step(pages: Mapping[str, Pages], weights: tuple[Tree, Tree], beside: Tree) -> Tree:
+        chosen, after = function(weights, pages, *beside)
+        return after, tuple(jax.tree.leaves(chosen))
+
+    step.__name__ = step.__qualname__ = f"shardlib_serve_{len(inputs.tokens)}"
+    leaves = jax.tree.leaves(pages)
+    step_program = exported(
+        step,
+        (pages, (params, state), beside),
+        results=leaves,
+        mesh=on.mesh,
+        platform=platform,
+        what="the program that serves",
+    )
+    weight_names = [
+        path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path((params, state))
+    ]
+    others = len(step_program.arguments) - len(leaves) - len(weight_names)
+    names = (
+        *(f"pages.{number}" for number in range(len(leaves))),
+        *(f"weights.{name}" for name in weight_names),
+        *(f"operand.{number}" for number in range(others)),
+    )
+    predicted = {"weights": _bytes((params, state)), "pages": _bytes(pages)}
+    return replace(step_program, arguments=names), predicted
+
+
+def _bytes(tree: Tree) -> int:
+    """What a device has of some arrays."""
+
+    def size(leaf: Leaf) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
+
+
+# --------------------------------------------------------------------------------------------------
+# What the compiler of a machine makes of the programs that serve a model there.
+#
+#     for program in verify_serving(init, forward, topology="v5e:2x4", tensor=8):
+#         print(program)
+#
+# Neither the machine nor weights are needed. Three things go wrong silently in programs that
+# serve: the compiler gathers weights where activations are a thousand times smaller, copies the
+# cache that a step writes a row of, or keeps the old one beside the new.
+
+#: Part by which the arguments of a program may differ from what was predicted.
+ALLOWED = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedProgram:
+    """One of the programs that serve a model, compiled.
+
+    Attributes:
+        topology: the machine.
+        tensor: devices that share every layer.
+        data: groups of so many devices.
+        tokens: of a step.
+        table: pages of a request.
+        predicted: bytes a device: "weights", "pages".
+        compiled: what the compiler made; None where it failed.
+        seconds: that it took.
+        findings: what is wrong.
+    """
+
+    topology: str
+    tensor: int
+    data: int
+    tokens: int
+    table: int
+    predicted: Mapping[str, int]
+    compiled: CompiledStep | None
+    seconds: float
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is an error."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.predicted.items())
+        head = (
+            f"{self.tokens} tokens, {self.table} pages a request, on {self.topology}, tensor"
+            f" {self.tensor}{f', data {self.data}' if self.data > 1 else ''}: {parts} a device"
+        )
+        lines = [str(finding) for finding in self.findings]
+        if self.compiled is not None:
+            sizes = self.compiled.device_bytes
+            lines = [
+                f"compiled: {bytes_text(sizes['arguments'])} of arguments,"
+                f" {bytes_text(sizes['temporaries'])} of temporaries, peak"
+                f" {bytes_text(sizes['peak'])}",
+                *(
+                    f"{collective.kind} over {'+'.join(collective.axes) or 'no axes'}:"
+                    f" {collective.count} x {bytes_text(collective.bytes)} ({collective.cause})"
+                    for collective in self.compiled.collectives
+                ),
+                *lines,
+            ]
+        return "\n  ".join([head, *lines])
+
+    def to_json(self) -> JsonObject:
+        """The program as plain data."""
+        return {
+            "topology": self.topology,
+            "tensor": self.tensor,
+            "data": self.data,
+            "tokens": self.tokens,
+            "table": self.table,
+            "predicted": dict(self.predicted),
+            "compiled": None if self.compiled is None else self.compiled.to_json(),
+            "seconds": self.seconds,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def verify_serving(
+    init: Init,
+    forward: Forward,
+    *,
+    topology: str | Topology,
+    tensor: int,
+    data: int = 1,
+    capacity: Capacity | None = None,
+    limits: Limits | None = None,
+) -> tuple[ServedProgram, ...]:
+    """Compiles the programs for next tokens and for prompts, with the longest requests.
+
+    Args:
+        init, forward: see `Engine`.
+        topology: the machine.
+        tensor: devices that share every layer.
+        data: groups of so many devices, each with requests of its own.
+        capacity: how many requests and tokens are served by a group.
+        limits: time and memory that the compiler may take.
+
+    Raises:
+        ModelError: the model cannot be served with a cache.
+        ArgumentError: pages cannot be sharded over so many devices.
+        TopologyError: the devices are no part of the machine, or no compiler knows it.
+        MissingPackageError: the compiler is not installed.
+        VerificationError: the program does not lower for the platform.
+    """
+    machine = parse_topology(topology) if isinstance(topology, str) else topology
+    size = capacity or Capacity()
+    model = read(init)
+    traced = traced_forward(model, forward, longest=size.longest)
+    size = size.within(traced.windows)
+    arrangement = arranged(model, forward, traced, tensor=tensor, data=data)
+    compile_target = target(machine, arrangement.mesh)
+    require_compiler(compile_target.platform)
+    on = placed(model, arrangement, arrangement.abstract(), size.storage)
+    programs: list[ServedProgram] = []
+    for shape in size.shapes:
+        step, predicted = exported_step(model, traced, on, size, shape, compile_target.platform)
+        outcome = compile_apart(step, compile_target, limits)
+        logits = 4 * traced.vocab * data * shape.tokens
+        compiled, issues = _judged(
+            arrangement.mesh, machine, compile_target, step, outcome, predicted, logits
+        )
+        programs.append(
+            ServedProgram(
+                topology=machine.name,
+                tensor=tensor,
+                data=data,
+                tokens=data * shape.tokens,
+                table=size.table,
+                predicted=predicted,
+                compiled=compiled,
+                seconds=outcome.seconds,
+                findings=issues,
+            )
+        )
+    return tuple(programs)
+
+
+def _judged(
+    mesh: MeshShape,
+    machine: Topology,
+    compile_target: Target,
+    step: ExportedStep,
+    outcome: Compiled | Failure,
+    predicted: Mapping[str, int],
+    logits: int,
+) -> tuple[CompiledStep | None, tuple[Finding, ...]]:
+    if isinstance(outcome, Failure):
+        return None, (_finding(outcome.kind, "error", outcome.message[:600], "smaller sizes"),)
+    compiled, traffic = read_compiled(mesh, (), machine, compile_target, step, outcome)
+    return compiled, tuple(
+        findings(
+            machine,
+            compiled,
+            donated=step.donated,
+            aliased=traffic.aliased,
+            predicted=predicted,
+            logits=logits,
+        )
+    )
+
+
+def findings(
+    machine: Topology,
+    compiled: CompiledStep,
+    *,
+    donated: int,
+    aliased: int,
+    predicted: Mapping[str, int],
+    logits: int,
+) -> Iterator[Finding]:
+    """What is wrong with a program that serves.
+
+    Args:
+        predicted: bytes a device: "weights", "pages".
+        logits: bytes of those of all tokens of the step: a gather of more than twice as much is
+            one of weights, whatever the compiler calls it.
+    """
+    sizes, pages = compiled.device_bytes, predicted["pages"]
+    gathered = [
+        collective
+        for collective in compiled.collectives
+        if collective.kind == "all-gather"
+        and (collective.cause.startswith("weights.") or collective.bytes > 2 * logits)
+    ]
+    if gathered:
+        size = sum(collective.total_bytes for collective in gathered)
+        yield _finding(
+            "weights-gathered",
+            "error",
+            f"the program gathers {bytes_text(size)} of weights in a step:"
+            f" {', '.join(collective.cause for collective in gathered[:3])}",
+            "another number of devices along tensor",
+        )
+    if aliased < donated:
+        yield _finding(
+            "not-aliased",
+            "error",
+            f"{donated - aliased} of {donated} arrays of pages are not written in place",
+            "",
+        )
+    if sizes["temporaries"] >= pages:
+        yield _finding(
+            "cache-copied",
+            "warning",
+            f"temporaries of {bytes_text(sizes['temporaries'])} are more than the pages,"
+            f" {bytes_text(pages)}: the cache is copied, a step reads all of it at once, or weights"
+            " of a layer are copied, as those of experts may be",
+            "fewer slots, or a smaller budget",
+        )
+    expected = sum(predicted.values())
+    if abs(sizes["arguments"] - expected) > ALLOWED * expected:
+        yield _finding(
+            "memory-differs",
+            "warning",
+            f"weights and pages are {bytes_text(expected)}, the arguments of the program"
+            f" {bytes_text(sizes['arguments'])}",
+            "",
+        )
+    if sizes["peak"] > machine.chip.usable_bytes:
+        yield _finding(
+            "does-not-fit",
+            "error",
+            f"the program needs {bytes_text(sizes['peak'])} of"
+            f" {bytes_text(machine.chip.usable_bytes)}",
+            "fewer pages, or more devices along tensor",
+        )
+
+
+def _finding(code: str, severity: str, message: str, hint: str) -> Finding:
+    return Finding(code=code, severity=severity, where="serving", message=message, hint=hint)

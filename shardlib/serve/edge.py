@@ -1,0 +1,748 @@
+"""A plan for a chain of unlike devices, run: stages are processes, here or on other hosts.
+
+traced.py   the forward pass as a chain of pieces, and what crosses a cut
+cutting.py  what a stage computes: a program of its own, with its part of the weights
+stage.py    the process of a stage
+places.py   where stages listen, and the secret that they know
+workers.py  processes that stages run in
+chain.py    stages that are connected, and what goes through them
+running.py  a plan, its batches and their results
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export
+
+from shardlib.annotation.tree import Init, read
+from shardlib.annotation.trees import Tree
+from shardlib.errors import ArgumentError, LaunchError, MissingFileError
+from shardlib.islands.servers.wire import (
+    GREETING_SECONDS,
+    ClosedError,
+    Door,
+    Frame,
+    FrameError,
+    introduce,
+    keep_alive,
+    receive,
+    send,
+)
+from shardlib.jax_types import Function
+from shardlib.launch.meeting import StrangerError
+from shardlib.serve.edge_cutting import StageProgram, cut
+from shardlib.serve.edge_plan import EdgePlan
+from shardlib.serve.step import both
+
+# --------------------------------------------------------------------------------------------------
+# Where stages listen, and the secret that they know.
+
+#: Characters of a secret at most.
+SECRET_LENGTH = 1 << 12
+
+
+def read_address(text: str, option: str) -> tuple[str, int]:
+    """Host and port of a text."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ArgumentError(f"{option} is {text!r}\nTry: 127.0.0.1:7000")
+    return host, int(port)
+
+
+def read_secret(path: Path) -> str:
+    """What all stages of a chain know."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(SECRET_LENGTH)
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissingFileError(f"the secret in {path} cannot be read: {error}") from error
+    return long_enough(text)
+
+
+def long_enough(text: str) -> str:
+    """A secret, without what stands around it."""
+    if len(text.strip()) < 16:
+        raise ArgumentError(
+            "the secret of a chain has at least 16 characters\nTry: --secret-file with what python"
+            " -c 'import secrets; print(secrets.token_urlsafe(32))' prints"
+        )
+    return text.strip()
+
+
+def listener(address: tuple[str, int]) -> socket.socket:
+    """A socket that listens for a chain."""
+    try:
+        return socket.create_server(address)
+    except OSError as error:
+        raise LaunchError(
+            f"{address[0]}:{address[1]} cannot be listened at ({error})\nTry: another port"
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------
+# The process of a stage: it waits for its part, then for batches, and passes on what it computes.
+#
+# python -m shardlib.serve.edge [--listen HOST:PORT] [--secret-file F]
+#
+# Without a file the secret comes in the environment, and the address that it listens at is
+# printed. Every connection is of `shardlib.islands.servers.wire`: both ends show that they know
+# the secret, lengths are held against limits before anything is read, and what is sent is arrays
+# and a program of `jax.export`, nothing that Python would run. A chain that breaks leaves the
+# process as it was: it waits for the next part. What goes over the connection is not encrypted.
+
+#: Number by which whoever drives the chain introduces itself; stages have theirs from 0 on.
+DRIVER = 1 << 20
+#: Seconds between signs of life, and after which a chain without any is broken.
+ALIVE_SECONDS, SILENT_SECONDS = 0.5, 5.0
+#: Bytes of arrays of a message, at most.
+MOST_BYTES = 1 << 36
+#: Connections that have shown the secret and wait for their turn.
+MOST_WAITING = 64
+#: Batches that wait on either side of the computation.
+WAITING = 2
+SECRET = "SHARDLIB_EDGE_SECRET"
+BROKEN = (OSError, FrameError, ClosedError, StrangerError)
+
+
+@dataclass(kw_only=True)
+class Part:
+    """What a stage was told.
+
+    Attributes:
+        number: of the stage.
+        after: address of the stage after it, or of whoever drives the chain.
+        after_number: by which that one introduces itself.
+        least_s: seconds that a batch takes at least: another device is simulated.
+        compute: arrays in -> arrays out.
+    """
+
+    number: int
+    after: tuple[str, int]
+    after_number: int
+    least_s: float
+    compute: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+    links: list[socket.socket] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Ends what it is connected to, also for threads that wait."""
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+class Entrance:
+    """Where the driver and the stage before connect; strangers hold up nobody.
+
+    Args:
+        listener: a listening socket, which it owns.
+        secret: of the chain.
+    """
+
+    def __init__(self, listener: socket.socket, secret: str) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, socket.socket]] = []
+        self._door = Door(listener, secret, 0, enter=self._entered, note=_say)
+        threading.Thread(target=self._door.serve, daemon=True).start()
+
+    def accepted(self, number: int, seconds: float | None) -> socket.socket:
+        """The first connection from whom it is wanted.
+
+        Args:
+            seconds: that it may take; None for as long as it takes.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._from(number), seconds):
+                raise TimeoutError(f"nobody has connected within {seconds} s")
+            first = self._from(number)[0]
+            self._waiting.remove((number, first))
+            return first
+
+    def forget(self, but: int) -> None:
+        """Connections that wait are of a chain that has broken."""
+        with self._changed:
+            for _, stream in [entry for entry in self._waiting if entry[0] != but]:
+                stream.close()
+            self._waiting = [entry for entry in self._waiting if entry[0] == but]
+
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        self._door.close()
+        self.forget(-1)
+
+    def _entered(self, stream: socket.socket, who: int) -> None:
+        with self._changed:
+            self._waiting.append((who, stream))
+            if len(self._waiting) > MOST_WAITING:
+                self._waiting.pop(0)[1].close()
+            self._changed.notify_all()
+
+    def _from(self, number: int) -> list[socket.socket]:
+        """Connections of a number that wait and are not closed at the other end."""
+        gone = [entry for entry in self._waiting if entry[0] == number and _is_closed(entry[1])]
+        for _, stream in gone:
+            stream.close()
+        self._waiting = [entry for entry in self._waiting if entry not in gone]
+        return [stream for who, stream in self._waiting if who == number]
+
+
+def _is_closed(stream: socket.socket) -> bool:
+    try:
+        return not stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def serve(listener: socket.socket, secret: str) -> None:
+    """Takes one part after the other."""
+    entrance = Entrance(listener, secret)
+    while True:
+        with contextlib.suppress(*BROKEN):
+            driver = entrance.accepted(DRIVER, None)
+            entrance.forget(DRIVER)
+            with contextlib.closing(driver):
+                _one_chain(entrance, driver, secret)
+
+
+def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
+    part = _part(receive(driver, limit=MOST_BYTES))
+    send(driver, {"ready": part.number}, {})
+    part.links.append(driver)
+    receive(driver, limit=0)  # all are ready
+    lives = threading.Event()
+    watch = [
+        threading.Thread(target=_sign, args=(driver, lives, part), daemon=True),
+        threading.Thread(target=_watch, args=(driver, part), daemon=True),
+    ]
+    for thread in watch:
+        thread.start()
+    try:
+        after = _connect(part, secret)
+        before = part.number - 1 if part.number else DRIVER
+        came = entrance.accepted(before, GREETING_SECONDS)
+        part.links += [after, came]
+        _batches(part, came, after)
+    finally:
+        for link in part.links[1:]:
+            link.close()
+        watch[1].join(1.0)  # whoever drives the chain should hear first of the stage that is gone
+        lives.set()
+        part.close()
+
+
+def _connect(part: Part, secret: str) -> socket.socket:
+    stream = socket.create_connection(part.after, GREETING_SECONDS)
+    keep_alive(stream)
+    introduce(stream, secret, 0, part.number)
+    stream.settimeout(None)
+    return stream
+
+
+def _sign(driver: socket.socket, ended: threading.Event, part: Part) -> None:
+    """Says that this process lives, until the chain ends."""
+    while not ended.wait(ALIVE_SECONDS):
+        try:
+            send(driver, {"alive": part.number}, {})
+        except OSError:
+            return
+
+
+def _watch(driver: socket.socket, part: Part) -> None:
+    """Ends the chain when its driver is gone."""
+    with contextlib.suppress(*BROKEN):
+        receive(driver, limit=0)
+    part.close()
+
+
+def _part(frame: Frame) -> Part:
+    """What a driver says."""
+    header, arrays = frame.header, frame.arrays
+    after, count, taken = header.get("after"), header.get("weights"), header.get("taken")
+    match header:
+        case {"stage": int(number), "after_number": int(after_number)}:
+            pass
+        case _:
+            raise FrameError("it is no part of a chain")
+    minimum = header.get("least_s", 0.0)
+    if (
+        not isinstance(after, list)
+        or len(after) != 2
+        or not isinstance(after[0], str)
+        or not isinstance(after[1], int)
+        or not isinstance(count, int)
+        or not isinstance(taken, int)
+        or not isinstance(minimum, int | float)
+        or "program" not in arrays
+    ):
+        raise FrameError("it is no part of a chain")
+    try:
+        weights = [jax.device_put(arrays[f"weight{k}"]) for k in range(count)]
+        first = [arrays[f"taken{k}"] for k in range(taken)]
+        program = jax.jit(export.deserialize(bytearray(arrays["program"].tobytes())).call)
+    except (KeyError, ValueError) as error:
+        raise FrameError(f"it is no part of a chain: {error}") from error
+
+    def compute(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.asarray(array) for array in program(weights, list(inputs))]
+
+    compute(first)  # compiles
+    return Part(
+        number=number,
+        after=(after[0], after[1]),
+        after_number=after_number,
+        least_s=float(minimum),
+        compute=compute,
+    )
+
+
+def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
+    """Computes batches until one end is gone; messages go beside the computation."""
+    received: queue.Queue[Frame | None] = queue.Queue(WAITING)
+    done: queue.Queue[tuple[dict[str, int], dict[str, np.ndarray]] | None] = queue.Queue(WAITING)
+
+    def receiving() -> None:
+        with contextlib.suppress(*BROKEN):
+            while True:
+                received.put(receive(came, limit=MOST_BYTES))
+        received.put(None)
+
+    def sending() -> None:
+        while (message := done.get()) is not None:
+            try:
+                send(after, message[0], message[1])
+            except BROKEN:
+                part.close()
+
+    threads = [threading.Thread(target=loop, daemon=True) for loop in (receiving, sending)]
+    for thread in threads:
+        thread.start()
+    while (frame := received.get()) is not None:
+        start = time.perf_counter()
+        number = frame.header.get("batch")
+        if not isinstance(number, int):
+            break
+        arrays = [frame.arrays[str(k)] for k in range(len(frame.arrays))]
+        results = part.compute(arrays)
+        time.sleep(max(0.0, part.least_s - (time.perf_counter() - start)))
+        done.put(({"batch": number}, {str(k): array for k, array in enumerate(results)}))
+    done.put(None)
+    threads[1].join(SILENT_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Listens until it is ended."""
+    parser = argparse.ArgumentParser(description="One stage of a chain of unlike devices.")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; loopback by default")
+    parser.add_argument("--secret-file", type=Path, help="that all stages know")
+    options = parser.parse_args(arguments)
+    secret = (
+        read_secret(options.secret_file)
+        if options.secret_file
+        else long_enough(os.environ.get(SECRET, ""))
+    )
+    server_socket = listener(read_address(options.listen, "--listen"))
+    print(server_socket.getsockname()[1], flush=True)
+    if options.secret_file is None:  # whoever started it holds the other end of its input
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve(server_socket, secret)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes that stages run in: on this machine, or wherever somebody has started them.
+
+
+@dataclass(kw_only=True)
+class Workers:
+    """Processes that stages run in.
+
+    Attributes:
+        addresses: where each listens.
+        secret: that all know.
+        names: device of each; none where each may be any.
+        processes: those that were started here.
+    """
+
+    addresses: list[tuple[str, int]]
+    secret: str
+    names: list[str] = field(default_factory=list)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @classmethod
+    def here(cls, count: int) -> Workers:
+        """Starts processes on this machine."""
+        secret = secrets.token_hex(32)
+        environment = {**os.environ, SECRET: secret}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "shardlib.serve.edge"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            for _ in range(count)
+        ]
+        workers = cls(addresses=[], secret=secret, processes=started)
+        for process in started:
+            assert process.stdout is not None
+            line = process.stdout.readline().strip()
+            if not line.isdigit():
+                workers.close()
+                raise LaunchError("a process of a stage has not started; see what it says above")
+            workers.addresses.append(("127.0.0.1", int(line)))
+        return workers
+
+    def of(self, devices: Sequence[str]) -> list[tuple[str, int]]:
+        """Addresses of the processes of some stages."""
+        left = list(range(len(self.addresses)))
+        indices = list[int]()
+        for device in devices:
+            matches = [k for k in left if not self.names or self.names[k] == device]
+            if not matches:
+                there = f" among {', '.join(self.names)}" if self.names else ""
+                raise ArgumentError(
+                    f"the plan needs another {device}, and there is no process of one{there}"
+                )
+            left.remove(matches[0])
+            indices.append(matches[0])
+        return [self.addresses[k] for k in indices]
+
+    def lose(self, address: tuple[str, int]) -> None:
+        """A process is not used again."""
+        index = self.addresses.index(address)
+        for listed in (self.addresses, self.names, self.processes):
+            if listed:
+                lost = listed.pop(index)
+                if isinstance(lost, subprocess.Popen):
+                    _end(lost)
+
+    def close(self) -> None:
+        """Ends the processes that were started here."""
+        for process in self.processes:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(10)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+# --------------------------------------------------------------------------------------------------
+# Stages that are connected, and the batches that go through them.
+
+#: Seconds that a stage has to load and compile its part.
+READY_SECONDS = 300.0
+
+
+class StageError(LaunchError):
+    """A stage is gone.
+
+    Attributes:
+        stage: its number in the chain.
+        address: where it listened.
+    """
+
+    def __init__(self, stage: int, address: tuple[str, int], why: str) -> None:
+        super().__init__(f"stage {stage} of the chain, at {address[0]}:{address[1]}, {why}")
+        self.stage, self.address = stage, address
+
+
+@dataclass(kw_only=True)
+class Chain:
+    """Connected stages; to be closed.
+
+    Attributes:
+        addresses: of the process of each stage.
+        drivers: a connection to each stage.
+        first: to the first stage, for batches.
+        last: from the last stage, for results.
+        heard: when each stage has last given a sign of life.
+        gone: of the first stage that was lost, with why.
+    """
+
+    addresses: Sequence[tuple[str, int]]
+    drivers: list[socket.socket]
+    first: socket.socket
+    last: socket.socket
+    heard: list[float]
+    gone: list[tuple[int, str]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Ends all connections: every stage waits for its next part then."""
+        for connection in (*self.drivers, self.first, self.last):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def through(
+        self, batches: Mapping[int, Sequence[np.ndarray]]
+    ) -> Iterator[tuple[int, list[np.ndarray]]]:
+        """Sends batches, and gives results with their numbers as they come."""
+        results: queue.Queue[tuple[int, list[np.ndarray]] | None] = queue.Queue()
+
+        def sending() -> None:
+            with contextlib.suppress(*BROKEN):
+                for number, arrays in batches.items():
+                    named = {str(k): array for k, array in enumerate(arrays)}
+                    send(self.first, {"batch": number}, named)
+
+        def receiving() -> None:
+            with contextlib.suppress(*BROKEN):
+                while True:
+                    frame = receive(self.last, limit=MOST_BYTES)
+                    number = frame.header.get("batch")
+                    assert isinstance(number, int)
+                    arrays = [frame.arrays[str(k)] for k in range(len(frame.arrays))]
+                    results.put((number, arrays))
+            results.put(None)
+
+        for loop in (sending, receiving):
+            threading.Thread(target=loop, daemon=True).start()
+        left = len(batches)
+        while left:
+            self._check()
+            try:
+                result = results.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if result is None:
+                self._lost()
+            assert result is not None
+            left -= 1
+            yield result
+
+    def _check(self) -> None:
+        if self.gone:
+            self._lost()
+        now = time.monotonic()
+        for stage, last in enumerate(self.heard):
+            if now - last > SILENT_SECONDS:
+                reason = f"has given no sign of life for {SILENT_SECONDS:g} s"
+                raise StageError(stage, self.addresses[stage], reason)
+
+    def _lost(self) -> None:
+        """Says which stage is gone: that whose own connection has closed first."""
+        until = time.monotonic() + SILENT_SECONDS
+        while not self.gone and time.monotonic() < until:
+            time.sleep(0.05)
+        stage, why = self.gone[0] if self.gone else (len(self.drivers) - 1, "says nothing more")
+        raise StageError(stage, self.addresses[stage], why)
+
+
+def connected(
+    workers: Workers,
+    addresses: Sequence[tuple[str, int]],
+    stages: Sequence[StageProgram],
+    least_s: Sequence[float],
+) -> Chain:
+    """Hands every stage its part, and connects them.
+
+    Args:
+        least_s: seconds that a batch takes at least on each; 0 for no device that is simulated.
+    """
+    count, stage = len(stages), 0
+    with contextlib.ExitStack() as opened:
+        try:
+            drivers = list[socket.socket]()
+            for stage in range(count):
+                drivers.append(opened.enter_context(_to(workers, addresses[stage])))
+            # Where the first stage sees this process: loopback for processes of this machine.
+            host = drivers[0].getsockname()[0]
+            listener = socket.create_server((host, 0))
+            with contextlib.closing(Entrance(listener, workers.secret)) as entrance:
+                after = [*addresses[1:], (host, listener.getsockname()[1])]
+                for stage, program in enumerate(stages):
+                    header, arrays = _told(program, stage, after[stage], least_s[stage])
+                    drivers[stage].settimeout(READY_SECONDS)
+                    send(drivers[stage], header, arrays)
+                for stage in range(count):
+                    receive(drivers[stage], limit=0)
+                for stage in range(count):
+                    send(drivers[stage], {"go": True}, {})
+                stage = count - 1  # a stage is let in once the next one is
+                last = entrance.accepted(stage, GREETING_SECONDS)
+                opened.enter_context(last)
+            stage = 0
+            first = opened.enter_context(_to(workers, addresses[0]))
+        except BROKEN as error:
+            reason = f"does not answer ({error})"
+            raise StageError(stage, addresses[stage], reason) from error
+        opened.pop_all()
+    chain = Chain(
+        addresses=list(addresses),
+        drivers=drivers,
+        first=first,
+        last=last,
+        heard=[time.monotonic()] * count,
+    )
+    for number in range(count):
+        threading.Thread(target=_listen, args=(chain, number), daemon=True).start()
+    return chain
+
+
+def _to(workers: Workers, address: tuple[str, int]) -> socket.socket:
+    stream = socket.create_connection(address, GREETING_SECONDS)
+    try:
+        keep_alive(stream)
+        introduce(stream, workers.secret, 0, DRIVER)
+    except BROKEN as error:
+        stream.close()
+        raise ConnectionError(f"{error}; a stage with another secret does that, too") from error
+    except BaseException:
+        stream.close()
+        raise
+    stream.settimeout(None)
+    return stream
+
+
+def _told(
+    program: StageProgram, number: int, after: tuple[str, int], least_s: float
+) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+    arrays = {"program": np.frombuffer(program.program, np.uint8)}
+    arrays |= {f"weight{k}": array for k, array in enumerate(program.weights)}
+    arrays |= {f"taken{k}": np.zeros(a.shape, a.dtype) for k, a in enumerate(program.taken)}
+    header: dict[str, object] = {
+        "stage": number,
+        "after": list(after),
+        "after_number": number + 1,
+        "weights": len(program.weights),
+        "taken": len(program.taken),
+        "least_s": least_s,
+    }
+    return header, arrays
+
+
+def _listen(chain: Chain, number: int) -> None:
+    """Hears signs of life, and when a stage is gone."""
+    stream = chain.drivers[number]
+    try:
+        stream.settimeout(None)
+        while True:
+            receive(stream, limit=0)
+            chain.heard[number] = time.monotonic()
+    except BROKEN as error:
+        chain.gone.append((number, f"is gone ({error})"))
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan of `shardlib.plan_edge`, its batches, and their results.
+
+#: Results in front of those that are timed: the chain fills.
+FILLING = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeRun:
+    """What went through a chain.
+
+    Attributes:
+        results: leaves of what the forward pass gives, for each batch in order.
+        batches_per_s: measured between results, once the chain was full; None of too few.
+        plans: one, and another for every stage that was lost.
+        lost: devices of these stages.
+    """
+
+    results: list[list[np.ndarray]]
+    batches_per_s: float | None
+    plans: tuple[EdgePlan, ...]
+    lost: tuple[str, ...]
+
+
+def run_edge(
+    plan: EdgePlan,
+    init: Init,
+    forward: Function,
+    batches: Sequence[Tree],
+    *,
+    weights: Tree | int = 0,
+    workers: Workers | None = None,
+    again: Callable[[str], EdgePlan] | None = None,
+    simulated: bool = False,
+) -> EdgeRun:
+    """Runs batches through the stages of a plan.
+
+    Args:
+        forward: (model, batch) -> any arrays, as the plan was made for.
+        workers: processes of `shardlib.serve.edge`, which are left as they are; by default
+            some are started on this machine, and ended.
+        again: device that was lost -> another plan, without it; None where that is an error.
+    """
+    if not batches:
+        raise ArgumentError("there are no batches")
+    model = read(init)
+    arrays = both(model, weights)
+    flat = {n: [np.asarray(leaf) for leaf in jax.tree.leaves(b)] for n, b in enumerate(batches)}
+    shape = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batches[0])
+    done: dict[int, list[np.ndarray]] = {}
+    plans, lost = [plan], list[str]()
+    used = Workers.here(len(plan.stages)) if workers is None else workers
+    times = list[float]()
+    try:
+        while True:
+            stages = cut(model, forward, shape, arrays, plan)
+            minimum_seconds = [stage.seconds if simulated else 0.0 for stage in plan.stages]
+            addresses = used.of([stage.device for stage in plan.stages])
+            times.clear()
+            try:
+                chain = connected(used, addresses, stages, minimum_seconds)
+                try:
+                    left = {n: leaves for n, leaves in flat.items() if n not in done}
+                    for number, results in chain.through(left):
+                        done[number] = results
+                        times.append(time.perf_counter())
+                finally:
+                    chain.close()
+                break
+            except StageError as error:
+                if again is None:
+                    raise
+                device = plan.stages[error.stage].device
+                used.lose(addresses[error.stage])
+                lost.append(device)
+                plan = again(device)
+                plans.append(plan)
+    finally:
+        if workers is None:
+            used.close()
+    rate = None
+    if len(times) > FILLING + 1:
+        rate = (len(times) - 1 - FILLING) / (times[-1] - times[FILLING])
+    return EdgeRun(
+        results=[done[n] for n in sorted(done)],
+        batches_per_s=rate,
+        plans=tuple(plans),
+        lost=tuple(lost),
+    )

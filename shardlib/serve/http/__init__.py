@@ -1,0 +1,8 @@
+"""OpenAI's interface to an engine.
+
+settings.py   limits, keys, faults, the catalog of models, figures of a running server
+bodies.py     requests: read, checked, refused with the reason
+replies.py    answers and streams of events
+routes.py     the paths
+app.py        the application; `server.py` runs it
+"""

@@ -1,0 +1,179 @@
+"""A run of `shardlib train`, as it is served: its model, and the newest whole checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import optax
+
+from shardlib import models
+from shardlib.annotation.trees import Tree
+from shardlib.api import compile
+from shardlib.checkpointing.store import Checkpoints
+from shardlib.errors import ModelError, RunError
+from shardlib.lowering.program import Program
+from shardlib.models.config import TransformerConfig
+from shardlib.serve.folders import is_folder, read_folder
+from shardlib.serve.served import ByteText, Newer, Served
+from shardlib.training.byte_program import GUARDS
+from shardlib.training.run import RunFolder, read_manifest
+from shardlib.training.settings import TrainConfig, optimizer
+from shardlib.training.states import averaged
+from shardlib.untrusted.data import construct
+
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """What a run has learned.
+
+    Attributes:
+        model: configuration of its transformer.
+        weights: (params, state of the model).
+        step: of the checkpoint.
+    """
+
+    model: TransformerConfig
+    weights: tuple[Tree, Tree]
+    step: int
+
+
+def trained_run(folder: Path, *, average: bool = False) -> TrainedRun:
+    """Reads a run, also while it trains; nothing in the folder is changed."""
+    run = RunFolder(folder)
+    manifest = read_manifest(run.manifest)
+    if manifest is None:
+        raise RunError(
+            f"{folder} is no folder of a run: it has no {run.manifest.name}\nTry: one that"
+            " shardlib train --run has made"
+        )
+    description = manifest.get("run")
+    if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
+        raise RunError(
+            f"{folder} is no run of shardlib train, so that its model is not known\nTry:"
+            " shardlib.serving.Engine(init, forward, weights=state.params)"
+        )
+    config = construct(
+        TransformerConfig,
+        {"name": folder.name or "run", **description["model"]},
+        f"the model of {run.manifest}",
+        RunError,
+    )
+    if average and "average" not in description:
+        raise RunError(
+            f"{folder} keeps no average of its parameters\nTry: shardlib train --average 0.999, or"
+            " its parameters as they are, without --average"
+        )
+    program = _program(config, average=average)
+    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+        restored = checkpoints.restore(program, parameters_only=not average)
+    state = averaged(program, restored.state) if average else restored.state
+    return TrainedRun(model=config, weights=(state.params, state.model_state), step=restored.step)
+
+
+def _program(config: TransformerConfig, *, average: bool) -> Program:
+    """A program on one device whose states are those of a run; with its optimizer, where the
+    average of that counts.
+    """
+    init, loss = models.build(config)
+    batch = models.example_batch(config, 1, min(8, config.max_seq))
+    return compile(
+        init,
+        loss,
+        optimizer(TrainConfig(average=0.5)) if average else optax.sgd(1.0),
+        batch,
+        topology="cpu:1",
+        name=config.name,
+        guards=GUARDS if average else None,
+    )
+
+
+def newer_step(folder: Path, step: int) -> bool:
+    """Whether a run has a whole checkpoint of a later step."""
+    steps = RunFolder(folder).saved()
+    return bool(steps) and steps[-1] > step
+
+
+# --------------------------------------------------------------------------------------------------
+# From a word to what is served: model, weights, tokenizer, name.
+#
+#     served = named("runs/a")           # the run of `shardlib train --run runs/a`
+#     engine = served.engine(Capacity(longest=served.longest))
+#
+# A new kind of word is a function of the word that gives a `Served`, and one line in `named`.
+
+
+def named(word: str, *, average: bool = False) -> Served:
+    """Finds what a word names."""
+    if Path(word).is_dir() and RunFolder(Path(word)).manifest.exists():
+        return _run(Path(word), average=average)
+    if average:
+        raise RunError(
+            f"{word} is no run, so that it has no average of its parameters\nTry: it without"
+            " --average"
+        )
+    if Path(word).is_dir() and is_folder(Path(word)):
+        return read_folder(word)
+    return _random(word)
+
+
+def _run(folder: Path, *, average: bool) -> Served:
+    """A run, as it is, also while it trains; its tokens are bytes."""
+    run = trained_run(folder, average=average)
+
+    def newer(version: str) -> tuple[Tree, str] | None:
+        if not newer_step(folder, int(version.removeprefix("step "))):
+            return None
+        fresh = trained_run(folder, average=average)
+        now = f"step {fresh.step}"
+        return None if now == version else (fresh.weights, now)
+
+    name = folder.resolve().name
+    return _bytes(run.model, name, run.weights, version=f"step {run.step}", newer=newer)
+
+
+def _random(word: str) -> Served:
+    """A model with random weights, whose tokens are bytes."""
+    config = models.load(word)
+    if not isinstance(config, TransformerConfig) or config.vocab_size < 256:
+        raise ModelError(
+            f"{word} cannot be served: it is no decoder that knows 256 bytes\nTry: a folder of"
+            " shardlib train --run, or shardlib.serving.Engine(init, forward) in a program of your"
+            " own"
+        )
+    return _bytes(
+        config,
+        config.name,
+        0,
+        warning=(
+            f"{config.name} is served with RANDOM weights: it answers in noise, byte by byte, and"
+            " shows only how fast it would answer"
+        ),
+    )
+
+
+def _bytes(
+    config: TransformerConfig,
+    name: str,
+    weights: Tree | int,
+    *,
+    version: str = "",
+    newer: Newer | None = None,
+    warning: str = "",
+) -> Served:
+    """A reference transformer whose tokens are bytes."""
+    return Served(
+        name=name,
+        init=models.build(config)[0],
+        forward=lambda model, tokens: model(tokens)[..., :256],
+        hidden=lambda model, tokens: model.hidden(tokens),
+        weights=weights,
+        longest=config.max_seq,
+        text=ByteText(),
+        config=config,
+        version=version,
+        newer=newer,
+        warning=warning,
+    )

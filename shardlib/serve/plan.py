@@ -1,0 +1,715 @@
+"""A plan that serves: how many devices share a layer, how many requests they answer at a time.
+
+workload.py       what is asked for
+pins.py           decisions fixed by hand
+space.py          the choices, priced side by side
+two_meshes.py     prompts on one mesh, next tokens on another
+search.py         the best choice, and the curve of those that nothing beats
+estimate.py       what a plan is predicted to do
+findings.py       what is worth knowing before a plan is used
+serving_plan.py   the plan: a plain value with its JSON
+planner.py        the best plan, and questions that search again
+text.py, card.py  it as text, and as a card in a notebook
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import cast
+
+from shardlib.errors import PlanError
+from shardlib.findings import Finding, diagnostic
+from shardlib.machines.topology import TopologyLike
+from shardlib.report.elements import (
+    aligned,
+    bytes_text,
+    card,
+    count_text,
+    percent_text,
+    ratio_text,
+    seconds_text,
+    short,
+    wrapped,
+)
+from shardlib.serve.cost import ServingBytes
+from shardlib.serve.space import (
+    CHUNK_SIZES,
+    MOST_REQUESTS,
+    Asked,
+    ServingPin,
+    ServingPins,
+    ServingWorkload,
+    TwoMeshes,
+)
+from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, parse_json, shown
+
+# --------------------------------------------------------------------------------------------------
+# What a serving plan is predicted to do.
+
+#: Words for what limits a step, by its part.
+LIMITS: Mapping[str, str] = {
+    "weights": "bytes of the weights, which every step reads",
+    "matmuls": "FLOPs of the matmuls",
+    "activations": "bytes of activations",
+    "cache": "bytes of keys and values",
+    "attention": "FLOPs of attention over prompts",
+    "all-reduces": "all-reduces between the devices of a layer",
+    "fixed": "fixed times of layers, steps and requests",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingEstimate:
+    """What a serving plan is predicted to do.
+
+    Attributes:
+        ttft_seconds: from a request's begin to its first token, on average.
+        tpot_seconds: from token to token, on average.
+        output_tokens_per_second_per_chip: of all requests together, for each device that is used.
+        requests_per_second: that are served.
+        chips: devices that are used.
+        decode: seconds of a step of next tokens alone, by what they are for.
+        prompt: seconds of a step with a chunk of prompts, the same.
+        chunk_share: of the steps that compute a chunk.
+        device_bytes: of a device.
+    """
+
+    ttft_seconds: float
+    tpot_seconds: float
+    output_tokens_per_second_per_chip: float
+    requests_per_second: float
+    chips: int
+    decode: tuple[tuple[str, float], ...]
+    prompt: tuple[tuple[str, float], ...]
+    chunk_share: float
+    device_bytes: ServingBytes
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds from token to token by what they are for."""
+        prompt = dict(self.prompt)
+        share = self.chunk_share
+        return {
+            part: (1 - share) * seconds + share * prompt.get(part, 0.0)
+            for part, seconds in self.decode
+        }
+
+    @property
+    def limited_by(self) -> str:
+        """What most of the time from token to token is for."""
+        parts = self.parts
+        return max(parts, key=lambda part: parts[part])
+
+    @property
+    def chip_hours_per_million(self) -> float:
+        """Hours of a device for a million tokens of answers."""
+        return 1e6 / self.output_tokens_per_second_per_chip / 3600
+
+    def to_json(self) -> JsonObject:
+        """The estimate as plain data."""
+        return {
+            "ttft_seconds": self.ttft_seconds,
+            "tpot_seconds": self.tpot_seconds,
+            "output_tokens_per_second_per_chip": self.output_tokens_per_second_per_chip,
+            "requests_per_second": self.requests_per_second,
+            "chips": self.chips,
+            "decode": dict(self.decode),
+            "prompt": dict(self.prompt),
+            "chunk_share": self.chunk_share,
+            "limited_by": self.limited_by,
+            "chip_hours_per_million_output_tokens": self.chip_hours_per_million,
+            "device_bytes": self.device_bytes.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPoint:
+    """A choice, and what it is predicted to do.
+
+    Attributes:
+        tensor: devices that share every layer.
+        replicas: groups of them.
+        batch: requests that a replica serves at a time.
+        chunk: tokens of prompts that a step computes at most.
+        running: requests that are served at a time on average; less than `batch` where a rate is
+            given.
+        tpot_seconds, ttft_seconds: see `ServingEstimate`.
+        requests_per_second: of all replicas.
+        output_tokens_per_second_per_chip: of the devices that are used.
+        chips: devices that are used.
+    """
+
+    tensor: int
+    replicas: int
+    batch: int
+    chunk: int
+    running: int
+    tpot_seconds: float
+    ttft_seconds: float
+    requests_per_second: float
+    output_tokens_per_second_per_chip: float
+    chips: int
+
+    def to_json(self) -> JsonObject:
+        """The point as plain data."""
+        return {
+            "mesh": {"tensor": self.tensor},
+            "replicas": self.replicas,
+            "batch": self.batch,
+            "chunk": self.chunk,
+            "tpot_seconds": self.tpot_seconds,
+            "ttft_seconds": self.ttft_seconds,
+            "requests_per_second": self.requests_per_second,
+            "output_tokens_per_second_per_chip": self.output_tokens_per_second_per_chip,
+            "chips": self.chips,
+        }
+
+
+# --------------------------------------------------------------------------------------------------
+# What is worth knowing of a serving plan before it is used.
+
+#: Chips of the runs that the constants were learned from.
+LEARNED_ON: frozenset[str] = frozenset({"a100", "h100", "h200", "v4", "v6e"})
+#: Share of the memory above which a plan is called tight.
+TIGHT = 0.98
+
+
+@diagnostic
+def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
+    """What is worth knowing."""
+    listed: list[Finding] = []
+    if asked.topology.chip.name not in LEARNED_ON:
+        listed.append(
+            Finding(
+                code="chip-not-measured",
+                severity="info",
+                where="topology",
+                message=(
+                    f"no published run of a {asked.topology.chip.name} was at hand: its seconds"
+                    " follow from its data sheet and from what was learned on"
+                    f" {', '.join(sorted(LEARNED_ON))}."
+                ),
+            )
+        )
+    nbytes = estimate.device_bytes
+    if nbytes.peak > TIGHT * nbytes.limit:
+        listed.append(
+            Finding(
+                code="memory-full",
+                severity="info",
+                where="batch",
+                message=(
+                    f"a device has {bytes_text(nbytes.peak)} of"
+                    f" {bytes_text(nbytes.limit)}, {percent_text(nbytes.peak / nbytes.limit)}: the"
+                    " batch is as large as pages of whole requests allow."
+                ),
+            )
+        )
+    return tuple(listed)
+
+
+# --------------------------------------------------------------------------------------------------
+# How a model is served on a machine, with what that is predicted to do and how it was found.
+#
+# The value is frozen and has JSON. A plan that was just made can be asked on: `why_not`, `pareto`,
+# `replan`; one that was read from a file does not carry its model. The answers are functions of a
+# plan, which its methods import when they are called.
+
+#: Version of the JSON form; readers refuse others.
+FORMAT = "serving-2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSearch:
+    """How a plan was found.
+
+    Attributes:
+        candidates: choices that were priced: all that fit.
+        kept: those that keep to the limits.
+        gap: by how much a better one could be missed; 0, since every one was priced.
+        seconds: of the search, without tracing; not part of the value.
+    """
+
+    candidates: int
+    kept: int
+    gap: float
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingChoice:
+    """What a serving plan decides.
+
+    Attributes:
+        mesh: sizes of the mesh axes of a replica: "tensor", devices that share every layer.
+        replicas: groups of such devices, each of which serves requests of its own.
+        batch: requests that a replica serves at a time.
+        page: tokens of a page of the cache.
+        pages: of a replica: those of a whole batch of requests at their ends.
+        chunk: tokens of prompts that a step computes at most.
+    """
+
+    mesh: Mapping[str, int]
+    replicas: int
+    batch: int
+    page: int
+    pages: int
+    chunk: int
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.mesh.items()), self.replicas, self.batch, self.pages))
+
+    @property
+    def tensor(self) -> int:
+        """Devices that share every layer."""
+        return self.mesh.get("tensor", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """How a model is served.
+
+    Attributes:
+        model: its name.
+        parameters: elements of its weights.
+        topology: the machine's.
+        workload: what was asked for.
+        pins: what was fixed by hand.
+        choice: what was decided.
+        estimate: what that is predicted to do.
+        search: how it was found.
+        findings: what is worth knowing before it is used.
+        asked: what it was made from; not part of the value, and absent from JSON.
+    """
+
+    model: str
+    parameters: int
+    topology: str
+    workload: ServingWorkload
+    pins: ServingPins
+    choice: ServingChoice
+    estimate: ServingEstimate
+    search: ServingSearch
+    findings: tuple[Finding, ...] = ()
+    asked: Asked | None = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+
+        return serving_line(self)
+
+    def _repr_html_(self) -> str:
+
+        return serving_card(self, self.pareto() if self.asked is not None else ())
+
+    def explain(self) -> str:
+        """What was chosen, what it is predicted to do, and what limits it, as text of at most 100
+        columns.
+        """
+
+        return explained(self)
+
+    def pareto(self) -> tuple[ServingPoint, ...]:
+        """The choices that no other beats in both: tokens a second and chip, and seconds from token
+        to token; within the limits, the fastest from token to token first.
+        """
+        from shardlib.serve.search import search
+
+        return search(asked_of(self)).front()
+
+    def two_meshes(self) -> TwoMeshes | None:
+        """What prompts on a mesh of their own would give, within the limits and with as many
+        requests as can be served; None where there is no such plan.
+        """
+        from shardlib.serve.space import two_meshes
+
+        return two_meshes(asked_of(self))
+
+    def why_not(self, **pin: ServingPin) -> str:
+        """What the best plan under other pins would do: `plan.why_not(tensor=16)`."""
+        from shardlib.serve.search import why_not
+
+        return why_not(self, pin)
+
+    def diff(self, other: ServingPlan) -> str:
+        """What another plan decides and does differently, as text of at most 100 columns."""
+
+        return differences(self, other)
+
+    def replan(
+        self, topology: TopologyLike | None = None, *, lost: Iterable[int] = ()
+    ) -> ServingPlan:
+        """The best plan for the same workload on another machine, or without some of the devices.
+
+        A replica is a run of neighbouring devices; one that has lost a device is gone, whatever the
+        number of devices that share a layer.
+        """
+        from shardlib.serve.search import replan
+
+        return replan(self, topology, lost)
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return json.dumps(to_data(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ServingPlan:
+        """A plan from its JSON."""
+        return plan_from_text(text)
+
+
+def asked_of(plan: ServingPlan) -> Asked:
+    """What a plan was made from."""
+    if plan.asked is None:
+        raise PlanError(
+            "this plan was read from a file and does not carry its model\nTry:"
+            " shardlib.plan_serving again"
+        )
+    return plan.asked
+
+
+def to_data(plan: ServingPlan) -> JsonObject:
+    """A plan as plain data, with what is decided at the top."""
+    found: JsonObject = {
+        "format": FORMAT,
+        "model": plan.model,
+        "parameters": plan.parameters,
+        "topology": plan.topology,
+        "workload": asdict(plan.workload),
+        "pins": dict(plan.pins.to_json()),
+        **asdict(plan.choice),
+        "mesh": dict(plan.choice.mesh),
+        "estimate": plan.estimate.to_json(),
+        "search": asdict(plan.search),
+        "findings": [one.to_json() for one in plan.findings],
+    }
+    return {**found, "checksum": _checksum(found)}
+
+
+def plan_from_text(text: str) -> ServingPlan:
+    """A plan from its JSON."""
+    data: Json = parse_json(text, "the plan", PlanError)
+    table = dict(cast("JsonMapping", data)) if isinstance(data, Mapping) else {}
+    if table.get("format") != FORMAT:
+        raise PlanError(
+            f"this is no serving plan of format {FORMAT} (found {shown(table.get('format'))})\nTry:"
+            " make it with `shardlib plan MODEL --serve ... --out plan.json`"
+        )
+    said = table.pop("checksum", None)
+    if said != _checksum(table):
+        raise PlanError(
+            "the plan was changed since it was written\nTry: make it again with `shardlib plan"
+            " MODEL --serve ... --out plan.json`"
+        )
+    choice = {name: table.get(name) for name in ServingChoice.__dataclass_fields__}
+    return construct(
+        ServingPlan, {**table, "choice": choice, "asked": None}, "the plan", PlanError, least=0.0
+    )
+
+
+def _checksum(data: JsonObject) -> str:
+    """Of the content without the checksum; it says that nobody changed it, and is no signature."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------
+# A serving plan as text.
+
+#: Points of the curve that are shown.
+SHOWN = 8
+
+
+def explained(plan: ServingPlan) -> str:
+    """What was chosen, what it is predicted to do, and what limits it."""
+    lines = [*_head(plan), "", *_seconds(plan), "", *_memory(plan)]
+    lines += ["", *_search(plan)]
+    for one in plan.findings:
+        lines += wrapped(
+            f"{one.severity}: ", f"{one.message}{f' Try: {one.hint}' * bool(one.hint)}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def curve(points: Sequence[ServingPoint]) -> str:
+    """A curve of choices as a table; of many, some that are evenly spread."""
+    step = max(1, (len(points) - 1) / (SHOWN - 1)) if len(points) > SHOWN else 1
+    shown = [points[round(at * step)] for at in range(min(SHOWN, len(points)))]
+    rows = [["tensor", "replicas", "batch", "chunk", "a token", "first token", "tokens/s a chip"]]
+    rows += [
+        [
+            str(one.tensor),
+            str(one.replicas),
+            str(one.batch),
+            str(one.chunk),
+            seconds_text(one.tpot_seconds),
+            seconds_text(one.ttft_seconds),
+            count_text(one.output_tokens_per_second_per_chip),
+        ]
+        for one in shown
+    ]
+    return "\n".join(aligned(rows, right=range(7)))
+
+
+def differences(plan: ServingPlan, other: ServingPlan) -> str:
+    """What another plan decides and does differently."""
+    one, two = plan.estimate, other.estimate
+    rows = [["", "this", "other", ""]]
+    for name, mine, its in (
+        ("model", plan.model, other.model),
+        ("topology", plan.topology, other.topology),
+        ("tensor", plan.choice.tensor, other.choice.tensor),
+        ("replicas", plan.choice.replicas, other.choice.replicas),
+        ("batch", plan.choice.batch, other.choice.batch),
+        ("chunk", plan.choice.chunk, other.choice.chunk),
+        ("page", plan.choice.page, other.choice.page),
+    ):
+        if mine != its:
+            rows.append([name, str(mine), str(its), ""])
+    for name, mine, its, text in (
+        (
+            "tokens/s a chip",
+            one.output_tokens_per_second_per_chip,
+            two.output_tokens_per_second_per_chip,
+            count_text,
+        ),
+        ("from token to token", one.tpot_seconds, two.tpot_seconds, seconds_text),
+        ("first token", one.ttft_seconds, two.ttft_seconds, seconds_text),
+        ("chips", float(one.chips), float(two.chips), count_text),
+        ("memory of a device", one.device_bytes.peak, two.device_bytes.peak, bytes_text),
+    ):
+        rows.append([name, text(mine), text(its), ratio_text(its / mine)])
+    return "\n".join(aligned(rows, right={1, 2, 3})) + "\n"
+
+
+def _head(plan: ServingPlan) -> list[str]:
+    load, choice, estimate = plan.workload, plan.choice, plan.estimate
+    asked = f"prompts of {load.prompt} tokens, answers of {load.output}"
+    limits = [
+        *([f"{load.rate:g} requests a second"] if load.rate is not None else []),
+        *([f"first token within {seconds_text(load.ttft)}"] if load.ttft is not None else []),
+        *([f"a token every {seconds_text(load.tpot)}"] if load.tpot is not None else []),
+    ]
+    several = choice.replicas > 1
+    group = f"{choice.tensor} devices" if choice.tensor > 1 else "one device"
+    groups = (
+        f"{choice.replicas} groups of {group} each serve"
+        if several
+        else (f"A group of {group} serves" if choice.tensor > 1 else "One device serves")
+    )
+    return [
+        *wrapped("", f"{plan.model} on {plan.topology}: {', '.join([asked, *limits])}"),
+        "",
+        *wrapped(
+            "",
+            (
+                f"{groups} {choice.batch} requests at a time, with {choice.chunk} tokens of prompts"
+                f" in a step and {choice.pages} pages of {choice.page} tokens; weights"
+                f" {load.weights}, cache {load.cache}."
+            ),
+        ),
+        *wrapped(
+            "",
+            (
+                f"{count_text(estimate.output_tokens_per_second_per_chip)} tokens/s a chip"
+                f" ({count_text(estimate.requests_per_second)} requests a second on"
+                f" {estimate.chips}), {estimate.chip_hours_per_million:.3g} chip-hours a million"
+                f" tokens. The first token comes after {seconds_text(estimate.ttft_seconds)}, then"
+                f" one every {seconds_text(estimate.tpot_seconds)}."
+            ),
+        ),
+        *wrapped("", f"Most of it goes to the {LIMITS[estimate.limited_by]}."),
+    ]
+
+
+def _seconds(plan: ServingPlan) -> list[str]:
+    estimate = plan.estimate
+    decode, prompt = dict(estimate.decode), dict(estimate.prompt)
+    rows = [["a step", "next tokens", "and a chunk", "from token to token"]]
+    for part, seconds in estimate.parts.items():
+        if decode.get(part, 0.0) or prompt.get(part, 0.0):
+            rows.append(
+                [
+                    part,
+                    seconds_text(decode.get(part, 0.0)),
+                    seconds_text(prompt.get(part, 0.0)),
+                    f"{seconds_text(seconds)} {percent_text(seconds / estimate.tpot_seconds):>4}",
+                ]
+            )
+    rows.append(
+        [
+            "all",
+            seconds_text(sum(decode.values())),
+            seconds_text(sum(prompt.values())),
+            f"{seconds_text(estimate.tpot_seconds)} {percent_text(1.0):>4}",
+        ]
+    )
+    return [
+        *aligned(rows, right={1, 2, 3}),
+        f"{percent_text(estimate.chunk_share)} of the steps compute a chunk of prompts.",
+    ]
+
+
+def _memory(plan: ServingPlan) -> list[str]:
+    found = plan.estimate.device_bytes
+    rows = [
+        ["a device", "bytes"],
+        ["weights", bytes_text(found.weights)],
+        ["pages", bytes_text(found.cache)],
+        ["temporaries", bytes_text(found.temporaries)],
+        ["all", f"{bytes_text(found.peak)} of {bytes_text(found.limit)}"],
+    ]
+    return aligned(rows, right={1})
+
+
+def _search(plan: ServingPlan) -> list[str]:
+    found = plan.search
+    kept = "" if found.kept == found.candidates else f", {found.kept} of them within the limits"
+    return wrapped(
+        "",
+        (
+            f"All {found.candidates} choices that fit were priced{kept}, in"
+            f" {seconds_text(found.seconds)}: every number of devices that divides, every batch up"
+            f" to {MOST_REQUESTS:,} and {len(CHUNK_SIZES)} sizes of chunks; among them and within"
+            " the prices no better one exists."
+        ),
+    )
+
+
+def meshes(two: TwoMeshes | None) -> str:
+    """What prompts on a mesh of their own would give, as text.
+
+    Args:
+        two: the plan of two meshes; None where there is none.
+    """
+    if two is None:
+        return "With prompts on a mesh of their own nothing fits, or keeps to the limits."
+    return "\n".join(
+        wrapped(
+            "",
+            (
+                f"With prompts on a mesh of their own ({two.prefill_replicas} x tensor"
+                f" {two.prefill_tensor}) and next tokens on another ({two.decode_replicas} x tensor"
+                f" {two.decode_tensor}, {two.batch} requests each):"
+                f" {count_text(two.output_tokens_per_second_per_chip)} tokens/s a chip, a token"
+                f" every {seconds_text(two.tpot_seconds)}, the first after"
+                f" {seconds_text(two.ttft_seconds)}; {bytes_text(two.transfer_bytes)} of a request"
+                f" move in {seconds_text(two.transfer_seconds)}. shardlib's engine runs both on one"
+                " mesh."
+            ),
+        )
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A serving plan in one line, and as a card in a notebook, with its curve.
+
+#: Width and height of the curve, and what its axes take.
+WIDE, HIGH, LEFT, BELOW = 640, 220, 54, 30
+
+
+def serving_line(plan: ServingPlan) -> str:
+    """A plan in one line."""
+    choice, estimate = plan.choice, plan.estimate
+    return short(
+        "ServingPlan",
+        f"{plan.model} on {plan.topology}: {choice.replicas} x tensor={choice.tensor}",
+        f"{choice.batch} requests each",
+        f"{count_text(estimate.output_tokens_per_second_per_chip)} tokens/s a chip",
+        f"a token every {seconds_text(estimate.tpot_seconds)}",
+    )
+
+
+def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
+    """A plan as HTML for a notebook."""
+    estimate, sizes = plan.estimate, plan.estimate.device_bytes
+    memory = [
+        (name, size, bytes_text(size))
+        for name, size in (
+            ("weights", sizes.weights),
+            ("pages", sizes.cache),
+            ("temporaries", sizes.temporaries),
+            ("spare", sizes.limit - sizes.peak),
+        )
+        if size > 0
+    ]
+    first, _, remainder = explained(plan).partition("\n\n")
+    html = card(
+        first.replace("\n", " "),
+        [remainder.partition("\n\n")[0].replace("\n", " ")],
+        bars=(
+            (
+                "from token to token",
+                [(part, size, seconds_text(size)) for part, size in estimate.parts.items() if size],
+            ),
+            ("memory of a device", memory),
+        ),
+        text=explained(plan),
+    )
+    return (
+        html
+        if len(points) < 2
+        else html.replace("<details>", f"{curve_svg(points, plan)}<details>")
+    )
+
+
+def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -> str:
+    """Tokens a second and chip against seconds from token to token, as SVG; the latter on a
+    logarithmic axis. What is chosen is filled.
+    """
+    times = [math.log(point.tpot_seconds) for point in points]
+    highest = max(point.output_tokens_per_second_per_chip for point in points)
+    low, high = min(times), max(times)
+    span = (high - low) or 1.0
+
+    def at(point: ServingPoint) -> tuple[float, float]:
+        across = (math.log(point.tpot_seconds) - low) / span
+        up = point.output_tokens_per_second_per_chip / highest
+        return LEFT + across * (WIDE - LEFT - 12), HIGH - BELOW - up * (HIGH - BELOW - 14)
+
+    def chosen(point: ServingPoint) -> bool:
+        return plan is not None and (point.tensor, point.batch, point.chunk) == (
+            plan.choice.tensor,
+            plan.choice.batch,
+            plan.choice.chunk,
+        )
+
+    places = [at(point) for point in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    marks = [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if chosen(point) else 3}"'
+        f' fill="{"#d55e00" if chosen(point) else "#0072b2"}">'
+        f"<title>{escape(_told(point))}</title></circle>"
+        for point, (x, y) in zip(points, places, strict=True)
+    ]
+    ends = [
+        (LEFT, HIGH - 8, "start", seconds_text(math.exp(low))),
+        (WIDE - 12, HIGH - 8, "end", seconds_text(math.exp(high)) + " a token"),
+        (LEFT - 6, 22, "end", count_text(highest)),
+        (LEFT - 6, HIGH - BELOW, "end", "0"),
+        (LEFT + 4, 12, "start", "tokens/s a chip"),
+    ]
+    words = [
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="currentColor">'
+        f"{escape(text)}</text>"
+        for x, y, anchor, text in ends
+    ]
+    return (
+        f'<svg viewBox="0 0 {WIDE} {HIGH}" style="width:100%;height:auto;max-width:{WIDE}px"'
+        ' role="img" aria-label="throughput against latency">'
+        f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="1.5"/>'
+        + "".join((*marks, *words))
+        + f'<path d="M{LEFT} 14V{HIGH - BELOW}H{WIDE - 12}" fill="none" stroke="currentColor"'
+        ' stroke-opacity=".4"/></svg>'
+    )
+
+
+def _told(point: ServingPoint) -> str:
+    return (
+        f"{point.replicas} x tensor {point.tensor}, {point.batch} requests, chunk {point.chunk}:"
+        f" {count_text(point.output_tokens_per_second_per_chip)} tokens/s a chip, a token every"
+        f" {seconds_text(point.tpot_seconds)}, the first after {seconds_text(point.ttft_seconds)}"
+    )

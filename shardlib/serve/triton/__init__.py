@@ -1,0 +1,1 @@
+"""A repository for Triton's inference server, with a model's programs and weights."""

@@ -1,0 +1,1 @@
+"""Models of Triton's repository, copied by an export; each file runs alone."""

@@ -1,0 +1,918 @@
+"""Traced programs run again with a hand on every value: folded into loops, split, rematerialised in
+part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import linear_util
+from jax.extend.core import Primitive
+from jax.sharding import AxisType
+
+from shardlib._jax_compat import scan_counts
+from shardlib.annotation.trees import Tree
+from shardlib.errors import TracingError
+from shardlib.jax_types import Aval, EqnParam, EqnParams, Function, Jaxpr, Value
+from shardlib.tracing.program import (
+    CUSTOM,
+    REMAT,
+    Call,
+    Equation,
+    Program,
+    callee,
+    find_repeats,
+    flatten,
+    has_matmul,
+    result_path,
+)
+
+# --------------------------------------------------------------------------------------------------
+# What does each value of a program depend on?
+
+#: Names of what a value is made from.
+Labels = frozenset[str]
+
+
+def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
+    """The labels of every value: the union of the labels of what it is made from.
+
+    Results of a loop over layers are told apart: a result that the body makes from few of its
+    operands has their labels alone. Other inner programs than scans, remat and custom derivatives
+    make each result from all operands.
+
+    Returns:
+        Number of a value -> its labels; constants have none.
+    """
+    labels: dict[int, Labels] = dict.fromkeys(program.constants, frozenset())
+    labels.update(zip(program.inputs, inputs, strict=True))
+    for equation in program.equations:
+        labels.update(
+            zip(
+                equation.outputs,
+                _results(equation, [labels[number] for number in equation.inputs]),
+                strict=True,
+            )
+        )
+    return labels
+
+
+def needed(
+    equations: Iterable[Equation], targets: Iterable[int], available: Collection[int] = ()
+) -> tuple[list[Equation], set[int]]:
+    """The equations that some values are made by where others are given, in order, and all values
+    that these read or that are wanted, but for the given ones.
+    """
+    reads, chosen = set(targets).difference(available), []
+    for equation in reversed(list(equations)):
+        if reads.intersection(equation.outputs):
+            chosen.append(equation)
+            reads.update(number for number in equation.inputs if number not in available)
+    return chosen[::-1], reads
+
+
+def _results(equation: Equation, operands: list[Labels]) -> list[Labels]:
+    if equation.name == "scan":
+        return _dependence_scan(equation, operands)
+    if equation.name in (*REMAT, *CUSTOM):
+        inner = flatten(callee(equation.eqn))
+        if len(inner.inputs) == len(operands):
+            labels = dependence(inner, operands)
+            return [labels[number] for number in inner.outputs]
+    return [_union(operands)] * len(equation.outputs)
+
+
+def _dependence_scan(equation: Equation, operands: list[Labels]) -> list[Labels]:
+    constants, carried = scan_counts(equation.params)
+    body = flatten(equation.params["jaxpr"])
+    while True:
+        labels: Mapping[int, Labels] = dependence(body, operands)
+        results = [labels[number] for number in body.outputs]
+        grown = [
+            before | after
+            for before, after in zip(
+                operands[constants : constants + carried], results, strict=False
+            )
+        ]
+        if grown == operands[constants : constants + carried]:
+            return results
+        operands = [*operands[:constants], *grown, *operands[constants + carried :]]
+
+
+def _union(labels: Iterable[Labels]) -> Labels:
+    return frozenset().union(*labels)
+
+
+# --------------------------------------------------------------------------------------------------
+# How is a custom derivative bound again, so that it knows nothing of other programs?
+#
+# JAX keeps the jaxpr of a derivative's rule beside the equation, by which tangents are zero and by
+# nothing else (JAX 0.10.2 and 0.12). The equation of a function that is jitted, such as
+# `jax.nn.softplus`, is one object for all programs of a process, and a rule that is traced under a
+# mesh has that mesh in it: the second program would meet the mesh of the first. Here the flags
+# that say which tangents are zero know the mesh too, so that each mesh has a rule of its own.
+
+#: The parameters of custom derivatives (`jax.custom_jvp`, `jax.custom_vjp`) that make a rule's
+#: jaxpr of flags.
+RULES: tuple[str, ...] = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
+
+
+class Flag(int):
+    """A flag that equals no flag of another mesh.
+
+    Attributes:
+        mesh: the mesh.
+    """
+
+    mesh: Any
+
+    def __new__(cls, value: Any, mesh: Any) -> Flag:
+        flag = super().__new__(cls, bool(value))
+        flag.mesh = mesh
+        return flag
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Flag) and int(self) == int(other) and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        return hash((Flag, int(self), self.mesh))
+
+
+def by_mesh(params: EqnParams) -> EqnParams:
+    """The parameters of an equation; where it is a custom derivative, with a rule for each mesh."""
+    return {name: _by_mesh(value) if name in RULES else value for name, value in params.items()}
+
+
+def _by_mesh(rule: Any) -> Any:
+    def made(*flags: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        return rule.call_wrapped(*(Flag(flag, mesh) for flag in flags))
+
+    return linear_util.wrap_init(made, debug_info=rule.debug_info)
+
+
+# --------------------------------------------------------------------------------------------------
+# One equation is run as it is written, on values in place of its variables.
+
+
+def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) -> list[Value]:
+    """Runs one equation as it is, or with some of its parameters changed."""
+    primitive = equation.eqn.primitive
+    try:
+        results = primitive.bind(
+            *arguments, **primitive.get_bind_params({**by_mesh(equation.params), **changed})
+        )
+    except Exception as error:
+        location = f" in {equation.scope}" if equation.scope else ""
+        raise TracingError(
+            f"primitive {equation.name!r} at equation {equation.path}{location} cannot be evaluated"
+            f" again: {error}\nTry: write the computation with other jax.lax operations, or keep it"
+            " out of the loss"
+        ) from error
+    return list(results) if primitive.multiple_results else [results]
+
+
+def strong(value: Value, aval: Aval) -> Value:
+    """An initial carry as an array of the carry's dtype; literals are Python numbers or NumPy
+    scalars.
+    """
+    return (
+        value
+        if hasattr(value, "aval") or isinstance(value, jax.Array)
+        else jnp.asarray(value, dtype=aval.dtype)
+    )
+
+
+def carried_avals(program: Program, first: int) -> list[Aval]:
+    """Abstract values of the carries of a loop's body."""
+    return [program.avals[number] for number in program.inputs[first:]]
+
+
+def as_array(program: Program, number: int, value: Value) -> Value:
+    """A value of a program as an array: what is written in it, such as a metric 3.0, is a number of
+    Python.
+    """
+    return (
+        value
+        if isinstance(value, jax.Array) or number not in program.constants
+        else jnp.asarray(value, program.avals[number].dtype)
+    )
+
+
+def scope_of(call: Call | None) -> AbstractContextManager[object]:
+    """The name scope of a custom call whose form has one; other scopes are not kept."""
+    name = getattr(call.form, "scope", "") if call is not None else ""
+    return jax.named_scope(name) if name else nullcontext()
+
+
+def last_reads(program: Program) -> dict[int, int]:
+    """For every value that is read, the position of its last reader; results of the program are
+    read at the end.
+    """
+    last = {
+        number: position
+        for position, equation in enumerate(program.equations)
+        for number in equation.inputs
+    }
+    return {**last, **dict.fromkeys(program.outputs, len(program.equations))}
+
+
+# --------------------------------------------------------------------------------------------------
+# Which operands some results of a program are made from.
+
+
+def results_wanted(equations: Sequence[Equation], results: Iterable[int]) -> list[set[int]]:
+    """For every equation those of its results that some values are made from."""
+    reads, needed_results = set(results), list[set[int]]()
+    for equation in reversed(equations):
+        needed = reads.intersection(equation.outputs)
+        needed_results.append(needed)
+        if needed:
+            reads.update(_operands(equation, needed))
+    return needed_results[::-1]
+
+
+def _operands(equation: Equation, results: set[int]) -> set[int]:
+    """The operands that some results of an equation are made from."""
+    if equation.name != "scan":
+        return set(equation.inputs)
+    body, positions = body_of(equation), positions_of(equation, results)
+    _, reads = closed(equation, body, positions)
+    return {
+        number for number, inner in zip(equation.inputs, body.inputs, strict=True) if inner in reads
+    }
+
+
+def closed(equation: Equation, body: Program, positions: set[int]) -> tuple[set[int], set[int]]:
+    """Positions of results with those of the carries that they are made from, and all values of the
+    body that these read.
+    """
+    constants, carried = scan_counts(equation.params)
+    while True:
+        reads = _reads(body, positions)
+        grown = positions | {k for k in range(carried) if body.inputs[constants + k] in reads}
+        if grown == positions:
+            return positions, reads
+        positions = grown
+
+
+def _reads(program: Program, positions: Collection[int]) -> set[int]:
+    """All values that some results of a program are made from, themselves included."""
+    results = [program.outputs[k] for k in positions]
+    reads = set(results)
+    for equation, needed in zip(
+        program.equations, results_wanted(program.equations, results), strict=True
+    ):
+        if needed:
+            reads |= _operands(equation, needed)
+    return reads
+
+
+def positions_of(equation: Equation, numbers: set[int]) -> set[int]:
+    """Positions of the results of an equation that are among some numbers."""
+    return {k for k, number in enumerate(equation.outputs) if number in numbers}
+
+
+def body_of(equation: Equation) -> Program:
+    return flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope, remat=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Is what is traced now a layer that its backward pass rematerialises?
+#
+# What keeps little of itself for the backward pass may keep more in such a layer: it is in memory
+# for the backward pass of that layer alone.
+
+_RECOMPUTES: ContextVar[bool] = ContextVar("shardlib_recomputes", default=False)
+
+
+def recomputes() -> bool:
+    """Whether what is traced now is rematerialised for its backward pass."""
+    return _RECOMPUTES.get()
+
+
+def recomputed(function: Function) -> Function:
+    """A function inside of which `recomputes()` holds."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        token = _RECOMPUTES.set(True)
+        try:
+            return function(*arguments)
+        finally:
+            _RECOMPUTES.reset(token)
+
+    return run
+
+
+# --------------------------------------------------------------------------------------------------
+# Remat policies: what a layer saves for its backward pass, and what it makes again.
+#
+# The words of a plan, and what a layer saves under each:
+#
+#     "none"    all that its gradient reads, as the layer is written
+#     "full"    its inputs alone
+#     "dots"    its inputs, and results of matmuls
+
+#: Name of results of matmuls that are made in several pieces.
+IN_PIECES = "shardlib: a result of matmuls in shards"
+
+
+_MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+_NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
+
+
+def results_of_matmuls(primitive: Primitive, *avals: Aval, **params: EqnParam) -> bool:
+    """A policy of `jax.checkpoint` that saves results of matmuls, and where those are made in
+    shards (in a region that is manual over tensor) the whole alone.
+    """
+    return _NAMED(primitive, *avals, **params) or (
+        _MATMULS(primitive, *avals, **params) and not any(map(_manual_over_tensor, avals))
+    )
+
+
+def _manual_over_tensor(aval: Any) -> bool:
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and any(
+        name.partition("_")[0] == "tensor" and kind == AxisType.Manual
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+
+
+#: Name of the layers of stacks that a loop reads by their number: there is no need to keep them.
+READ = "shardlib: read from a stack"
+
+
+#: Name of what a layer under a scan starts from.
+LAYER_INPUT = "layer_input"
+
+
+#: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
+POLICIES: Mapping[str, Callable[..., Any] | None] = {
+    "full": None,
+    "dots": _MATMULS,
+}
+
+
+def check_policy(remat: str | None) -> str:
+    """The name of a remat policy."""
+    if remat is None or remat == "none" or remat in POLICIES:
+        return remat or "none"
+    raise TracingError(
+        f"{remat!r} is no remat policy\nTry: one of {', '.join(['none', *POLICIES])}"
+    )
+
+
+def rematerialised(
+    function: Function,
+    remat: str,
+    *,
+    prevent_cse: bool,
+    in_pieces: bool = False,
+    offloaded: bool = False,
+) -> Function:
+    """The function under a remat policy; itself for "none", unless what is saved is offloaded.
+
+    Args:
+        function: arrays -> arrays.
+    """
+    if remat == "none" and not offloaded:
+        return function
+    if remat == "none":  # nothing is made again
+        return jax.checkpoint(function, policy=_offloading(remat), prevent_cse=prevent_cse)
+    policy = POLICIES.get(remat)
+    saved = (
+        _offloading(remat)
+        if offloaded
+        else results_of_matmuls
+        if in_pieces and policy is _MATMULS
+        else policy
+    )
+    return jax.checkpoint(recomputed(function), policy=saved, prevent_cse=prevent_cse)
+
+
+def _offloading(remat: str) -> Callable[..., Any]:
+    """A policy of `jax.checkpoint` that puts in host memory what the policy of that name saves, and
+    what a layer starts from.
+    """
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    matmuls = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    if remat == "none":
+        moved = matmuls(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
+        return lambda primitive, *avals, **params: (
+            moved if _saved_whole(primitive, avals, params) else False
+        )
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        return (matmuls if remat == "dots" and primitive.name == "dot_general" else named)(
+            primitive, *avals, **params
+        )
+
+    return policy
+
+
+def _saved_whole(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
+    """Whether a layer that makes nothing again saves what an operation makes: not what it read from
+    a stack, and not a value before it is pinned to a layout (see `partly.keeping`).
+    """
+    return primitive.name != "sharding_constraint" and bool(_ANYTHING(primitive, *avals, **params))
+
+
+# --------------------------------------------------------------------------------------------------
+# How does one loop over layers become two, of which only the first recomputes?
+#
+# The layers of a loop are slices of stacks. Cutting a stack in two would copy it, so both loops
+# read the whole stack, each its own layers of it; the gradients of what they read come out as two
+# stacks, and are put together after the backward pass, when what was saved of the layers is gone.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some of the layers.
+
+    Attributes:
+        first, count: which.
+        kept: layer -> the same layer, with what the backward pass finds saved of it.
+    """
+
+    first: int
+    count: int
+    kept: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def keeping(body: Function) -> Function:
+    """A layer that keeps for the backward pass what it makes, and nothing that it reads from
+    stacks.
+
+    Of a value that is pinned to a layout, it keeps what is pinned, and pins that again: JAX rounds
+    what it keeps, and the rounded value is a free one, which XLA's partitioner would lay out as the
+    only constraint that reads it says, gathered for a matmul.
+    """
+    return jax.checkpoint(body, policy=_made, prevent_cse=False)
+
+
+_ANYTHING = jax.checkpoint_policies.save_anything_except_these_names(READ)
+
+
+def _made(primitive: Any, *avals: Any, **params: Any) -> Any:
+    return primitive.name != "sharding_constraint" and _ANYTHING(primitive, *avals, **params)
+
+
+def in_parts(
+    parts: Sequence[Part],
+    body: Function,
+    init: Tree,
+    stacks: Tree,
+    loop: Callable[[Function, Tree, Tree, int], tuple[Tree, Tree]],
+) -> Tree:
+    """Runs all parts of a loop.
+
+    Args:
+        body: (carry, slices) -> (carry, results) of one layer.
+        loop: (body, carry, slices, number of layers) -> (carry, stacked results).
+    """
+    leaves, structure = jax.tree.flatten(stacks)
+    fixed = [jax.lax.stop_gradient(leaf) if _by_number(leaf) else None for leaf in leaves]
+    carry, results = init, {}
+    for part in parts:
+
+        def layer(carry: Any, sliced: tuple[Any, list[Any]]) -> Any:
+            number, slices = sliced
+            read = [
+                (
+                    own_slice
+                    if stack is None
+                    else _standing_for(
+                        own_slice, jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+                    )
+                )
+                for own_slice, stack in zip(slices, fixed, strict=True)
+            ]
+            return body(carry, structure.unflatten(read))
+
+        part_slices = [
+            jax.lax.slice_in_dim(leaf, part.first, part.first + part.count) for leaf in leaves
+        ]
+        carry, results[part.first] = loop(
+            part.kept(layer),
+            carry,
+            (jnp.arange(part.first, part.first + part.count), part_slices),
+            part.count,
+        )
+    ordered = [results[first] for first in sorted(results)]
+    return carry, jax.tree.map(lambda *stacked: jnp.concatenate(stacked), *ordered)
+
+
+def _by_number(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+@jax.custom_vjp
+def _standing_for(own_slice: jax.Array, read: jax.Array) -> jax.Array:
+    """The array that was read, whose gradient is that of the slice: the slice itself is never
+    looked at.
+    """
+    return checkpoint_name(read, READ)
+
+
+_standing_for.defvjp(
+    lambda values, read: (checkpoint_name(read, READ), None),
+    lambda _, cotangent: (cotangent, jnp.zeros_like(cotangent)),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is done to the values of a program on the way, when it is run again.
+#
+# A walk places values, runs some equations otherwise, and says which layers are rematerialised:
+#
+#     Walk(place=lambda path, index, value: constrain(value))      # every value, by (path, index)
+#     Walk(run=lambda equation, operands: [...])                   # in place of an equation
+
+#: (path of an op of the graph, index of its result, value) -> the value to go on with.
+Place = Callable[[str, int, Any], Any]
+
+
+#: (equation, its operands) -> its results, or None to run it as it is.
+Run = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """Equations that run as one, where the first of them stands; what they read may not depend on
+    any of them.
+
+    Attributes:
+        paths: where they stand, in order.
+        run: the operands of each -> the one result of each.
+    """
+
+    paths: tuple[str, ...]
+    run: Callable[[Sequence[Sequence[Value]]], Sequence[Value]]
+
+    def members(
+        self, equations: Sequence[Equation], available: Collection[int]
+    ) -> tuple[list[Equation], dict[str, Equation]]:
+        """The equations themselves, and by path those that make what else they read."""
+        members = [equation for equation in equations if equation.path in self.paths]
+        if len(members) < len(self.paths):
+            raise TracingError(
+                f"equations {', '.join(self.paths)} run as one and do not stand in one program"
+            )
+        makers = {number: equation for equation in equations for number in equation.outputs}
+        early: dict[str, Equation] = {}
+        waiting = [number for member in members for number in member.inputs]
+        while waiting:
+            number = waiting.pop()
+            if number not in available and makers[number].path not in early:
+                early[makers[number].path] = makers[number]
+                waiting += makers[number].inputs
+        return members, early
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """What is done to the values on the way.
+
+    Attributes:
+        place: called on every value that an op of the graph makes; None leaves all values alone.
+        run: asked first to run an equation that is no loop, branch or remat; None runs all as they
+            are.
+        calls: what runs in place of custom calls, by path: operands -> results.
+        together: equations that run as one, by the path of each.
+        beside: by path, (operands, array) -> result of an equation that takes an array beside its
+            operands.
+        arrays: those arrays, by path, with a leading dim for every scan around the equation, the
+            outermost first.
+        remat: policy for repeated layers; "none" leaves the program as written.
+        apart: by path of a scan, or of the first equation of layers that are written out: the
+            policy and how many of the layers follow it, the first ones; the others keep all.
+        offloaded: whether what the backward pass finds saved of layers under a scan waits for it in
+            host memory.
+        inside: whether the walk is inside a rematerialised layer, where the program's own remat is
+            dropped.
+    """
+
+    place: Place | None = None
+    run: Run | None = None
+    calls: Mapping[str, Callable[..., Sequence[Value]]] = field(default_factory=dict)
+    together: Mapping[str, Together] = field(default_factory=dict)
+    beside: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
+    arrays: Mapping[str, Value] = field(default_factory=dict)
+    remat: str = "none"
+    apart: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    offloaded: bool = False
+    inside: bool = False
+
+    def policy(self, path: str, layers: int) -> tuple[str, int]:
+        """The policy of the repeated layers at a path, and how many of them follow it."""
+        policy, count = self.apart.get(path, (self.remat, layers))
+        return (policy, count) if count else ("none", layers)
+
+    def put(self, path: str, index: int, value: Value) -> Value:
+        """The value after `place`."""
+        return value if self.place is None else self.place(path, index, value)
+
+    def placed(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
+        """The results of an equation that is no loop, branch or remat after `place`."""
+        if self.place is None:
+            return results
+        paths = [
+            result_path(equation, index) if equation.name in CUSTOM else (equation.path, index)
+            for index in range(len(results))
+        ]
+        return [
+            value if path is None else self.put(*path, value)
+            for path, value in zip(paths, results, strict=True)
+        ]
+
+    def layer(self) -> Walk:
+        """The walk inside a layer that is rematerialised as a whole."""
+        return replace(self, remat="none", apart={}, offloaded=False, inside=True)
+
+    def as_written(self) -> Walk:
+        """The walk inside something that is repeated within a layer."""
+        return replace(self, remat="none", apart={}, offloaded=False, inside=False)
+
+
+# --------------------------------------------------------------------------------------------------
+# A traced program is run again with a hand on every value.
+#
+# The lowering re-evaluates the user's loss to place sharding constraints and to choose what is
+# rematerialised. The walk is that of `program.py`, so a value reaches `place` under the path that
+# its op has in the `Graph`. Calls of jit are inlined; loops, branches and remat are rebuilt around
+# their re-evaluated bodies; custom derivatives are kept whole, so that gradients are the user's
+# own. Only their results reach `place`.
+
+
+def evaluate(
+    closed_jaxpr: Jaxpr,
+    args: Sequence[Value],
+    *,
+    place: Place | None = None,
+    run: Run | None = None,
+    remat: str | None = None,
+) -> list[Value]:
+    """Runs a closed jaxpr again.
+
+    Args:
+        run: called as `run(equation, operands)`; returns the results, or None for the equation to
+            be run as it is.
+    """
+    return evaluate_program(
+        flatten(closed_jaxpr), args, Walk(place=place, run=run, remat=check_policy(remat))
+    )
+
+
+def evaluate_program(program: Program, args: Sequence[Value], walk: Walk) -> list[Value]:
+    """Runs a program again; see `evaluate`."""
+    env: dict[int, Any] = dict(program.constants)
+    env.update(zip(program.inputs, args, strict=True))
+    runs = find_repeats(program) if walk.remat != "none" or walk.apart else ()
+    last = last_reads(program) if runs else {}
+    start = 0
+    for run in runs:
+        policy, count = walk.policy(program.equations[run.start].path, run.count)
+        evaluate_equations(program.equations[start : run.start], env, walk)
+        for repetition in range(run.count):
+            _block(
+                program,
+                run.start + repetition * run.period,
+                run.period,
+                last,
+                env,
+                replace(walk, remat=policy if repetition < count else "none"),
+            )
+        start = run.stop
+    evaluate_equations(program.equations[start:], env, walk)
+    return [env[number] for number in program.outputs]
+
+
+def _block(
+    program: Program,
+    first: int,
+    length: int,
+    last: Mapping[int, int],
+    env: dict[int, Any],
+    walk: Walk,
+) -> None:
+    """Runs one repetition of an unrolled layer under the remat policy."""
+    equations = program.equations[first : first + length]
+    if walk.remat == "none":
+        evaluate_equations(equations, env, replace(walk, apart={}))
+        return
+    produced = {number for equation in equations for number in equation.outputs}
+    read = sorted(
+        {n for equation in equations for n in equation.inputs} - produced - program.constants.keys()
+    )
+    left = sorted(number for number in produced if last.get(number, -1) >= first + length)
+
+    def block(*values: Any) -> list[Any]:
+        inner = {**program.constants, **dict(zip(read, values, strict=True))}
+        evaluate_equations(equations, inner, walk.layer())
+        return [inner[number] for number in left]
+
+    outputs = rematerialised(block, walk.remat, prevent_cse=True, in_pieces=bool(walk.together))(
+        *(env[number] for number in read)
+    )
+    env.update(zip(left, outputs, strict=True))
+
+
+def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], walk: Walk) -> None:
+    """Runs equations in order; `env` holds the values by number and gains the results."""
+    done: Call | None = None
+    ready: set[str] = set()
+    for position, equation in enumerate(equations):
+        if equation.path in ready:
+            continue
+        if equation.path in walk.together:
+            ready |= _together(walk.together[equation.path], equations[position:], env, walk)
+            continue
+        call = equation.call
+        if call is not None and call.path in walk.calls:
+            if call is not done:
+                env.update(
+                    zip(
+                        call.outputs,
+                        walk.calls[call.path](*(env[number] for number in call.inputs)),
+                        strict=True,
+                    )
+                )
+            done = call
+            continue
+        arguments = [env[number] for number in equation.inputs]
+        with scope_of(call):
+            results = _equation(equation, arguments, walk)
+        env.update(zip(equation.outputs, results, strict=True))
+
+
+def _together(
+    group: Together, equations: Sequence[Equation], env: dict[int, Any], walk: Walk
+) -> set[str]:
+    """Runs equations as one, and before them what else they read; returns the paths of all that
+    have run.
+    """
+    members, early = group.members(equations, env)
+    evaluate_equations([equation for equation in equations if equation.path in early], env, walk)
+    results = group.run([[env[number] for number in member.inputs] for member in members])
+    env.update(
+        {
+            member.outputs[0]: walk.put(member.path, 0, value)
+            for member, value in zip(members, results, strict=True)
+        }
+    )
+    return {*group.paths, *early}
+
+
+def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    if equation.name == "scan":
+        return _interpreter_scan(equation, arguments, walk)
+    if equation.name == "while":
+        return _while(equation, arguments, walk)
+    if equation.name == "cond":
+        return _cond(equation, arguments, walk)
+    if equation.name in REMAT:
+        return _remat(equation, arguments, walk)
+    if equation.path in walk.arrays:
+        results = [walk.beside[equation.path](arguments, walk.arrays[equation.path])]
+    else:
+        results = walk.run(equation, arguments) if walk.run is not None else None
+    if results is None:
+        results = bind(equation, arguments)
+    return walk.placed(equation, results)
+
+
+def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    program = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+    if walk.inside:
+        return evaluate_program(program, arguments, walk)
+    body = walk.as_written()
+    return jax.checkpoint(
+        recomputed(lambda *values: evaluate_program(program, values, body)),
+        policy=equation.params["policy"],
+        prevent_cse=equation.params["prevent_cse"],
+    )(*arguments)
+
+
+def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    params, path = equation.params, equation.path
+    constants, carried = scan_counts(params)
+    program = flatten(params["jaxpr"], f"{path}/body/", equation.scope)
+    repeated = has_matmul(equation.eqn)
+    policy, count = walk.policy(path, params["length"]) if repeated else ("none", 0)
+    layer, offloaded = policy != "none", walk.offloaded and repeated
+    inner = walk.layer() if layer else walk.as_written()
+    arrays = {
+        array_path: array
+        for array_path, array in walk.arrays.items()
+        if array_path.startswith(f"{path}/body/")
+    }
+
+    def items(kind: str, values: Sequence[Any]) -> list[Any]:
+        return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
+
+    def body(
+        carry: tuple[Any, ...], sliced: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        carry = (
+            tuple(checkpoint_name(value, LAYER_INPUT) for value in carry) if offloaded else carry
+        )
+        values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced[0])]
+        outputs = evaluate_program(program, values, replace(inner, arrays=sliced[1]))
+        return tuple(outputs[:carried]), tuple(outputs[carried:])
+
+    def looped(
+        function: Callable[..., Any], carry: tuple[Any, ...], sliced: Any, length: int
+    ) -> Any:
+        return jax.lax.scan(
+            function,
+            carry,
+            sliced,
+            length=length,
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+
+    options = {"in_pieces": bool(walk.together), "offloaded": offloaded}
+    wrap = partial(rematerialised, remat=policy, prevent_cse=False, **options)
+
+    init = tuple(
+        strong(value, number)
+        for value, number in zip(
+            arguments[constants : constants + carried],
+            carried_avals(program, constants),
+            strict=False,
+        )
+    )
+    sliced = tuple(arguments[constants + carried :]), arrays
+    if layer and count < params["length"]:
+        wrap_others = partial(wrap, remat="none") if offloaded else keeping
+        parts = [
+            Part(first=0, count=count, kept=wrap),
+            Part(first=count, count=params["length"] - count, kept=wrap_others),
+        ]
+        final, stacked = in_parts(
+            parts[::-1] if params["reverse"] else parts, body, init, sliced, looped
+        )
+    else:
+        final, stacked = looped(wrap(body), init, sliced, params["length"])
+    return [*items("final", final), *items("exit", stacked)]
+
+
+def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    params, path = equation.params, equation.path
+    tests, constants = params["cond_nconsts"], params["body_nconsts"]
+    test = flatten(params["cond_jaxpr"], f"{path}/cond/", equation.scope)
+    program = flatten(params["body_jaxpr"], f"{path}/body/", equation.scope)
+    inner = walk.as_written()
+    condition = replace(inner, place=None, run=None)
+
+    def going(state: tuple[Any, ...]) -> Any:
+        return evaluate_program(test, [*arguments[:tests], *state], condition)[0]
+
+    def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        placed = [walk.put(f"{path}/carry/{k}", 0, value) for k, value in enumerate(state)]
+        return tuple(
+            evaluate_program(program, [*arguments[tests : tests + constants], *placed], inner)
+        )
+
+    init = tuple(
+        strong(value, aval)
+        for value, aval in zip(
+            arguments[tests + constants :], carried_avals(program, constants), strict=True
+        )
+    )
+    final = jax.lax.while_loop(going, body, init)
+    return [walk.put(f"{path}/final/{k}", 0, value) for k, value in enumerate(final)]
+
+
+def _cond(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    index, *operands = arguments
+    inner = walk.as_written()
+    programs = [
+        flatten(branch, f"{equation.path}/branch{k}/", equation.scope)
+        for k, branch in enumerate(equation.params["branches"])
+    ]
+    branches = [
+        lambda *values, program=program: tuple(evaluate_program(program, values, inner))
+        for program in programs
+    ]
+    results = jax.lax.switch(index, branches, *operands)
+    return [walk.put(f"{equation.path}/join/{k}", 0, value) for k, value in enumerate(results)]

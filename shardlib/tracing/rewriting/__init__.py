@@ -1,3 +1,0 @@
-"""Traced programs run again with a hand on every value: folded into loops, split, rematerialised in
-part.
-"""

@@ -1,0 +1,724 @@
+"""What is known of a value: which rows of the batch does each of its elements look at?
+
+Five families, from the least to the most entangled:
+
+    free    no row is looked at; along dims of the batch all elements are equal
+    row     every element looks at one row, and `Place` says at which
+    sum     a sum over all rows of one function of a row (with coefficients, and with what depends
+            on no row)
+    data    looks at several rows in any way, but at nothing that is learned: the whole batch can
+            say it beforehand
+    mixed   several rows and parameters, in a way that is no sum
+
+A value that is free or a sum changes by a power of the number of rows when there are more of them
+(beside the sum itself): a mean is a sum with power -1.
+
+>>> MEAN = total(power=Fraction(-1), learned=True)
+>>> MEAN.family, str(MEAN.power)
+('sum', '-1')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import cache, cached_property
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from shardlib._jax_compat import scan_counts
+from shardlib.jax_types import Eqn, EqnParams, Jaxpr
+from shardlib.tracing.layouts import user_line
+from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
+from shardlib.tracing.rules import COPIES
+
+# --------------------------------------------------------------------------------------------------
+
+#: (path of an equation, index of its result): where a value is made.
+Origin = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the rows of a value are: the element at flat position f over the dims start..stop looks
+    at row (f // inner) % rows.
+
+    Attributes:
+        start, stop: the dims.
+        inner: elements of one row that follow each other.
+        scans: scans over rows whose body the value is in, the outermost first: (path, number of its
+            dims that it runs over with others, inner).
+    """
+
+    start: int
+    stop: int
+    inner: int = 1
+    scans: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def dims(self) -> range:
+        """The dims that hold the rows."""
+        return range(self.start, self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent:
+    """What a value has of any of its operands.
+
+    Attributes:
+        learned: whether it depends on parameters.
+        weighted: whether it has coefficients from the data of the whole batch.
+        scaled: whether terms with different powers have been added up in it.
+        notes: see `shardlib.graph.Dependence.notes`.
+    """
+
+    learned: bool = False
+    weighted: bool = False
+    scaled: bool = False
+    notes: frozenset[str] = frozenset()
+
+
+#: Names of the fields of `Descent`, which the makers of kinds below take as they take those of
+#: `Kind`.
+_DESCENT = frozenset(name.name for name in fields(Descent))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """What mixes rows, for messages.
+
+    Attributes:
+        why: a clause.
+        where: the operation and the user's line.
+    """
+
+    why: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.why} ({self.where})"
+
+
+#: What indexing does with positions, see `Kind`.
+Tag: TypeAlias = "str | tuple[Tag, ...] | None"
+#: The value of a field of `Kind` or of `Descent`.
+Trait: TypeAlias = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is known of a value.
+
+    Attributes:
+        family: see the module.
+        descent: what it has of any of its operands.
+        place: where the rows are, of a "row".
+        power: exponent of the number of rows that it changes by; None where it changes in another
+            way.
+        zero: whether all elements are zero.
+        splat: whether all elements are equal, of "free".
+        value: a scalar's numbers for the two numbers of rows, where they are known.
+        tag: what jax.numpy's indexing does with positions: "positions" (0, 1, 2, ... along the
+            batch), "false" (such positions are not negative), or a tuple of the tags of index
+            components.
+        running: whether a scan over rows is adding it up.
+        origin: where it is made, of what the whole batch can say beforehand.
+        cause: what mixes the rows, of "mixed" and of "data" that an operation has mixed.
+        vouched: whether it is a `shardlib.WeightedMean`, which the user says is one.
+    """
+
+    family: str
+    descent: Descent = Descent()
+    place: Place | None = None
+    power: Fraction | None = Fraction(0)
+    zero: bool = False
+    splat: bool = False
+    value: tuple[Any, Any] | None = None
+    tag: Any = None
+    running: bool = False
+    origin: Origin | None = None
+    cause: Cause | None = None
+    vouched: bool = False
+
+    @property
+    def rows(self) -> Place:
+        """Where the rows are, of a "row"."""
+        assert self.place is not None
+        return self.place
+
+    @property
+    def beforehand(self) -> bool:
+        """Whether the value for the whole batch differs from that for a part of it, and can be had
+        before anything is learned from.
+        """
+        return not self.descent.learned and (
+            self.family in ("data", "sum") or (self.family == "row" and self.descent.weighted)
+        )
+
+    def with_(self, **changed: Trait) -> Kind:
+        """The kind with some attributes changed, those of `Descent` included."""
+        of_descent = {name: value for name, value in changed.items() if name in _DESCENT}
+        others = {name: value for name, value in changed.items() if name not in _DESCENT}
+        return replace(self, descent=replace(self.descent, **of_descent), **others)
+
+
+def free(**more: Trait) -> Kind:
+    """A value that looks at no row."""
+    return Kind(family="free").with_(**more)
+
+
+def row(place: Place, **more: Trait) -> Kind:
+    """A value whose elements look at one row each."""
+    return Kind(family="row", place=place).with_(**more)
+
+
+def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
+    """A sum over rows.
+
+    Args:
+        power: of the number of rows in its terms, see `Kind`; None where it has none.
+    """
+    return Kind(family="sum", power=power).with_(**more)
+
+
+def mixed(why: str, location: str) -> Kind:
+    """Rows that meet in what is learned."""
+    return Kind(
+        family="mixed",
+        descent=Descent(learned=True),
+        cause=Cause(why=why, where=location),
+    )
+
+
+def data(*, tag: Tag = None, cause: Cause | None = None) -> Kind:
+    """What the whole batch says beforehand.
+
+    Args:
+        cause: what mixes its rows; None where no operation does.
+    """
+    return Kind(family="data", tag=tag, cause=cause)
+
+
+def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
+    """The power of a product.
+
+    Args:
+        powers: of the factors; None where one has no power.
+        signs: 1 for a factor, -1 for a divisor; all 1 by default.
+
+    Returns:
+        The sum of the powers; None where one of them is None.
+    """
+    power_sum = Fraction(0)
+    for power, sign in zip(powers, signs or [1] * len(powers), strict=True):
+        if power is None:
+            return None
+        power_sum += sign * power
+    return power_sum
+
+
+def common(kinds: list[Kind]) -> dict[str, Trait]:
+    """What a result has of any of its operands."""
+    return {
+        "learned": any(kind.descent.learned for kind in kinds),
+        "weighted": any(kind.descent.weighted for kind in kinds),
+        "scaled": any(kind.descent.scaled for kind in kinds),
+        "notes": frozenset().union(*(kind.descent.notes for kind in kinds)),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# One equation in two traces of a loss, for two numbers of rows. What differs between them is made
+# by the number of rows: nothing is guessed from sizes or names.
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """An equation, twice.
+
+    Attributes:
+        one, two: the equation in the first and in the second trace.
+        sizes: number of rows in each.
+        scales: operands that are multiplied with a power of the number of parts where a part of the
+            batch stands for the whole, (path, operand) -> exponent; None in loops and custom
+            derivatives, where nothing can be changed.
+        unchanged: whether it is inside of a function whose derivative was written by hand, whose
+            equations stay as they are.
+    """
+
+    one: Equation
+    two: Equation
+    sizes: tuple[int, int]
+    scales: dict[tuple[str, int], Fraction] | None
+    unchanged: bool = False
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.one.name
+
+    @property
+    def params(self) -> EqnParams:
+        """Parameters in the first trace."""
+        return self.one.params
+
+    @cached_property
+    def operands(self) -> list[tuple[Shape, Shape]]:
+        """Shapes of each operand in the two traces."""
+        return [
+            (tuple(first.aval.shape), tuple(two.aval.shape))
+            for first, two in zip(self.one.eqn.invars, self.two.eqn.invars, strict=True)
+        ]
+
+    @cached_property
+    def results(self) -> list[tuple[Shape, Shape]]:
+        """Shapes of each result in the two traces."""
+        return [
+            (tuple(first.aval.shape), tuple(two.aval.shape))
+            for first, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)
+        ]
+
+    def batch_dims(self, operand: int) -> list[int]:
+        """Dims of an operand that the number of rows changes."""
+        return differing(self.operands[operand])
+
+    def result_dims(self, result: int = 0) -> list[int]:
+        """Dims of a result that the number of rows changes."""
+        return differing(self.results[result])
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it is a conversion that changes values by more than a rounding: numbers to
+        integers or truth values, integers to smaller ones.
+        """
+        if self.name != "convert_element_type":
+            return False
+        old, new = self.one.eqn.invars[0].aval.dtype, self.one.eqn.outvars[0].aval.dtype
+        return not jax.dtypes.issubdtype(new, np.inexact) and not np.can_cast(old, new, "safe")
+
+    def mixed(self, why: str, kinds: list[Kind]) -> Kind:
+        """A result in which rows meet; where nothing is learned, the whole batch can say it
+        beforehand.
+        """
+        if not any(kind.descent.learned for kind in kinds):
+            return data(cause=Cause(why=why, where=self.where))
+        return mixed(why, self.where)
+
+    @property
+    def where(self) -> str:
+        """The operation and the user's line."""
+        line = line_of(self.one)
+        scope = f" in {self.one.scope}" if self.one.scope else ""
+        return f"{self.name}{scope}{f' at {line}' if line else ''}"
+
+
+def differing(shapes: tuple[Shape, Shape]) -> list[int]:
+    """The dims in which two shapes of the same rank differ."""
+    return [dim for dim, (size, two) in enumerate(zip(*shapes, strict=True)) if size != two]
+
+
+def line_of(equation: Equation) -> str:
+    """The user's line of an equation, or of the innermost call around it that has one."""
+    return next((line for eqn in (equation.eqn, *equation.within) if (line := user_line(eqn))), "")
+
+
+# --------------------------------------------------------------------------------------------------
+# What rules of loops, branches and calls need of the walk that they are part of.
+
+
+class Walk(Protocol):
+    """The walk through two traces.
+
+    Attributes:
+        judged: custom derivatives that were judged, with what is wrong with them.
+        derivatives_are_judged: whether the walk is inside of a function whose derivative is judged
+            as a whole, or inside of that derivative, of which no further one is taken.
+    """
+
+    judged: dict[Any, str]
+    derivatives_are_judged: bool
+
+    def beneath(self) -> Walk:
+        """The walk inside of a function whose derivative was written by hand."""
+        ...
+
+    def run(
+        self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
+    ) -> list[Kind]:
+        """Kinds of the results of a program."""
+        ...
+
+    def inside(self, step: Step, of: Callable[[Eqn], Jaxpr]) -> tuple[Program, Program]:
+        """The programs inside of an equation."""
+        ...
+
+    def inside_of(
+        self, step: Step, jaxpr: Callable[[EqnParams], Jaxpr], word: str
+    ) -> tuple[Program, Program]:
+        """The programs of a loop or branch."""
+        ...
+
+
+# --------------------------------------------------------------------------------------------------
+# A derivative that was written by hand must be linear in what it is given: the cotangents of its
+# results.
+#
+# The gradient of a batch's part is that of the whole times a factor, and gradients of parts are
+# added up. A derivative that clips, normalises or quantises cotangents, or adds a term to them,
+# gives other numbers for the factor and for the parts. JAX checks this of a `custom_jvp`, which it
+# transposes; of a `custom_vjp` nobody does.
+#
+#     fault(program, cotangents)    # "" where the results are linear in these inputs, or the
+#                                   # operation that is not
+
+#: What a value is: zero, anything that does not depend on the cotangents, or linear in them.
+ZERO, CONSTANT, LINEAR = 0, 1, 2
+Rule = Callable[[Sequence[int]], bool]
+
+
+class NotLinear(Exception):
+    """The operation that is not linear."""
+
+
+def fault(program: Program, positions: Sequence[int]) -> str:
+    """What is not linear in some inputs of a program, by position; empty where all of it is."""
+    try:
+        results = _run(
+            program,
+            [
+                LINEAR if position in positions else CONSTANT
+                for position in range(len(program.inputs))
+            ],
+        )
+    except NotLinear as error:
+        return str(error)
+    return "a term that does not depend on it" if CONSTANT in results else ""
+
+
+def _run(program: Program, arguments: Sequence[int]) -> list[int]:
+    """What the results of a program are."""
+    values = {number: _of(constant) for number, constant in program.constants.items()} | dict(
+        zip(program.inputs, arguments, strict=True)
+    )
+    for equation in program.equations:
+        results = _results(equation, [values[number] for number in equation.inputs])
+        values.update(zip(equation.outputs, results, strict=True))
+    return [values[number] for number in program.outputs]
+
+
+def _of(constant: Any) -> int:
+    concrete = not isinstance(constant, Tracer) and not jax.dtypes.issubdtype(
+        jax.numpy.result_type(constant), jax.dtypes.extended
+    )
+    return ZERO if concrete and not np.any(constant) else CONSTANT
+
+
+def _results(equation: Equation, kinds: list[int]) -> list[int]:
+    name, count = equation.name, len(equation.outputs)
+    if LINEAR not in kinds:
+        still = name in _SAME and ZERO in kinds and CONSTANT not in kinds
+        return [ZERO if still or (name in _PRODUCTS and ZERO in kinds) else CONSTANT] * count
+    if name == "optimization_barrier":
+        return kinds
+    if name in _INNER:
+        return _INNER[name](equation, kinds)
+    rule = _RULES.get(name)
+    if (
+        rule is None
+        or not rule(kinds)
+        or not all(
+            jax.dtypes.issubdtype(variable.aval.dtype, np.inexact)
+            for variable in equation.eqn.outvars
+        )
+    ):
+        line = line_of(equation)
+        raise NotLinear(f"{name}{f' at {line}' if line else ''}")
+    return [LINEAR] * count
+
+
+def _linearity_inner(equation: Equation, jaxpr: Any, word: str = "") -> Program:
+    return flatten(
+        jaxpr, f"{equation.path}/{word}", equation.scope, within=(equation.eqn, *equation.within)
+    )
+
+
+def _called(equation: Equation, kinds: list[int]) -> list[int]:
+    return _run(_linearity_inner(equation, callee(equation.eqn)), kinds)
+
+
+def _settled(turn: Callable[[list[int]], list[int]], carried: list[int]) -> list[int]:
+    """What a loop carries after any number of turns; a sum of what is linear and what is not is
+    neither.
+    """
+    while True:
+        after = [_joined(equals) for equals in zip(carried, turn(carried), strict=True)]
+        if after == carried:
+            return carried
+        carried = after
+
+
+def _joined(kinds: Sequence[int]) -> int:
+    if CONSTANT in kinds and LINEAR in kinds:
+        raise NotLinear("a loop or branch that is linear by turns")
+    return max(kinds)
+
+
+def _scan(equation: Equation, kinds: list[int]) -> list[int]:
+    constants, carried = scan_counts(equation.params)
+    body, (first, scanned) = (
+        _linearity_inner(equation, equation.params["jaxpr"], "body/"),
+        (
+            kinds[:constants],
+            kinds[constants + carried :],
+        ),
+    )
+    carry = _settled(
+        lambda carry: _run(body, [*first, *carry, *scanned])[:carried],
+        kinds[constants : constants + carried],
+    )
+    return [*carry, *_run(body, [*first, *carry, *scanned])[carried:]]
+
+
+def _while(equation: Equation, kinds: list[int]) -> list[int]:
+    tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    body, test = (
+        _linearity_inner(equation, equation.params["body_jaxpr"], "body/"),
+        _linearity_inner(equation, equation.params["cond_jaxpr"], "cond/"),
+    )
+    state = _settled(
+        lambda state: _run(body, [*kinds[tests : tests + constants], *state]),
+        kinds[tests + constants :],
+    )
+    if LINEAR in _run(test, [*kinds[:tests], *state]):
+        raise NotLinear("while")
+    return state
+
+
+def _cond(equation: Equation, kinds: list[int]) -> list[int]:
+    if kinds[0] == LINEAR:
+        raise NotLinear("cond")
+    branches = [
+        _run(_linearity_inner(equation, branch, f"branch{index}/"), kinds[1:])
+        for index, branch in enumerate(equation.params["branches"])
+    ]
+    return [_joined(kinds_of_result) for kinds_of_result in zip(*branches, strict=True)]
+
+
+def _same(kinds: Sequence[int]) -> bool:
+    """All operands are added up, or stand beside each other."""
+    return CONSTANT not in kinds
+
+
+def _product(kinds: Sequence[int]) -> bool:
+    return sum(kind == LINEAR for kind in kinds) == 1
+
+
+def _first(kinds: Sequence[int]) -> bool:
+    """The first operand is worked on by all others."""
+    return kinds[0] == LINEAR and LINEAR not in kinds[1:]
+
+
+def _second(kinds: Sequence[int]) -> bool:
+    return LINEAR not in (kinds[0], *kinds[2:])
+
+
+def _all_but_first(kinds: Sequence[int]) -> bool:
+    """Cases of a choice."""
+    return kinds[0] != LINEAR and CONSTANT not in kinds[1:]
+
+
+def _written(kinds: Sequence[int]) -> bool:
+    """(array, part, positions...)"""
+    return CONSTANT not in kinds[:2] and LINEAR not in kinds[2:]
+
+
+def _scattered(kinds: Sequence[int]) -> bool:
+    """(array, positions, parts)"""
+    return CONSTANT not in (kinds[0], kinds[2]) and kinds[1] != LINEAR
+
+
+_COPIES = frozenset(
+    {
+        *COPIES,
+        "neg",
+        "real",
+        "imag",
+        "conj",
+        "complex",
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "split",
+        "rev",
+        "stack",
+        "unstack",
+        "reduce_sum",
+        "cumsum",
+        "reduce_window_sum",
+        "copy",
+        "psum",
+        "fft",
+    }
+)
+_SAME = frozenset({*_COPIES, "add", "sub", "add_any", "concatenate", "pad"})
+_PRODUCTS = frozenset(
+    {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
+)
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(("div", "gather", "dynamic_slice", "select_and_gather_add"), _first),
+    "select_and_scatter_add": _first,
+    "select_n": _all_but_first,
+    "dynamic_update_slice": _written,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scattered),
+    "triangular_solve": _second,
+}
+_INNER: Mapping[str, Callable[[Equation, list[int]], list[int]]] = {
+    **dict.fromkeys((*REMAT, *CUSTOM), _called),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# A value that the whole batch says beforehand, where a part of the batch reads it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """A value that the whole batch says beforehand, where a part of it reads it.
+
+    Attributes:
+        origin: the equation of the whole batch's program that makes it, and the index of the
+            result.
+        dim: its dim of rows, which are dealt out like those of the batch; None where it has none.
+        inner: elements of one row that follow each other along that dim.
+    """
+
+    origin: Origin
+    dim: int | None = None
+    inner: int = 1
+
+
+def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -> Kind:
+    """What the whole batch says, as parts of it find it: a number, or one for each row."""
+    if kind.family == "row":
+        return kind.with_(power=Fraction(0), weighted=True) if kind.descent.weighted else kind
+    if kind.family not in ("data", "sum"):
+        return kind
+    dims = differing(shapes)
+    if not dims:
+        return free(weighted=True)
+    if (
+        kind.family == "data"
+        and len(dims) == 1
+        and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes
+    ):
+        return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True)
+    return kind
+
+
+class Unlike(Exception):
+    """The two traces are different programs."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Draws of random numbers for the rows of a batch.
+#
+# Threefry (`jax_threefry_partitionable`, JAX's default) makes every number of a draw from the key
+# and the number's position alone. A part of the batch can therefore draw exactly the numbers that
+# the whole batch draws for its rows: the same key at the positions of these rows. Generators with
+# a hidden state cannot; what they draw is a value of the whole batch.
+
+#: Primitives that draw an array of a shape of their own from each key.
+SHAPED = frozenset({"random_bits", "random_split"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Where the rows are in the shape that is drawn from a key.
+
+    Attributes:
+        dim: of that shape.
+        inner: elements of one row that follow each other along it.
+    """
+
+    dim: int
+    inner: int
+
+
+@cache
+def _threefry() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+
+
+def by_position(dtype: Any) -> bool:
+    """Whether keys of a dtype make every number from its position alone."""
+    return dtype == _threefry() and bool(getattr(jax.config, "jax_threefry_partitionable", True))
+
+
+def own_dims(first_eqn: Eqn, two: Eqn) -> list[int]:
+    """Dims of the drawn shape that the number of rows changes, in two traces of one draw."""
+    pairs = zip(first_eqn.params["shape"], two.params["shape"], strict=True)
+    return [dim for dim, (first, second) in enumerate(pairs) if first != second]
+
+
+def draw_of(first: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
+    """The rows of a draw; None where they cannot be drawn by their positions."""
+    keys: Any = (first.invars[0].aval, two.invars[0].aval)
+    dims = own_dims(first, two)
+    if len(dims) != 1 or keys[0].shape != keys[1].shape or not by_position(keys[0].dtype):
+        return None
+    shapes = (first.params["shape"], two.params["shape"])
+    inner = {divmod(shape[dims[0]], size) for shape, size in zip(shapes, sizes, strict=True)}
+    quotient, remainder = next(iter(inner))
+    return None if len(inner) > 1 or remainder else Draw(dim=dims[0], inner=quotient)
+
+
+def draws(first_program: Program, two: Program, sizes: tuple[int, int]) -> dict[str, Draw | None]:
+    """Every draw whose shape the number of rows changes, by its path, those of loops included; None
+    for one whose rows cannot be drawn by their positions.
+    """
+    if [(e.path, e.name) for e in first_program.equations] != [
+        (e.path, e.name) for e in two.equations
+    ]:
+        raise Unlike
+    draw_by_path: dict[str, Draw | None] = {}
+    for first, second in zip(first_program.equations, two.equations, strict=True):
+        if first.name in SHAPED:
+            if own_dims(first.eqn, second.eqn):
+                draw_by_path[first.path] = draw_of(first.eqn, second.eqn, sizes)
+        else:
+            for pair in zip(_draws_inner(first), _draws_inner(second), strict=True):
+                inside = draws(*pair, sizes)
+                draw_by_path.update(dict.fromkeys(inside) if first.name in CUSTOM else inside)
+    return draw_by_path
+
+
+def _draws_inner(equation: Equation) -> Iterator[Program]:
+    """The programs inside of an equation, under the paths of `shardlib.tracing.program`."""
+    params, path = equation.params, equation.path
+    if equation.name in (*REMAT, *CUSTOM):
+        yield flatten(callee(equation.eqn), f"{path}/")
+    elif equation.name == "scan":
+        yield flatten(params["jaxpr"], f"{path}/body/")
+    elif equation.name == "while":
+        yield flatten(params["cond_jaxpr"], f"{path}/cond/")
+        yield flatten(params["body_jaxpr"], f"{path}/body/")
+    elif equation.name == "cond":
+        for number, branch in enumerate(params["branches"]):
+            yield flatten(branch, f"{path}/branch{number}/")
+    else:
+        for number, jaxpr in enumerate(subjaxprs(equation.eqn)):
+            yield flatten(jaxpr, f"{path}/{number}/")

@@ -1,1 +1,0 @@
-"""How each family of primitives carries rows of the batch; a family a file."""

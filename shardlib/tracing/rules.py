@@ -1,0 +1,1037 @@
+"""One table from primitive to the factor rule of its equation; a family of primitives a file.
+
+Ops that only move data: which dim of the result is which dim of the operand?
+
+A reshape is the interesting one. Both shapes are walked from the major side and split into common
+factors:
+
+>>> call = Call(name="reshape", operands=((2, 12),), results=((6, 4),), params={})
+>>> print(reshape(call).rule)
+[a b*c] -> [a*b c] where a=2 b=3 c=4
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise, opaque
+
+# --------------------------------------------------------------------------------------------------
+# What does a table entry know about an equation, and what does it answer?
+#
+# The tables in the files beside it map a primitive's name to a function from `Call` to
+# `Description`. Neither holds anything of JAX but the parameters, so every entry can be read as a
+# small theorem about shapes.
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """An equation of a jaxpr, as far as a rule needs it.
+
+    Attributes:
+        name: the primitive.
+        operands: shape of each operand.
+        results: shape of each result.
+        params: the primitive's parameters.
+    """
+
+    name: str
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the graph keeps of an equation: how its dims hang together, its category, its
+    floating-point operations.
+    """
+
+    rule: FactorRule
+    category: str
+    flops: float = 0.0
+
+
+Describe = Callable[[Call], Description]
+
+
+class Factors:
+    """Collects the factors of one op while its rule is written down."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.summed: set[int] = set()
+        self.whole: set[int] = set()
+
+    def parallel(self, size: int) -> Dim:
+        """A new factor that may be sharded; `()` for a dim of size 1."""
+        if size <= 1:
+            return ()
+        self.sizes.append(size)
+        return (len(self.sizes) - 1,)
+
+    def sum(self, size: int) -> Dim:
+        """A new factor that is contracted."""
+        dim = self.parallel(size)
+        self.summed.update(dim)
+        return dim
+
+    def keep(self, size: int) -> Dim:
+        """A new factor that must stay whole."""
+        dim = self.parallel(size)
+        self.whole.update(dim)
+        return dim
+
+    def rule(self, operands: Sequence[Dims], results: Sequence[Dims]) -> FactorRule:
+        """The finished rule."""
+        return FactorRule(
+            sizes=tuple(self.sizes),
+            operands=tuple(operands),
+            results=tuple(results),
+            summed=frozenset(self.summed),
+            whole=frozenset(self.whole),
+        )
+
+
+def elements(shape: Shape) -> float:
+    """Number of elements of a shape."""
+    return float(math.prod(shape))
+
+
+def unknown(call: Call) -> Description:
+    """The description of an equation about which nothing is known."""
+    return Description(opaque(call.operands, call.results), "opaque")
+
+
+# --------------------------------------------------------------------------------------------------
+# Matrix products and convolutions: which dims are contracted, which are free?
+
+
+def dot_general(call: Call) -> Description:
+    """[batch, m, k] x [batch, k, n] -> [batch, m, n] for any number and order of dims."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = call.params["dimension_numbers"]
+    lhs, rhs = call.operands
+    factors = Factors()
+    left: dict[int, Dim] = {}
+    right: dict[int, Dim] = {}
+    for i, j in zip(lhs_batch, rhs_batch, strict=True):
+        left[i] = right[j] = factors.parallel(lhs[i])
+    for i, j in zip(lhs_contract, rhs_contract, strict=True):
+        left[i] = right[j] = factors.sum(lhs[i])
+    lhs_free = [i for i in range(len(lhs)) if i not in left]
+    rhs_free = [j for j in range(len(rhs)) if j not in right]
+    left.update({i: factors.parallel(lhs[i]) for i in lhs_free})
+    right.update({j: factors.parallel(rhs[j]) for j in rhs_free})
+    result = (
+        *(left[i] for i in lhs_batch),
+        *(left[i] for i in lhs_free),
+        *(right[j] for j in rhs_free),
+    )
+    flops = 2 * elements(lhs) * math.prod(rhs[j] for j in rhs_free)
+    return Description(factors.rule([_ordered(left), _ordered(right)], [result]), "matmul", flops)
+
+
+def ragged_dot_general(call: Call) -> Description:
+    """A product whose rows fall into groups of unequal size, each with its own right-hand side.
+
+    The ragged dim and the group dim stay whole: a part of the rows needs other group sizes than the
+    whole.
+    """
+    numbers = call.params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    ragged, groups = set(numbers.lhs_ragged_dimensions), set(numbers.rhs_group_dimensions)
+    lhs, rhs, *group_shapes = call.operands
+    factors = Factors()
+    left: dict[int, Dim] = {}
+    right: dict[int, Dim] = {}
+    for i, j in zip(lhs_batch, rhs_batch, strict=True):
+        left[i] = right[j] = factors.keep(lhs[i]) if i in ragged else factors.parallel(lhs[i])
+    for i, j in zip(lhs_contract, rhs_contract, strict=True):
+        left[i] = right[j] = factors.keep(lhs[i]) if i in ragged else factors.sum(lhs[i])
+    group = {j: factors.keep(rhs[j]) for j in sorted(groups)}
+    right.update(group)
+    lhs_free = [i for i in range(len(lhs)) if i not in left]
+    rhs_free = [j for j in range(len(rhs)) if j not in right]
+    left.update(
+        {i: factors.keep(lhs[i]) if i in ragged else factors.parallel(lhs[i]) for i in lhs_free}
+    )
+    right.update({j: factors.parallel(rhs[j]) for j in rhs_free})
+    result: Dims = (
+        *(left[i] for i in lhs_batch),
+        *(left[i] for i in lhs_free),
+        *(right[j] for j in rhs_free),
+    )
+    if len(result) < len(call.results[0]):  # a ragged contracting dim: the groups lead the result
+        result = (factors.keep(call.results[0][0]), *result)
+    sizes = [tuple(factors.keep(size) for size in shape) for shape in group_shapes]
+    flops = 2 * elements(lhs) * math.prod(rhs[j] for j in rhs_free)
+    return Description(
+        factors.rule([_ordered(left), _ordered(right), *sizes], [result]), "matmul", flops
+    )
+
+
+def conv_general_dilated(call: Call) -> Description:
+    """[batch, in, space] * [out, in, window] -> [batch, out, space], with feature and batch groups.
+
+    Spatial dims stay whole (their parts overlap), except where the window is a single position.
+    """
+    numbers, groups, batch_groups = (
+        call.params[key]
+        for key in ("dimension_numbers", "feature_group_count", "batch_group_count")
+    )
+    lhs, rhs = call.operands
+    (result,) = call.results
+    (n, c, *space), (o, i, *window), (out_n, out_c, *out_space) = (
+        numbers.lhs_spec,
+        numbers.rhs_spec,
+        numbers.out_spec,
+    )
+    factors = Factors()
+    batch_group, group = factors.parallel(batch_groups), factors.parallel(groups)
+    batch, contracted = factors.parallel(lhs[n] // batch_groups), factors.sum(rhs[i])
+    features = factors.parallel(rhs[o] // (groups * batch_groups))
+    left: dict[int, Dim] = {n: batch_group + batch, c: group + contracted}
+    right: dict[int, Dim] = {o: group + batch_group + features, i: contracted}
+    out: dict[int, Dim] = {out_n: batch, out_c: group + batch_group + features}
+    for k, (a, b, z) in enumerate(zip(space, window, out_space, strict=True)):
+        single = (
+            rhs[b] == 1
+            and lhs[a] == result[z]
+            and call.params["window_strides"][k] == 1
+            and tuple(call.params["padding"][k]) == (0, 0)
+            and call.params["lhs_dilation"][k] == 1
+        )
+        left[a] = factors.parallel(lhs[a]) if single else factors.keep(lhs[a])
+        right[b] = () if single else factors.keep(rhs[b])
+        out[z] = left[a] if single else factors.keep(result[z])
+    kernel = math.prod(rhs[b] for b in window) * rhs[i]
+    flops = 2 * elements(result) * kernel / math.prod(call.params["lhs_dilation"])
+    return Description(
+        factors.rule([_ordered(left), _ordered(right)], [_ordered(out)]), "convolution", flops
+    )
+
+
+def _ordered(dims: Mapping[int, Dim]) -> Dims:
+    return tuple(dims[i] for i in range(len(dims)))
+
+
+CONTRACTION_TABLE: Mapping[str, Describe] = {
+    "dot_general": dot_general,
+    "ragged_dot_general": ragged_dot_general,
+    "conv_general_dilated": conv_general_dilated,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Ops that work position by position; any dim may be sharded.
+
+ARITHMETIC: tuple[str, ...] = (
+    "abs",
+    "acos",
+    "acosh",
+    "add",
+    "add_any",
+    "and",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bessel_i0e",
+    "bessel_i1e",
+    "cbrt",
+    "ceil",
+    "clamp",
+    "clz",
+    "complex",
+    "conj",
+    "cos",
+    "cosh",
+    "digamma",
+    "div",
+    "eq",
+    "eq_to",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "ge",
+    "gt",
+    "igamma",
+    "igamma_grad_a",
+    "igammac",
+    "imag",
+    "integer_pow",
+    "is_finite",
+    "le",
+    "le_to",
+    "lgamma",
+    "log",
+    "log1p",
+    "log2",
+    "logistic",
+    "lt",
+    "lt_to",
+    "max",
+    "min",
+    "mul",
+    "mulhi",
+    "ne",
+    "neg",
+    "nextafter",
+    "not",
+    "one_minus_square",
+    "or",
+    "polygamma",
+    "population_count",
+    "polynomial",
+    "pow",
+    "real",
+    "regularized_incomplete_beta",
+    "rem",
+    "round",
+    "rsqrt",
+    "select_n",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "sub",
+    "tan",
+    "tanh",
+    "threefry2x32",
+    "xor",
+    "zeta",
+)
+COPIES: tuple[str, ...] = (
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "custom_lin",
+    "device_put",
+    "layout_constraint",
+    "name",
+    "optimization_barrier",
+    "pcast",
+    "pvary",
+    "reduce_precision",
+    "reshard",
+    "shard_alike",
+    "sharding_constraint",
+    "stop_gradient",
+    "with_memory_space_constraint",
+)
+
+
+def arithmetic(call: Call) -> Description:
+    """One floating-point operation per element of the result, transcendental or not."""
+    return Description(
+        elementwise(call.operands, call.results[0], len(call.results)),
+        "elementwise",
+        elements(call.results[0]),
+    )
+
+
+def identity(call: Call) -> Description:
+    """Each result is its operand, perhaps in another dtype or place."""
+    factors = Factors()
+    dims: list[Dims] = [tuple(factors.parallel(size) for size in shape) for shape in call.results]
+    operands = dims + [((),) * len(shape) for shape in call.operands[len(dims) :]]
+    return Description(factors.rule(operands, dims), "elementwise")
+
+
+def bitcast_convert_type(call: Call) -> Description:
+    """Same bits, another dtype; a change of width adds or removes a last dim, which stays whole."""
+    (operand,), (result,) = call.operands, call.results
+    shared = min(len(operand), len(result))
+    factors = Factors()
+    common: Dims = tuple(factors.parallel(size) for size in operand[:shared])
+
+    def extra(shape: tuple[int, ...]) -> Dims:
+        return common + tuple(factors.keep(size) for size in shape[shared:])
+
+    return Description(factors.rule([extra(operand)], [extra(result)]), "elementwise")
+
+
+ELEMENTWISE_TABLE: Mapping[str, Describe] = {
+    **dict.fromkeys(ARITHMETIC, arithmetic),
+    **dict.fromkeys(COPIES, identity),
+    "bitcast_convert_type": bitcast_convert_type,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Linear algebra on stacks of matrices and Fourier transforms: stacked dims are free, the last ones
+# stay whole.
+
+#: Primitives that work on vectors.
+_VECTORS = frozenset({"lu_pivots_to_permutation", "tridiagonal_solve"})
+
+
+def whole_dims(name: str, params: Mapping[str, Any]) -> int:
+    """How many of the last dims of the first operand of a primitive are worked on as a whole; those
+    before are a stack.
+    """
+    return len(params["fft_lengths"]) if name == "fft" else 1 if name in _VECTORS else 2
+
+
+def matrices(call: Call) -> Description:
+    """Each matrix or vector of the stack is worked on as a whole; about n^3 operations for an n x n
+    matrix, n for a vector.
+    """
+    shape, whole_rank = call.operands[0], whole_dims(call.name, call.params)
+    stack = max(0, len(shape) - whole_rank)
+    flops = elements(shape) * (shape[-1] if whole_rank == 2 and call.name != "fft" else 1)
+    factors = Factors()
+    common: Dims = tuple(factors.parallel(size) for size in call.operands[0][:stack])
+
+    def dims(shape: Shape) -> Dims:
+        shared = shape[:stack] == call.operands[0][:stack]
+        return (common if shared else tuple(map(factors.keep, shape[:stack]))) + tuple(
+            map(factors.keep, shape[stack:])
+        )
+
+    return Description(
+        factors.rule([dims(s) for s in call.operands], [dims(s) for s in call.results]),
+        "opaque",
+        flops,
+    )
+
+
+LINALG_TABLE: Mapping[str, Describe] = {
+    **dict.fromkeys(
+        (
+            "cholesky",
+            "triangular_solve",
+            "eigh",
+            "eig",
+            "qr",
+            "geqrf",
+            "householder_product",
+            "svd",
+            "lu",
+            "schur",
+            "custom_linear_solve",
+            "fft",
+            *_VECTORS,
+        ),
+        matrices,
+    ),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def broadcast_in_dim(call: Call) -> Description:
+    """Operand dim i becomes result dim `broadcast_dimensions[i]`; every other result dim is a
+    copy.
+    """
+    operand, result = call.operands[0], call.results[0]
+    targets = {target: i for i, target in enumerate(call.params["broadcast_dimensions"])}
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in result)
+    source: list[Dim] = [()] * len(operand)
+    for target, i in targets.items():
+        source[i] = dims[target] if operand[i] == result[target] else ()
+    size_operands = [((),) * len(shape) for shape in call.operands[1:]]
+    return Description(factors.rule([tuple(source), *size_operands], [dims]), "movement")
+
+
+def reshape(call: Call) -> Description:
+    """Splits and merges dims; where the shapes share no common factorisation, the dims involved
+    stay whole.
+    """
+    operand, result = call.operands[0], call.results[0]
+    if call.params.get("dimensions") is not None:
+        factors = Factors()
+        dims = [tuple(factors.keep(size) for size in shape) for shape in (operand, result)]
+        return Description(factors.rule(dims[:1], dims[1:]), "movement")
+    factors = Factors()
+    left, right = _common_factors(factors, operand, result)
+    size_operands = [((),) * len(shape) for shape in call.operands[1:]]
+    return Description(factors.rule([left, *size_operands], [right]), "movement")
+
+
+def _common_factors(factors: Factors, operand: Shape, result: Shape) -> tuple[Dims, Dims]:
+    """Walks both shapes from the major side; a shared divisor of what is left of the two dims
+    becomes a shared factor.
+    """
+    dims: tuple[list[Dim], list[Dim]] = ([()] * len(operand), [()] * len(result))
+    if 0 in operand:
+        return tuple(dims[0]), tuple(dims[1])
+    i = j = 0
+    p, q = (operand or (1,))[0], (result or (1,))[0]
+    while i < len(operand) or j < len(result):
+        if p == 1 and i < len(operand):
+            i += 1
+            p = operand[i] if i < len(operand) else 1
+        elif q == 1 and j < len(result):
+            j += 1
+            q = result[j] if j < len(result) else 1
+        elif (shared := math.gcd(p, q)) > 1:
+            dim = factors.parallel(shared)
+            dims[0][i] += dim
+            dims[1][j] += dim
+            p, q = p // shared, q // shared
+        else:
+            i, j, p, q = _misaligned(factors, operand, result, dims, (i, j, p, q))
+    return tuple(dims[0]), tuple(dims[1])
+
+
+def _misaligned(
+    factors: Factors,
+    operand: Shape,
+    result: Shape,
+    dims: tuple[list[Dim], list[Dim]],
+    progress: tuple[int, int, int, int],
+) -> tuple[int, int, int, int]:
+    """Keeps the rest of both dims whole, and further dims until the two sides have the same number
+    of elements.
+    """
+    i, j, left, right = progress
+    dims[0][i] += factors.keep(left)
+    dims[1][j] += factors.keep(right)
+    while left != right:
+        if left < right:
+            i += 1
+            left *= operand[i]
+            dims[0][i] += factors.keep(operand[i])
+        else:
+            j += 1
+            right *= result[j]
+            dims[1][j] += factors.keep(result[j])
+    return i, j, 1, 1
+
+
+def squeeze(call: Call) -> Description:
+    """Drops dims of size 1."""
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
+    dropped = {axis % len(dims) for axis in call.params["dimensions"]}
+    return Description(
+        factors.rule([dims], [tuple(dim for i, dim in enumerate(dims) if i not in dropped)]),
+        "movement",
+    )
+
+
+def transpose(call: Call) -> Description:
+    """Reorders dims."""
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
+    return Description(
+        factors.rule([dims], [tuple(dims[i] for i in call.params["permutation"])]), "movement"
+    )
+
+
+def slice_(call: Call) -> Description:
+    """Dims that are taken as a whole may be sharded, sliced ones not."""
+    starts, strides = call.params["start_indices"], call.params["strides"]
+    sliced = [
+        i
+        for i, (before, after) in enumerate(zip(call.operands[0], call.results[0], strict=True))
+        if before != after
+    ]
+    plain = len(sliced) == 1 and (strides is None or strides[sliced[0]] == 1)
+    return _with_windows(
+        resize(call),
+        [
+            Window((False, 0, i), (True, 0, i), int(starts[i]), call.results[0][i])
+            for i in sliced
+            if plain
+        ],
+    )
+
+
+def pad(call: Call) -> Description:
+    """Padded dims stay whole; the padding value is a scalar."""
+    padded = {
+        i: tuple(config)
+        for i, config in enumerate(call.params["padding_config"])
+        if tuple(config) != (0, 0, 0)
+    }
+    plain = len(padded) == 1 and all(
+        low >= 0 and high >= 0 and not inner for low, high, inner in padded.values()
+    )
+    windows = [
+        Window((True, 0, i), (False, 0, i), int(low), call.operands[0][i])
+        for i, (low, _, _) in padded.items()
+        if plain
+    ]
+    return _with_windows(resize(call, touched=padded.keys()), windows)
+
+
+def _with_windows(description: Description, windows: Iterable[Window]) -> Description:
+    return replace(description, rule=replace(description.rule, windows=tuple(windows)))
+
+
+def _side_by_side(
+    sizes: Iterable[int], place: Callable[[int], tuple[Place, Place | None]]
+) -> Iterator[Window]:
+    """Runs of the given lengths, one after the other; `place` says of which dim in which."""
+    start = 0
+    for position, size in enumerate(sizes):
+        long, short = place(position)
+        yield Window(long, short, start, int(size))
+        start += int(size)
+
+
+def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
+    """A result of the operand's rank: dims of equal size that are not `touched` are shared, the
+    others stay whole.
+    """
+    operand, result = call.operands[0], call.results[0]
+    factors = Factors()
+    source: list[Dim] = []
+    target: list[Dim] = []
+    for i, (size, after) in enumerate(zip(operand, result, strict=True)):
+        same = size == after and i not in touched
+        source.append(factors.parallel(size) if same else factors.keep(size))
+        target.append(source[-1] if same else factors.keep(after))
+    scalars = [((),) * len(shape) for shape in call.operands[1:]]
+    return Description(factors.rule([tuple(source), *scalars], [tuple(target)]), "movement")
+
+
+def concatenate(call: Call) -> Description:
+    """Joins arrays along one dim, which stays whole."""
+    axis, (result,) = call.params["dimension"], call.results
+    factors = Factors()
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result)
+    )
+    operands = [
+        (*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1 :]) for shape in call.operands
+    ]
+    windows = _side_by_side(
+        (shape[axis] for shape in call.operands), lambda i: ((True, 0, axis), (False, i, axis))
+    )
+    return _with_windows(Description(factors.rule(operands, [dims]), "movement"), windows)
+
+
+def stack(call: Call) -> Description:
+    """Joins arrays along a new dim, which stays whole."""
+    axis, (result,) = call.params["axis"], call.results
+    factors = Factors()
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result)
+    )
+    windows = _side_by_side((1 for _ in call.operands), lambda _: ((True, 0, axis), None))
+    return _with_windows(
+        Description(
+            factors.rule([dims[:axis] + dims[axis + 1 :]] * len(call.operands), [dims]), "movement"
+        ),
+        windows,
+    )
+
+
+def unstack(call: Call) -> Description:
+    """Takes an array apart along a dim, which goes away."""
+    axis, (operand,) = call.params["axis"], call.operands
+    factors = Factors()
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size)
+        for i, size in enumerate(operand)
+    )
+    windows = _side_by_side((1 for _ in call.results), lambda _: ((False, 0, axis), None))
+    return _with_windows(
+        Description(
+            factors.rule([dims], [dims[:axis] + dims[axis + 1 :]] * len(call.results)), "movement"
+        ),
+        windows,
+    )
+
+
+def tile(call: Call) -> Description:
+    """Repeats an array along its dims: a tiled dim of the result is (copy, position)."""
+    operand, result = call.operands[0], call.results[0]
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in operand)
+    copies = [after // size if size else 1 for size, after in zip(operand, result, strict=True)]
+    return Description(
+        factors.rule(
+            [dims], [tuple(factors.parallel(n) + dim for n, dim in zip(copies, dims, strict=True))]
+        ),
+        "movement",
+    )
+
+
+def split(call: Call) -> Description:
+    """Takes an array apart along one dim, which stays whole."""
+    axis, (operand,) = call.params["axis"], call.operands
+    factors = Factors()
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size)
+        for i, size in enumerate(operand)
+    )
+    results = [
+        (*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1 :]) for shape in call.results
+    ]
+    windows = _side_by_side(
+        (shape[axis] for shape in call.results), lambda i: ((False, 0, axis), (True, i, axis))
+    )
+    return _with_windows(Description(factors.rule([dims], results), "movement"), windows)
+
+
+def generated(call: Call) -> Description:
+    """A result made from its position alone (iota): every device can make its own part."""
+    factors = Factors()
+    results = [tuple(factors.parallel(size) for size in shape) for shape in call.results]
+    return Description(
+        factors.rule([((),) * len(shape) for shape in call.operands], results), "movement"
+    )
+
+
+MOVEMENT_TABLE: Mapping[str, Describe] = {
+    "broadcast_in_dim": broadcast_in_dim,
+    "reshape": reshape,
+    "squeeze": squeeze,
+    "transpose": transpose,
+    "slice": slice_,
+    "pad": pad,
+    "concatenate": concatenate,
+    "split": split,
+    "stack": stack,
+    "unstack": unstack,
+    "tile": tile,
+    **dict.fromkeys(("iota", "iota_2x32_shape", "empty2", "platform_index"), generated),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Ops that look positions up: gather, scatter, dynamic slices.
+#
+# Cutting the dim that a gather looks up (an embedding table's vocabulary) works as a lookup in the
+# local part, zero where the position lies elsewhere, and a sum over the parts: a *summed* factor.
+# Cutting what a scatter writes to is parallel, for every part takes the updates that fall into it;
+# cutting the updates of a scatter-add leaves partial results.
+
+
+def gather(call: Call) -> Description:
+    """`jax.lax.gather`, from its dimension numbers."""
+    numbers, slices = call.params["dimension_numbers"], call.params["slice_sizes"]
+    (operand, indices), (result,) = call.operands, call.results
+    factors = Factors()
+    index_dims: list[Dim] = [factors.parallel(size) for size in indices[:-1]] + [
+        factors.keep(indices[-1])
+    ]
+    batch_dims = [i for i in range(len(result)) if i not in numbers.offset_dims]
+    results: list[Dim] = [()] * len(result)
+    for position, i in enumerate(batch_dims):
+        results[i] = index_dims[position]
+    source: list[Dim] = [()] * len(operand)
+    for d, i in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
+        source[d] = index_dims[i]
+    for d in numbers.collapsed_slice_dims:
+        source[d] = (
+            factors.sum(operand[d]) if d in numbers.start_index_map else factors.keep(operand[d])
+        )
+    window = [
+        d
+        for d in range(len(operand))
+        if d not in numbers.collapsed_slice_dims and d not in numbers.operand_batching_dims
+    ]
+    for d, i in zip(window, numbers.offset_dims, strict=True):
+        full = slices[d] == operand[d]
+        source[d] = factors.parallel(operand[d]) if full else factors.keep(operand[d])
+        results[i] = source[d] if full else factors.keep(result[i])
+    return Description(factors.rule([tuple(source), tuple(index_dims)], [tuple(results)]), "gather")
+
+
+def scatter(call: Call) -> Description:
+    """The scatter family, from its dimension numbers; an overwriting scatter must see its updates
+    in order.
+    """
+    numbers = call.params["dimension_numbers"]
+    operand, indices, updates = call.operands
+    factors = Factors()
+    combine = factors.keep if call.name in ("scatter", "scatter-sub") else factors.sum
+    index_dims: list[Dim] = [
+        (factors.parallel if i in numbers.scatter_indices_batching_dims else combine)(size)
+        for i, size in enumerate(indices[:-1])
+    ] + [factors.keep(indices[-1])]
+    target: list[Dim] = [()] * len(operand)
+    update: list[Dim] = [()] * len(updates)
+    batch_dims = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
+    for position, i in enumerate(batch_dims):
+        update[i] = index_dims[position]
+    for d, i in zip(
+        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+    ):
+        target[d] = index_dims[i]
+    for d in numbers.inserted_window_dims:
+        target[d] = factors.parallel(operand[d])
+    window = [
+        d
+        for d in range(len(operand))
+        if d not in numbers.inserted_window_dims and d not in numbers.operand_batching_dims
+    ]
+    for d, i in zip(window, numbers.update_window_dims, strict=True):
+        full = updates[i] == operand[d]
+        target[d] = factors.parallel(operand[d]) if full else factors.keep(operand[d])
+        update[i] = target[d] if full else factors.keep(updates[i])
+    rule = factors.rule([tuple(target), tuple(index_dims), tuple(update)], [tuple(target)])
+    return Description(rule, "scatter", 0.0 if call.name == "scatter" else elements(updates))
+
+
+def dynamic_slice(call: Call) -> Description:
+    """A window at a position known only at run time; dims that it covers as a whole may be
+    sharded.
+    """
+    return Description(resize(call).rule, "gather")
+
+
+def dynamic_update_slice(call: Call) -> Description:
+    """(operand, window, position) -> the operand with the window written over it."""
+    operand, update, *starts = call.operands
+    factors = Factors()
+    target: list[Dim] = []
+    window: list[Dim] = []
+    for size, part in zip(operand, update, strict=True):
+        target.append(factors.parallel(size) if size == part else factors.keep(size))
+        window.append(target[-1] if size == part else factors.keep(part))
+    scalars: list[Dims] = [((),) * len(shape) for shape in starts]
+    return Description(
+        factors.rule([tuple(target), tuple(window), *scalars], [tuple(target)]), "scatter"
+    )
+
+
+INDEXING_TABLE: Mapping[str, Describe] = {
+    "gather": gather,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+        scatter,
+    ),
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Random numbers. Typed PRNG keys hide their words, so a key array has the dims of its keys only.
+
+
+def drawn(call: Call) -> Description:
+    """keys -> keys x shape: counters are positions, so every device can draw its own part
+    (partitionable Threefry).
+    """
+    (keys,), (result,) = call.operands, call.results
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in result)
+    return Description(factors.rule([dims[: len(keys)]], [dims]), "elementwise", elements(result))
+
+
+def words(call: Call) -> Description:
+    """keys <-> their words; the last dim, the words, stays whole."""
+    (operand,), (result,) = call.operands, call.results
+    shared = min(len(operand), len(result))
+    factors = Factors()
+    common: Dims = tuple(factors.parallel(size) for size in operand[:shared])
+    left = common + tuple(factors.keep(size) for size in operand[shared:])
+    right = common + tuple(factors.keep(size) for size in result[shared:])
+    return Description(factors.rule([left], [right]), "elementwise")
+
+
+def sequential(call: Call) -> Description:
+    """A generator with hidden state: its results exist only as a whole."""
+    factors = Factors()
+    dims = [
+        tuple(factors.keep(size) for size in shape) for shape in (*call.operands, *call.results)
+    ]
+    return Description(
+        factors.rule(dims[: len(call.operands)], dims[len(call.operands) :]), "elementwise"
+    )
+
+
+RANDOM_TABLE: Mapping[str, Describe] = {
+    **dict.fromkeys(("random_bits", "random_split"), drawn),
+    **dict.fromkeys(("random_wrap", "random_unwrap"), words),
+    **dict.fromkeys(("random_seed", "random_fold_in", "random_gamma"), arithmetic),
+    "random_clone": identity,
+    **dict.fromkeys(("rng_bit_generator", "rng_uniform"), sequential),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Ops that combine positions along a dim: reductions, running sums, windows, sorts.
+#
+# A reduction can be sharded along the reduced dim, the parts combined afterwards; an argmax, a
+# running sum or a sort cannot.
+
+
+def reduction(call: Call) -> Description:
+    """Sum, maximum, ...: the reduced dims leave partial results when cut."""
+    return _reduction(call, call.params["axes"], cut=True)
+
+
+def argument_reduction(call: Call) -> Description:
+    """argmax, argmin: the position is known only to who sees the whole dim."""
+    return _reduction(call, call.params["axes"], cut=False)
+
+
+def generic_reduction(call: Call) -> Description:
+    """`jax.lax.reduce` with any function; its initial value would be counted once per part, so the
+    dims stay whole.
+    """
+    return _reduction(call, call.params["dimensions"], cut=False)
+
+
+def _reduction(call: Call, axes: Sequence[int], *, cut: bool) -> Description:
+    shape, reduced = call.operands[0], {int(axis) for axis in axes}
+    factors = Factors()
+    dims: Dims = tuple(
+        (factors.sum if cut else factors.keep)(size) if i in reduced else factors.parallel(size)
+        for i, size in enumerate(shape)
+    )
+    result: Dims = tuple(dim for i, dim in enumerate(dims) if i not in reduced)
+    operands = [dims if s == shape else ((),) * len(s) for s in call.operands]
+    return Description(
+        factors.rule(operands, [result] * len(call.results)), "reduction", elements(shape)
+    )
+
+
+def cumulative(call: Call) -> Description:
+    """Running sum, product, maximum: whole along its axis."""
+    return _along(call, {call.params["axis"]}, "reduction", elements(call.operands[0]))
+
+
+def sort(call: Call) -> Description:
+    """Sorts one or more arrays together along one dim."""
+    return _along(call, {call.params["dimension"]}, "sort", 0.0)
+
+
+def reverse(call: Call) -> Description:
+    """Reverses dims, which stay whole."""
+    return _along(call, set(call.params["dimensions"]), "movement", 0.0)
+
+
+def _along(call: Call, unsplit: set[int], category: str, flops: float) -> Description:
+    factors = Factors()
+    dims: Dims = tuple(
+        factors.keep(size) if i in unsplit else factors.parallel(size)
+        for i, size in enumerate(call.operands[0])
+    )
+    return Description(
+        factors.rule([dims] * len(call.operands), [dims] * len(call.results)), category, flops
+    )
+
+
+def top_k(call: Call) -> Description:
+    """The k largest along one dim, with their positions."""
+    shape = call.operands[0]
+    axis = call.params.get("axis", call.params.get("reduction_dimension", -1)) % len(shape)
+    factors = Factors()
+    operand: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(shape)
+    )
+    chosen = factors.keep(call.results[0][axis])
+    result: Dims = tuple(chosen if i == axis else dim for i, dim in enumerate(operand))
+    return Description(factors.rule([operand], [result] * len(call.results)), "sort")
+
+
+def window_reduction(call: Call) -> Description:
+    """Pooling. A dim is sharded freely where windows are single positions, window by window where
+    they tile the dim.
+    """
+    result, *_ = call.results
+    shape = call.operands[0]
+    factors = Factors()
+    pairs = [_window(call, factors, i, shape[i], result[i]) for i in range(len(shape))]
+    operand: Dims = tuple(inside for inside, _ in pairs)
+    operands = [operand if s == shape else ((),) * len(s) for s in call.operands]
+    window = elements(tuple(call.params["window_dimensions"]))
+    results = [tuple(outside for _, outside in pairs)] * len(call.results)
+    return Description(factors.rule(operands, results), "reduction", elements(result) * window)
+
+
+def _window(call: Call, factors: Factors, i: int, size: int, count: int) -> tuple[Dim, Dim]:
+    window, stride = call.params["window_dimensions"][i], call.params["window_strides"][i]
+    dilated = any(
+        call.params.get(key, (1,) * (i + 1))[i] != 1 for key in ("base_dilation", "window_dilation")
+    )
+    padded = tuple(call.params["padding"][i]) != (0, 0)
+    if window == stride and not dilated and not padded and window * count == size:
+        outside = factors.parallel(count)
+        combine = (
+            factors.keep if "select" in call.name or call.name == "reduce_window" else factors.sum
+        )
+        return outside + combine(window), outside
+    return factors.keep(size), factors.keep(count)
+
+
+def select_and_gather_add(call: Call) -> Description:
+    """The tangent of pooling: (tangents, operand) of one shape -> one value per window."""
+    return window_reduction(call)
+
+
+def select_and_scatter_add(call: Call) -> Description:
+    """The gradient of max-pooling: (one value per window, operand) -> the operand's shape."""
+    source, shape = call.operands[0], call.operands[1]
+    factors = Factors()
+    pairs = [_window(call, factors, i, shape[i], source[i]) for i in range(len(shape))]
+    operand: Dims = tuple(inside for inside, _ in pairs)
+    window = elements(tuple(call.params["window_dimensions"]))
+    scalars = [((),) * len(s) for s in call.operands[2:]]
+    return Description(
+        factors.rule([tuple(outside for _, outside in pairs), operand, *scalars], [operand]),
+        "scatter",
+        elements(source) * window,
+    )
+
+
+REDUCTION_TABLE: Mapping[str, Describe] = {
+    **dict.fromkeys(
+        (
+            "reduce_sum",
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "reduce_xor",
+        ),
+        reduction,
+    ),
+    **dict.fromkeys(("argmax", "argmin"), argument_reduction),
+    "reduce": generic_reduction,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), cumulative),
+    "sort": sort,
+    "rev": reverse,
+    **dict.fromkeys(("top_k", "approx_top_k"), top_k),
+    **dict.fromkeys(
+        ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
+        window_reduction,
+    ),
+    "select_and_gather_add": select_and_gather_add,
+    **dict.fromkeys(("select_and_scatter_add", "select_and_scatter"), select_and_scatter_add),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# The one table from primitive name to factor rule; the families are in the files beside it.
+
+#: How each primitive that shardlib knows is described. What is missing here is opaque, and a
+#: Finding says so.
+TABLE: Mapping[str, Describe] = {
+    **CONTRACTION_TABLE,
+    **ELEMENTWISE_TABLE,
+    **REDUCTION_TABLE,
+    **MOVEMENT_TABLE,
+    **INDEXING_TABLE,
+    **RANDOM_TABLE,
+    **LINALG_TABLE,
+}

@@ -1,1 +1,0 @@
-"""One table from primitive to the factor rule of its equation; a family of primitives a file."""

@@ -1,0 +1,271 @@
+"""Where the numbers and events of a run go, beside the lines of JSON in its folder.
+
+    settings = Settings(run="runs/a", loggers=(TensorBoard(), WandB(project="a")))
+
+logger.py        the protocol
+tensorboard.py   event files
+wandb.py         Weights & Biases; offline, unless it is told otherwise
+mlflow.py        MLflow; a file of SQLite, unless it is told otherwise
+json_lines.py    lines of JSON in a file of one's own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardlib.errors import MissingPackageError, ModelError, RunError, ShardlibError
+from shardlib.planner.plan import Plan
+from shardlib.training.measures import EventFiles, Sink, scalars
+from shardlib.training.measures import JsonLines as Lines
+from shardlib.untrusted.data import JsonMapping, read_regular
+
+# --------------------------------------------------------------------------------------------------
+# What is a logger? A value that opens a sink, once the run knows what it goes on with.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """The run that is logged.
+
+    Attributes:
+        folder: of the run; None where nothing is kept.
+        step: steps that are done when the sink is opened.
+        words: what is trained, and the plan, as plain data.
+    """
+
+    folder: Path | None
+    step: int
+    words: JsonMapping = field(default_factory=dict)
+
+    def place(self, name: str) -> Path:
+        """Where a logger keeps its files: a folder of the run, or else of the working directory."""
+        return (self.folder or Path()) / name
+
+    def kept(self, name: str, make: Callable[[], str]) -> str:
+        """An identifier that all processes of a run share: that of the first one."""
+        if self.folder is None:
+            return make()
+        path = self.folder / name
+        try:
+            if not path.exists():
+                path.write_text(make() + "\n", encoding="utf-8")
+            return path.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be read or written: {error.strerror or error}\nTry: other"
+                " permissions; nothing was changed"
+            ) from error
+
+
+class Logger(Protocol):
+    """A place where numbers go. It is opened in the first process alone."""
+
+    def open(self, run: LoggedRun, /) -> Sink | None:
+        """What takes records; None where the run gives it no place."""
+        ...
+
+
+# --------------------------------------------------------------------------------------------------
+# Lines of JSON in a file of one's own; a run with a folder has `metrics.jsonl` anyway.
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """A line of JSON for every step, validation and event.
+
+    Attributes:
+        path: of the file, which is added to.
+    """
+
+    path: str | Path
+
+    def open(self, run: LoggedRun, /) -> Sink:
+        """Opens the file."""
+        return Lines(Path(self.path))
+
+
+# --------------------------------------------------------------------------------------------------
+# MLflow.
+
+#: Letters of a parameter's value, at most.
+LONGEST = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow:
+    """Numbers as metrics, what is trained as parameters, and events as tags, for MLflow. All
+    processes of a run write to one run there.
+
+    Attributes:
+        experiment: its name.
+        uri: where MLflow keeps it; by default the file `mlflow.db` in the folder of the run, or
+            else of the working directory, which `mlflow ui --backend-store-uri` shows.
+        name: of the run; by default MLflow makes one.
+    """
+
+    experiment: str = "shardlib"
+    uri: str | None = None
+    name: str | None = None
+
+    def open(self, run: LoggedRun, /) -> _MlflowSink:
+        """Begins a run there, or goes on with it."""
+        try:
+            tracking: Any = importlib.import_module("mlflow.tracking")
+            entities: Any = importlib.import_module("mlflow.entities")
+            if self.uri is None:
+                importlib.import_module("sqlalchemy")
+                importlib.import_module("alembic")
+        except ImportError as error:
+            raise MissingPackageError(
+                f"MLflow needs a package that is not here: {error.name}\nTry: pip install"
+                " mlflow-skinny 'sqlalchemy<2.1' alembic"
+            ) from error
+        uri = self.uri or f"sqlite:///{run.place('mlflow.db').absolute()}"
+        client = tracking.MlflowClient(tracking_uri=uri)
+        known = client.get_experiment_by_name(self.experiment)
+        experiment = (
+            client.create_experiment(self.experiment) if known is None else known.experiment_id
+        )
+        number = run.kept(
+            "mlflow-id", lambda: client.create_run(experiment, run_name=self.name).info.run_id
+        )
+        client.update_run(number, status="RUNNING")
+        for name, value in run.words.items():
+            client.set_tag(number, name, str(value)[:LONGEST])
+        return _MlflowSink(client, entities, number)
+
+
+class _MlflowSink:
+    def __init__(self, client: Any, entities: Any, run: str) -> None:
+        self._client, self._entities, self._run = client, entities, run
+
+    def write(self, record: JsonMapping) -> None:
+        step, now = int(record["step"]), int(time.time() * 1000)
+        numbers = scalars(record)
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in numbers.items()]
+        if metrics:
+            self._client.log_batch(self._run, metrics=metrics)
+        elif "event" in record:
+            self._client.set_tag(
+                self._run, f"{record['event']}.{step}", json.dumps(record, default=str)[:LONGEST]
+            )
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+# --------------------------------------------------------------------------------------------------
+# Event files for TensorBoard.
+
+#: Where a run keeps its plan (`shardlib.training.run`).
+_PLAN = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard:
+    """Numbers as scalars, events and the plan of the run as text, for TensorBoard.
+
+    Attributes:
+        folder: of event files; by default `tensorboard/` in the folder of the run. A run without a
+            folder has none then.
+    """
+
+    folder: str | Path | None = None
+
+    def open(self, run: LoggedRun, /) -> Sink | None:
+        """Opens event files; those of later steps are hidden."""
+        if self.folder is None and run.folder is None:
+            return None
+        folder = Path(self.folder) if self.folder is not None else run.place("tensorboard")
+        sink = EventFiles(folder, after=run.step)
+        if text := _plan_text(run):
+            sink.page("plan", text, run.step)
+        return sink
+
+
+def _plan_text(run: LoggedRun) -> str:
+    """The plan of a run as Markdown; empty where it has none that can be read."""
+    if run.folder is None:
+        return ""
+    with contextlib.suppress(OSError, ShardlibError):
+        plan = Plan.from_json(read_regular(run.folder / _PLAN))
+        # Lines that are indented are shown as they are, whatever is in them.
+        return "\n".join(f"    {line}" for line in plan.explain().splitlines())
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights & Biases.
+
+MODES = ("offline", "online")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandB:
+    """Numbers and events for Weights & Biases. All processes of a run write to one run there.
+
+    Attributes:
+        project: name of the project.
+        name: of the run; by default the service makes one.
+        mode: "offline", which writes files that `wandb sync` sends; or "online".
+        folder: of the files; by default the folder of the run, or else the working directory.
+
+    Raises:
+        ModelError: another mode.
+    """
+
+    project: str
+    name: str | None = None
+    mode: str = "offline"
+    folder: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ModelError(f"mode is {self.mode!r}\nTry: one of {', '.join(MODES)}")
+
+    def open(self, run: LoggedRun, /) -> _WandbSink:
+        """Begins a run there, or goes on with it."""
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise MissingPackageError(
+                "Weights & Biases needs a package that is not here\nTry: pip install wandb"
+            ) from error
+        folder = Path(self.folder) if self.folder is not None else run.place("")
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = wandb.init(
+            project=self.project,
+            name=self.name,
+            id=run.kept("wandb-id", lambda: uuid.uuid4().hex[:8]),
+            resume="allow",
+            dir=str(folder),
+            mode=self.mode,
+            config=dict(run.words),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # Steps come again where a run goes back: they are a number like others.
+        opened.define_metric("*", step_metric="step")
+        return _WandbSink(opened)
+
+
+class _WandbSink:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def write(self, record: JsonMapping) -> None:
+        numbers = scalars(record)
+        texts: Mapping[str, object] = (
+            {} if "event" not in record or numbers else {"event": str(dict(record))}
+        )
+        self._run.log({"step": record["step"], **numbers, **texts})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,1 +1,0 @@
-"""What a run measures of itself: losses and metrics, rates, the load of the machine, profiles."""

@@ -1,0 +1,1219 @@
+"""The steps of a run, from the first to the last: what it is to do (`task`), streams of batches
+(`batches`), losses and metrics (`records`), checkpoints (`saving`), all that it keeps open
+(`equipment`), and the loop that does one step after the other (`steps`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.checkpointing.folder import Owner
+from shardlib.checkpointing.store import Checkpoints, Restored
+from shardlib.checkpointing.tree import OtherOptimizerError
+from shardlib.data.batches import Loader, Rows
+from shardlib.errors import (
+    CheckpointError,
+    InfeasibleError,
+    LayoutError,
+    ModelError,
+    PinError,
+    RunError,
+    ShardlibError,
+    TrainingError,
+    raise_all,
+)
+from shardlib.exchanges import DiLoCo, Exact
+from shardlib.findings import Finding
+from shardlib.frontend.step_program import StepProgram
+from shardlib.launch.doctor import examine
+from shardlib.lowering.islands.program import IslandMetrics, IslandsProgram, IslandsState, first_of
+from shardlib.lowering.program import Program
+from shardlib.lowering.runtime import TrainState
+from shardlib.lowering.step import limited
+from shardlib.planner.plan import Plan
+from shardlib.processes.place import StopRequest, Watchdog, stop_requests, user_code, versions
+from shardlib.processes.values import (
+    agree,
+    all_say,
+    anywhere,
+    idle_processes,
+    of_first,
+    processes_text,
+    rank,
+)
+from shardlib.report.elements import seconds_text
+from shardlib.training.callbacks import Asks, Moment, Remembers
+from shardlib.training.display import Display
+from shardlib.training.loggers import LoggedRun, Logger
+from shardlib.training.measures import (
+    VALIDATION,
+    Busy,
+    JsonLines,
+    Judge,
+    Profiler,
+    Sink,
+    by_step,
+    number,
+    read_lines,
+    validations,
+)
+from shardlib.training.run import Held, RunFolder
+from shardlib.training.settings import Settings
+from shardlib.training.validation import is_metric, named_numbers, validator
+from shardlib.untrusted.data import Json, JsonMapping, JsonObject
+
+# --------------------------------------------------------------------------------------------------
+# Streams of batches: where they come from, and how far ahead they are made.
+#
+# The loop asks whoever has the data for a stream that begins at a step. For a dataset that is
+# `shardlib.data.batches.Loader`, with which every process reads its own part; for a function of
+# the step, for data that are made or that fit into memory, a thread that calls it ahead.
+
+
+class Stream(Protocol):
+    """Batches in the order of steps.
+
+    Attributes:
+        waited_seconds: how long `next` has waited, in all.
+    """
+
+    waited_seconds: float
+
+    def __iter__(self) -> Iterator[tuple[int, Tree]]: ...
+
+    def __next__(self) -> tuple[int, Tree]: ...
+
+    def close(self) -> None:
+        """Ends whatever works ahead."""
+        ...
+
+
+#: (abstract batch of the program, or a function from the step to that, first step) -> batches from
+#: that step on.
+Opens = Callable[[Any, int], Stream]
+
+
+#: step, from 0 -> the whole global batch, host arrays.
+BatchOf = Callable[[int], Tree]
+
+
+def opened(data: Rows | BatchOf, *, ahead: int = 2) -> Opens:
+    """What opens streams of some data."""
+    if callable(data):
+        return lambda batch, start: _Ahead(data, start, ahead)
+    return lambda batch, start: Loader(data, batch, start=start, ahead=ahead)
+
+
+class _Ahead:
+    def __init__(self, batch_of: BatchOf, start: int, ahead: int) -> None:
+        self.waited_seconds = 0.0
+        self._batch_of, self._ahead, self._next = batch_of, ahead, start
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="shardlib-batches")
+        self._made: deque[tuple[int, Future[Any]]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[int, Tree]]:
+        return self
+
+    def __next__(self) -> tuple[int, Tree]:
+        while len(self._made) <= self._ahead:
+            self._made.append((self._next, self._worker.submit(self._batch_of, self._next)))
+            self._next += 1
+        step, made = self._made.popleft()
+        begin = time.perf_counter()
+        batch = made.result()
+        self.waited_seconds += time.perf_counter() - begin
+        return step, batch
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which hosts of a job stay idle under a plan, and what a plan for all of them would take.
+
+
+def is_idle(program: object) -> bool:
+    """Whether this process owns no device of a program's mesh."""
+    mesh = None if jax.process_count() == 1 else getattr(program, "mesh", None)
+    return isinstance(mesh, Mesh) and jax.process_index() in idle_processes(mesh.devices.flat)
+
+
+def idle_text(program: Program | StepProgram) -> str:
+    """Which processes own no device of a program's mesh, on which hosts, and the fastest plan that
+    leaves none idle; empty where all own one. To be called by all processes.
+    """
+    plan, mesh = program.plan, program.mesh
+    idle = idle_processes(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
+    if not idle:
+        return ""
+    hosts = all_say("host", socket.gethostname())
+    on: defaultdict[str, list[int]] = defaultdict(list)
+    for process in idle:
+        on[hosts[process]].append(process)
+    places = ", ".join(f"{processes_text(numbers)} on {host}" for host, numbers in on.items())
+    return (
+        f"{len(idle)} of {len(hosts)} processes own none of the {plan.mesh.devices} devices of the"
+        f" plan {plan.mesh} and only wait with the others ({places}); "
+        + of_first(f"plan for all devices, {plan.digest}", lambda: _on_all(plan))
+    )
+
+
+def _on_all(plan: Plan) -> str:
+    """The fastest plan that leaves no device idle, beside a plan that does."""
+    if plan.source is None:
+        return "the plan was given, so that none for all devices is known"
+    devices = plan.source.topology.devices
+    try:
+        other = plan.source.on_all_devices()
+    except (InfeasibleError, PinError) as error:
+        return f"there is no plan for all {devices} devices ({str(error).partition(chr(10))[0]})"
+    return (
+        f"the fastest plan for all {devices} devices, {other.mesh}, is predicted to take"
+        f" {seconds_text(other.estimate.step_seconds)} a step in place of"
+        f" {seconds_text(plan.estimate.step_seconds)}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The numbers of a step as they are written down.
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A step whose metrics have not been read.
+
+    Attributes:
+        step: which, from 1 on.
+        metrics: on the devices.
+        times: seconds by name.
+    """
+
+    step: int
+    metrics: Tree
+    times: dict[str, float]
+
+
+def numbers_of(metrics: Tree, judged: str = "loss") -> dict[str, float]:
+    """The scalars among the metrics of a step, by name; of several islands the means, and the loss
+    of each. Waits for the step.
+    """
+    found = {
+        name: number
+        for outer, value in named_metrics(metrics).items()
+        for name, number in named_numbers(outer, value).items()
+    }
+    if judged in found:
+        found.setdefault("loss", found[judged])
+    if isinstance(metrics, IslandMetrics):
+        for number, one in enumerate(metrics.islands, 1):
+            found[f"loss_of_island_{number}"] = float(one["loss"])
+    return found
+
+
+def named_metrics(metrics: Tree) -> dict[str, Tree]:
+    """The metrics of a step by name."""
+    if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
+        return {
+            f"{name}.{inner}".removesuffix("."): one
+            for name, value in metrics.items()
+            for inner, one in (
+                named_metrics(value).items() if isinstance(value, Mapping) else [("", value)]
+            )
+        }
+    return {
+        path_text(path) or "loss": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(metrics, is_leaf=is_metric)
+    }
+
+
+def meetings(plan: Plan, step: int) -> dict[str, int]:
+    """How often islands have met, what they sent having arrived, by name; nothing where there is
+    one.
+    """
+    exchange = plan.exchange
+    if isinstance(exchange, Exact):
+        return {}
+    if isinstance(exchange, DiLoCo):
+        return {"meetings": max(0, step - exchange.delay) // exchange.between}
+    return {"meetings": step // exchange.every}
+
+
+# --------------------------------------------------------------------------------------------------
+# The records of a run: its losses, its metrics, a line a step, and its events.
+#
+#     records.event("spike", step=12, loss=9.1)
+#     records.losses[12]
+#
+# Metrics go to `metrics.jsonl` of the folder and to loggers, in the first process; losses and
+# seconds are known to all.
+
+
+class Records:
+    """Losses, seconds, metrics and events; what is written goes to the sinks that are open.
+
+    Args:
+        say: where to say that something cannot be read or written.
+        owner: the right to write to the folder, where this process has it.
+    """
+
+    def __init__(self, say: Callable[[str], None], owner: Owner | None) -> None:
+        self.say, self.owner = say, owner
+        self.losses: dict[int, float] = {}
+        self.seconds: dict[int, float] = {}
+        self.validations: dict[int, dict[str, float]] = {}
+        self._sinks: list[Sink] = []
+        self._told = False
+
+    def open(
+        self,
+        folder: RunFolder | None,
+        step: int,
+        stack: contextlib.ExitStack,
+        loggers: Sequence[Logger],
+        words: JsonMapping,
+    ) -> None:
+        """Reads what the folder has of the steps until now, and opens sinks.
+
+        Args:
+            folder: of the run; None where nothing is kept.
+        """
+        if folder is not None:
+            self._read(folder, step)
+        if rank():
+            return
+        run = LoggedRun(folder=None if folder is None else folder.path, step=step, words=words)
+        try:
+            if folder is not None:
+                lines = JsonLines(folder.metrics, own=True)
+                self._sinks.append(stack.enter_context(contextlib.closing(lines)))
+            for logger in loggers:
+                sink = logger.open(run)
+                if sink is not None:
+                    self._sinks.append(stack.enter_context(contextlib.closing(sink)))
+        except OSError as error:
+            raise RunError(
+                f"the metrics of the run cannot be written to {run.place('')}: {error}\nTry:"
+                " another folder, or free some space; nothing was changed"
+            ) from error
+
+    def _read(self, folder: RunFolder, step: int) -> None:
+        """What the folder has of the steps until now."""
+        lines = read_lines(folder.metrics)
+        known = {done: one for done, one in by_step(lines.records).items() if done <= step}
+        self.losses = {done: record["loss"] for done, record in known.items()}
+        self.seconds = {done: number(record, "seconds") for done, record in known.items()}
+        self.validations = {
+            done: one for done, one in validations(lines.records).items() if done <= step
+        }
+        if lines.unread:
+            self.say(
+                f"{lines.unread} of the lines of {folder.metrics} cannot be read and are passed"
+                " over; they stay there"
+            )
+
+    def last(self) -> float:
+        """The loss of the newest step; not a number where there is none."""
+        return self.losses[max(self.losses)] if self.losses else math.nan
+
+    def forget_after(self, step: int) -> None:
+        """Takes back the losses of later steps."""
+        self.losses = {kept: value for kept, value in self.losses.items() if kept <= step}
+        self.validations = {kept: one for kept, one in self.validations.items() if kept <= step}
+
+    def event(self, event: str, step: int, **more: Json) -> None:
+        """Writes down what happened."""
+        self.write({"event": event, "step": step, "time": time.time(), **more})
+
+    def skipped(self, step: int, share: float) -> None:
+        """Writes down, and says, that a step was left out."""
+        self.event("skipped", step)
+        where = " on some islands" if share < 1 else ""
+        self.say(
+            f"step {step} was left out{where}: its gradients were not finite, or its loss was a"
+            " spike"
+        )
+
+    def write(self, record: JsonMapping) -> None:
+        """Writes a record down; that there is no room for it is said once, and training goes on.
+        Only whoever owns the folder writes.
+        """
+        if self._sinks and self.owner is not None:
+            self.owner.require()
+        for sink in self._sinks:
+            try:
+                sink.write(record)
+            except Exception as error:  # whatever a logger raises
+                if not self._told:
+                    why = error.strerror if isinstance(error, OSError) else None
+                    self.say(f"metrics cannot be written: {why or error}; training goes on")
+                self._told = True
+
+
+def in_order(by_step: Mapping[int, float]) -> tuple[float, ...]:
+    """Values by step, the first step first."""
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run is to do, and what all of its processes must mean alike.
+#
+# A run may have several programs, one after the other, for batches that grow:
+#
+#     task.at(0)      # the program of the first step
+#     task.at(900)    # the one that has taken over before step 900
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What a run is to do.
+
+    Attributes:
+        programs: (steps before it, program), each of any kind (`states.programs`), the first from
+            step 0; states are laid out alike in all.
+        data: a dataset, or a function of the step.
+        steps: in all.
+        seed: of the first state.
+        settings: how the run is kept, watched and judged.
+        identity: what is trained, in the user's words.
+        advice: what to try when the loss is no longer finite.
+
+    Raises:
+        LayoutError: a program that takes over lays states out otherwise.
+    """
+
+    programs: tuple[tuple[int, Program], ...]
+    data: Rows | BatchOf
+    steps: int
+    seed: int
+    settings: Settings
+    identity: JsonMapping
+    advice: str
+
+    def __post_init__(self) -> None:
+        _check_alike(self.programs)
+
+    @property
+    def program(self) -> Program:
+        """The first program."""
+        return self.programs[0][1]
+
+    def at(self, step: int) -> Program:
+        """The program that does the step after so many."""
+        return [program for before, program in self.programs if before <= max(step, 0)][-1]
+
+    @property
+    def words(self) -> JsonMapping:
+        """What is trained, and under which plan, as plain data."""
+        plan = self.program.plan
+        return {
+            **self.identity,
+            "model": plan.model,
+            "mesh": str(plan.mesh),
+            "topology": plan.topology,
+            "plan": plan.digest,
+            "steps": self.steps,
+            "seed": self.seed,
+        }
+
+    def meant(self, trace: JsonMapping | None) -> dict[str, str]:
+        """What a process is about to do, as far as all processes must do the same.
+
+        Args:
+            trace: what is traced (`shardlib.training.run.traced`); None where the run has
+                no folder.
+        """
+        arrays = jax.tree_util.tree_leaves_with_path(
+            tuple(program.rows for _, program in self.programs)
+        )
+        return {
+            "plan": " ".join(program.plan.digest for _, program in self.programs),
+            "steps": str(self.steps),
+            "seed": str(self.seed),
+            "data": str(getattr(self.data, "digest", "of a function")),
+            **{name: str(value.get("digest", value)) for name, value in (trace or {}).items()},
+            "batch": ", ".join(
+                f"{path_text(path[1:]) or 'batch'} {leaf.dtype}{list(leaf.shape)}"
+                for path, leaf in arrays
+            ),
+            "saving": self._saving(),
+            "policy": str(self.settings.policy),
+        }
+
+    def _saving(self) -> str:
+        """When checkpoints are saved, in words."""
+        settings = self.settings
+        if settings.run is None:
+            return "nothing"
+        late = f" or {settings.save_seconds:g} s" if settings.save_seconds is not None else ""
+        return f"every {settings.save_every} steps{late}"
+
+
+def _check_alike(programs: Sequence[tuple[int, Program]]) -> None:
+    """Raises where programs that follow one another cannot hand over a state."""
+    wanted = jax.tree_util.tree_leaves_with_path(programs[0][1].state)
+    failures = (
+        []
+        if [before for before, _ in programs] == sorted({before for before, _ in programs})
+        else ["their first steps do not rise"]
+    )
+    for before, program in programs[1:]:
+        found = jax.tree.leaves(program.state)
+        if len(found) != len(wanted):
+            failures.append(f"the one after step {before} has another state")
+            continue
+        different = [
+            path_text(path)
+            for (path, one), other in zip(wanted, found, strict=True)
+            if (one.shape, one.dtype) != (other.shape, other.dtype)
+            or not one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        ]
+        if different:
+            more = f" and {len(different) - 4} more" if len(different) > 4 else ""
+            failures.append(
+                f"the one after step {before} lays out {', '.join(different[:4])}{more} otherwise"
+            )
+    if failures:
+        raise_all(
+            LayoutError,
+            "programs cannot take over from one another",
+            failures,
+            hint="pin mesh, rules and zero of the later plans to those of the first",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The batches of a run, one after the other, from whichever step it goes on.
+
+
+class Feed:
+    """Gives the batch of each step; a stream is opened at the first one that is asked for.
+
+    Args:
+        task: what the run is to do.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._open = task, opened(task.data)
+        self._stream: Stream | None = None
+
+    def next(self, step: int, offset: int) -> Tree:
+        """The batch of a step."""
+        if self._stream is None:
+            task = self._task
+            abstract = (
+                task.program.rows
+                if len(task.programs) == 1
+                else lambda number: task.at(number - offset).rows
+            )
+            self._stream = self._open(abstract, step + offset)
+        number, batch = next(self._stream)
+        assert number == step + offset, (
+            f"the stream gave the batch of step {number} for that of step {step + offset}"
+        )
+        return batch
+
+    def close(self) -> None:
+        """Ends the stream; the next batch opens another one."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
+# --------------------------------------------------------------------------------------------------
+# What a policy needs of a program: the metric that it judges, and, to leave spikes out, the limit
+# above which a step leaves its loss out, of one island or of several.
+
+S = TypeVar("S", TrainState, IslandsState)
+
+
+def require_judged(task: Task) -> None:
+    """Makes sure that a program has what its policy needs."""
+    policy, program = task.settings.policy, task.program
+    if policy.action == "skip" and not has_limit(program):
+        raise ModelError(
+            "the policy leaves out steps whose loss is a spike, and the program has no guard that"
+            " could\nTry: shardlib.compile(..., guards=shardlib.Guards(spike=True))"
+        )
+    if not isinstance(program, StepProgram):
+        return
+    names = [
+        name
+        for name, one in named_metrics(program.traced.metrics).items()
+        if is_metric(one) or not getattr(one, "shape", ())
+    ]
+    if policy.metric not in names:
+        raise ModelError(
+            f"the step returns no metric {policy.metric!r}; it returns"
+            f" {', '.join(names) or 'no scalars'}\nTry: Settings(policy=Policy(metric=...)) with"
+            " the one that falls while the run is well; Policy is in"
+            " shardlib.training.measures.judge"
+        )
+
+
+def has_limit(program: Program | IslandsProgram | StepProgram) -> bool:
+    """Whether a program has a guard that leaves spikes out."""
+    if isinstance(program, StepProgram):
+        return False
+    guard = first_of(program).state.guard
+    return guard is not None and guard.limit is not None
+
+
+def limited_to(state: S, limit: float) -> S:
+    """The state with a limit for the loss of the next step, the same on all islands."""
+    if isinstance(state, IslandsState):
+        return replace(state, islands=tuple(limited(one, limit) for one in state.islands))
+    return limited(state, limit)
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of a run: when one is due, how it is saved, and how the newest good one is restored.
+#
+# A save that fails is said and written down, and training goes on; only the last one must succeed.
+
+
+class Saving:
+    """The checkpoints of a run, as the loop uses them.
+
+    Args:
+        checkpoints: of the folder.
+        folder: of the run.
+        task: what the run does.
+        watchdog: told while something is saved.
+        records: where failures are written down.
+
+    Attributes:
+        saved: step of the newest checkpoint of this process; 0 where there is none.
+        saved_at: when it was saved (`time.perf_counter`).
+        seconds: spent on saving, in all.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        folder: RunFolder,
+        task: Task,
+        watchdog: Watchdog,
+        records: Records,
+    ) -> None:
+        self.checkpoints, self.folder, self.task = checkpoints, folder, task
+        self.watchdog, self.records = watchdog, records
+        self.saved, self.saved_at, self.seconds = 0, 0.0, 0.0
+
+    def prepare(self) -> None:
+        """Compiles what saving runs on the devices."""
+        self.checkpoints.prepare(self.task.program)
+
+    def found(self) -> bool:
+        """Whether there is a checkpoint."""
+        return bool(self.checkpoints.steps())
+
+    def kept(self) -> bool:
+        """Whether there is a checkpoint, once the save that is under way has ended."""
+        self.checkpoints.wait()
+        return self.found()
+
+    def restore(self) -> Restored:
+        """The newest good checkpoint; where the optimizer was changed on purpose, and has other
+        arrays, with that as before its first step.
+        """
+        try:
+            return self.checkpoints.restore(self.task.program)
+        except OtherOptimizerError:
+            if "optimizer" not in self.folder.changed():
+                raise
+            return self.checkpoints.restore(self.task.program, parameters_only=True)
+
+    def due(self, step: int) -> bool:
+        """Whether to save after a step; all processes agree."""
+        if step == self.saved:
+            return False
+        settings = self.task.settings
+        late = (
+            settings.save_seconds is not None
+            and time.perf_counter() - self.saved_at >= settings.save_seconds
+        )
+        return step % settings.save_every == 0 or anywhere(
+            late, needed=settings.save_seconds is not None
+        )
+
+    def save(self, step: int, state: TrainState, extra: JsonMapping, *, wait: bool = False) -> bool:
+        """Saves a state; whether that was begun."""
+        begin, begun = time.perf_counter(), False
+        with self.watchdog.phase("save", patience=10):
+            try:
+                self._written(step)
+                self.checkpoints.save(
+                    step,
+                    state,
+                    plan=self.task.program.plan,
+                    extra=extra,
+                    metrics={
+                        "loss": self.records.last(),
+                        **self.records.validations.get(step, {}),
+                    },
+                    wait=wait,
+                )
+                self.saved, begun = step, True
+            except CheckpointError as error:
+                self._not_saved(step, error)
+                if wait:
+                    raise
+        self.saved_at = time.perf_counter()
+        self.seconds += self.saved_at - begin
+        return begun
+
+    def wait(self) -> None:
+        """Waits for the save that is under way."""
+        with self.watchdog.phase("save", patience=10):
+            self.checkpoints.wait()
+
+    def _written(self, step: int) -> None:
+        """Waits for the save before this one; that it failed is said, and training goes on."""
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            self._not_saved(step, error)
+
+    def _not_saved(self, step: int, error: CheckpointError) -> None:
+        self.saved = max(self.folder.saved(), default=0)
+        self.records.event("not-saved", step, message=str(error))
+        self.records.say(str(error))
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run keeps open from its first step to its last: the folder, records and checkpoints, the
+# watchdog, the profiler, and whether somebody wants it to stop.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Equipment:
+    """What a run keeps open.
+
+    Attributes:
+        folder: of the run; None where nothing is kept.
+        held: the folder in the hands of this job; None where there is none.
+        records: losses, metrics and events.
+        saving: checkpoints; None where nothing is kept.
+        stop: whether somebody wants the run to stop.
+        watchdog: ends a process that hangs.
+        profiler: records traces on demand.
+    """
+
+    folder: RunFolder | None
+    held: Held | None
+    records: Records
+    saving: Saving | None
+    stop: StopRequest
+    watchdog: Watchdog
+    profiler: Profiler
+
+    def agree_and_examine(self, task: Task, say: Callable[[str], None]) -> None:
+        """Makes sure that all processes mean the same, and that several find their hosts sound."""
+        with self.watchdog.phase("agree", patience=10):
+            meant = task.meant(self.held.trace if self.held is not None else None)
+            agree("program", {**versions(), **user_code(), **meant})
+            if jax.process_count() > 1 and (text := idle_text(task.program)):
+                say(text)
+        seconds = task.settings.doctor_seconds
+        if seconds is None or jax.process_count() == 1:
+            return
+        run = str(self.folder.path) if self.folder is not None else None
+        for finding in examine(run=run, seconds=seconds, measure=False).require().findings:
+            say(str(finding))
+
+    def open_records(self, task: Task, step: int, stack: contextlib.ExitStack) -> None:
+        """Opens the records of the folder and loggers, and says what was changed in it on
+        purpose.
+        """
+        self.records.open(self.folder, step, stack, task.settings.loggers, task.words)
+        if self.held is None:
+            return
+        for text in self.held.texts:
+            self.records.say(text)
+        if self.held.changes:
+            self.records.event(
+                "changed",
+                step,
+                names=list(dict.fromkeys(one.name for one in self.held.changes)),
+                differences=[one.text for one in self.held.changes],
+            )
+
+
+def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]) -> Equipment:
+    """Opens all of it, until the end of `stack`."""
+    settings = task.settings
+    folder = RunFolder(Path(settings.run)) if settings.run is not None else None
+    held = _held(task, folder, stack, say) if folder is not None else None
+    records = Records(say, held.owner if held is not None else None)
+    checkpoints = None
+    if folder is not None and held is not None:
+        checkpoints = stack.enter_context(
+            contextlib.closing(
+                Checkpoints(folder.checkpoints, keep=settings.kept, owner=held.owner)
+            )
+        )
+    stop = stack.enter_context(stop_requests())
+    beats = folder.heartbeat(rank()) if folder is not None else None
+    watchdog = stack.enter_context(
+        contextlib.closing(Watchdog(beats, rank=rank(), seconds=settings.hang_seconds))
+    )
+    profiles = folder.profiles if folder is not None and not is_idle(task.program) else None
+    profiler = stack.enter_context(
+        contextlib.closing(Profiler(profiles, settings.profile, records.say))
+    )
+    return Equipment(
+        folder=folder,
+        held=held,
+        records=records,
+        saving=(
+            Saving(checkpoints, folder, task, watchdog, records)
+            if folder is not None and checkpoints is not None
+            else None
+        ),
+        stop=stop,
+        watchdog=watchdog,
+        profiler=profiler,
+    )
+
+
+def _held(
+    task: Task, folder: RunFolder, stack: contextlib.ExitStack, say: Callable[[str], None]
+) -> Held:
+    return Held.of(
+        folder,
+        task.programs,
+        task.data,
+        task.seed,
+        task.identity,
+        task.settings.allow_changes,
+        stack,
+        say,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What looks at a run while it goes on: callbacks and validations.
+
+
+class Watching:
+    """The callbacks and the validation of a run.
+
+    Args:
+        task: what the run is to do.
+        records: where numbers and events go.
+        display: where the run is shown.
+
+    Raises:
+        ModelError: the validation has no loss.
+
+    Attributes:
+        reason: why a callback wants the run to end; empty where none does.
+        wants_save: whether one wants the state to be saved.
+        failed: whether a callback or a validation has raised.
+    """
+
+    def __init__(self, task: Task, records: Records, display: Display) -> None:
+        self.task, self.records, self.display = task, records, display
+        self.reason, self.wants_save, self.failed = "", False, False
+        asked = task.settings.validation
+        self._validators = (
+            {}
+            if asked is None
+            else {before: validator(asked, program) for before, program in task.programs}
+        )
+
+    def begin(self, step: int, state: Tree) -> None:
+        """Before the first step of a process."""
+        self._call("begin", step, {}, state)
+
+    def step(self, step: int, numbers: Mapping[str, float], state: Tree) -> dict[str, float]:
+        """After a step; gives what callbacks add to its numbers."""
+        return self._call("step", step, numbers, state)
+
+    def due(self, step: int) -> bool:
+        """Whether a validation is due after a step."""
+        asked = self.task.settings.validation
+        return asked is not None and (step % asked.every == 0 or step == self.task.steps)
+
+    def validate(self, step: int, state: Tree) -> None:
+        """Validates a state and writes the numbers down."""
+        begin = time.perf_counter()
+        before = max(start for start in self._validators if start <= max(step - 1, 0))
+        with self._failing():
+            numbers = self._validators[before].validate(state)
+        seconds = time.perf_counter() - begin
+        self.records.validations[step] = numbers
+        added = self._call("validation", step, numbers, state)
+        self.records.event(VALIDATION, step, **numbers, **added, seconds=seconds)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        self.display.say(f"step {step}: {shown}")
+
+    def end(self, step: int, state: Tree) -> None:
+        """After the last step of a process."""
+        self._call("end", step, {}, state)
+
+    def ended(self, step: int) -> None:
+        """Says why callbacks have ended the run."""
+        self.records.event("ended", step, reason=self.reason)
+        self.display.say(f"the run ends after step {step} of {self.task.steps}: {self.reason}")
+
+    def memory(self) -> JsonObject:
+        """What callbacks know, as plain data."""
+        return {name: dict(one.memory()) for name, one in self._remembering().items()}
+
+    def remember(self, memory: JsonMapping) -> None:
+        """Gives callbacks back what they knew."""
+        self.reason, self.wants_save = "", False
+        for name, one in self._remembering().items():
+            known = memory.get(name)
+            one.remember(known if isinstance(known, Mapping) else {})
+
+    def _remembering(self) -> dict[str, Remembers]:
+        found: dict[str, Remembers] = {}
+        for one in self.task.settings.callbacks:
+            if isinstance(one, Remembers):
+                kind = type(one).__name__
+                count = sum(name.startswith(f"{kind} ") for name in found)
+                found[f"{kind} {count + 1}"] = one
+        return found
+
+    def _call(
+        self, event: str, step: int, numbers: Mapping[str, float], state: Tree
+    ) -> dict[str, float]:
+        added: dict[str, float] = {}
+        if not self.task.settings.callbacks or self.failed:
+            return added
+        moment = Moment(
+            event=event,
+            step=step,
+            steps=self.task.steps,
+            numbers=numbers,
+            program=self.task.at(step - 1),
+            state=state,
+            asks=Asks(
+                stop=self._stop,
+                save=self._save,
+                log=added.update,
+                say=self.display.say,
+                note=lambda name, more: self.records.event(name, step, **more),
+            ),
+        )
+        for callback in self.task.settings.callbacks:
+            with self._failing(f"the callback {_name(callback)}", step):
+                callback(moment)
+        return {name: float(value) for name, value in added.items()}
+
+    def _stop(self, reason: str) -> None:
+        self.reason = self.reason or reason or "a callback"
+
+    def _save(self) -> None:
+        self.wants_save = True
+
+    @contextlib.contextmanager
+    def _failing(self, what: str = "", step: int = 0) -> Iterator[None]:
+        """Notes that what is done inside has failed, and says what it was."""
+        try:
+            yield
+        except ShardlibError:
+            self.failed = True
+            raise
+        except Exception as error:
+            self.failed = True
+            if not what:
+                raise
+            raise TrainingError(
+                f"{what} failed after step {step}: {type(error).__name__}: {error}\nTry: without"
+                " it; the same run goes on where it was saved"
+            ) from error
+
+
+def _name(callback: object) -> str:
+    return getattr(callback, "__name__", type(callback).__name__)
+
+
+# --------------------------------------------------------------------------------------------------
+# The loop over the steps of a run.
+#
+# One step: take the next batch (made ahead), hand the step to the devices, read the metrics of the
+# step before while this one runs, judge its loss, write it down, save if it is time. A state is
+# saved only once all losses up to it have been judged.
+
+
+class Loop:
+    """The state of a run; everything in it changes from step to step.
+
+    Args:
+        task: what the run is to do.
+        display: where it is shown.
+        stack: closes what the loop opens.
+
+    Raises:
+        ModelError: the policy needs a guard that the program has not.
+        RunError: the folder holds another run.
+        OwnedError: another process writes to the folder.
+    """
+
+    def __init__(self, task: Task, display: Display, stack: contextlib.ExitStack) -> None:
+        require_judged(task)
+        self.task, self.display, self.stack = task, display, stack
+        self.open = equipped(task, stack, display.say)
+        self.records, self.saving = self.open.records, self.open.saving
+        self.stop, self.watchdog = self.open.stop, self.open.watchdog
+        self.watching = Watching(task, self.records, display)
+        self.judge, self.offset, self.rollbacks = Judge(task.settings.policy), 0, 0
+        self.limits = task.settings.policy.action == "skip"
+        self.step = self.resumed = 0
+        # Several executions in flight starve the threads with which CPU devices meet; elsewhere one
+        # step runs while the metrics of the one before are read.
+        self.ahead = 0 if jax.default_backend() == "cpu" else 1
+        self.pending: deque[Pending] = deque()
+        self.waited = 0.0
+        self.feed = Feed(task)
+        self.noticed: tuple[Finding, ...] = ()
+
+    def run(self) -> None:
+        """All steps, or as many as there are until somebody wants the run to stop."""
+        self._begin()
+        with self.display:
+            self.clock = time.perf_counter()
+            if self.saving is not None:
+                self.saving.saved_at = self.clock
+            self.busy = Busy(alone=jax.process_count() == 1)
+            try:
+                while self.step < self.task.steps and not self._stopping():
+                    self._one()
+                    self._validate()
+                    if self.saving is not None and self._save_due(self.saving):
+                        self._save(self.saving)
+                self._settle(0)
+                self.watching.end(self.step, self.state)
+            except KeyboardInterrupt:
+                self._say_stopped("SIGINT")
+                raise
+            except Exception:
+                if self.watching.failed and self.saving is not None:
+                    self._save_last(self.saving)
+                raise
+            self._end()
+        self.feed.close()
+
+    def _begin(self) -> None:
+        """The first state: a new one, or that of the newest good checkpoint."""
+        self.open.agree_and_examine(self.task, self.display.say)
+        with self.watchdog.phase("compile", patience=10):
+            for _, program in self.task.programs:
+                program.prepare()
+        if self.saving is not None:
+            self.saving.prepare()
+        found = self.saving is not None and self.saving.found()
+        with self.watchdog.phase("restore" if found else "init", patience=10):
+            if self.saving is not None and found:
+                self._restore(self.saving)
+                self.resumed = self.saving.saved = self.step
+            else:
+                self.state = self.task.program.init(self.task.seed)
+        with self.watchdog.phase("agree", patience=10):
+            agree(
+                "position",
+                {
+                    "step": str(self.step),
+                    "batches left out": str(self.offset),
+                    "checkpoint": str(found),
+                },
+            )
+        self.open.open_records(self.task, self.step, self.stack)
+        if found:
+            self.records.event("resumed", self.step)
+            self._note()
+            self.display.resumed(self.step, self.task.steps)
+        else:
+            self.watching.remember({})
+        self.watching.begin(self.step, self.state)
+
+    def _one(self) -> None:
+        """Hands one step to the devices, and settles those that are more than `ahead` behind."""
+        begin = time.perf_counter()
+        with self.watchdog.phase("data", self.step):
+            batch = self.feed.next(self.step, self.offset)
+        got = time.perf_counter()
+        self.open.profiler.before(self.step + 1)
+        if self.limits:
+            self.state = limited_to(self.state, self.judge.limit())
+        with self.watchdog.phase("step", self.step):
+            self.state, metrics = self.task.at(self.step).step(self.state, batch)
+            self.step += 1
+            times = {"data_seconds": got - begin, "dispatch_seconds": time.perf_counter() - got}
+            self.pending.append(Pending(step=self.step, metrics=metrics, times=times))
+            self.waited += got - begin
+            self._settle(self.ahead)
+
+    def _settle(self, ahead: int) -> None:
+        """Reads, judges and writes down all pending steps but the last `ahead`."""
+        while len(self.pending) > ahead:
+            one = self.pending.popleft()
+            numbers = numbers_of(one.metrics, self.judge.policy.metric)
+            now = time.perf_counter()
+            seconds, self.clock = now - self.clock, now
+            judged = numbers[self.judge.policy.metric]
+            if not self._judged(one.step, judged, bool(numbers.get("skipped"))):
+                return
+            self._write_down(one, numbers, seconds)
+
+    def _write_down(self, one: Pending, numbers: Mapping[str, float], seconds: float) -> None:
+        """A step that was judged to be good."""
+        records, loss = self.records, numbers["loss"]
+        records.losses[one.step], records.seconds[one.step] = loss, seconds
+        added = self.watching.step(one.step, numbers, self.state)
+        self.open.profiler.after(one.step)
+        busy = self.busy.recent()
+        records.write(
+            {
+                "step": one.step,
+                **numbers,
+                **added,
+                "seconds": seconds,
+                **one.times,
+                **meetings(self.task.program.plan, one.step),
+                "tokens_per_second": self.display.tokens / seconds,
+                **({"others_busy": busy} if busy is not None else {}),
+            }
+        )
+        self.display.step(one.step, loss, seconds)
+        if numbers.get("skipped"):
+            records.skipped(one.step, numbers["skipped"])
+
+    def _judged(self, step: int, loss: float, skipped: bool) -> bool:
+        """Whether the loop goes on from here; if not, it has gone back."""
+        verdict = self.judge.skip() if skipped else self.judge.see(loss)
+        if verdict in ("go", "warn"):
+            if verdict == "warn":
+                self.records.event("spike", step, loss=loss)
+                self.display.say(f"the loss of step {step} is {loss:.3f}, far above those before")
+            return True
+        what, advice = f"the loss of step {step} of {self.task.steps} is {loss:g}", self.task.advice
+        if verdict == "stop" or self.saving is None or not self.saving.kept():
+            raise TrainingError(f"{what}\nTry: {advice}")
+        if self.rollbacks >= self.task.settings.policy.attempts:
+            raise TrainingError(
+                f"{what}, after the run went back {self.rollbacks} times to step"
+                f" {self.saving.saved} and past other batches\nTry: {advice}"
+            )
+        self._roll_back(self.saving, step, loss)
+        return False
+
+    def _roll_back(self, saving: Saving, step: int, loss: float) -> None:
+        """Back to the newest checkpoint, and past all batches since."""
+        self.pending.clear()
+        ahead = step + self.offset
+        with self.watchdog.phase("restore", patience=10):
+            self._restore(saving)
+        self.rollbacks += 1
+        self.offset = ahead - self.step
+        self.records.forget_after(self.step)
+        self._note()
+        self.feed.close()
+        left_out = step - self.step
+        self.records.event(
+            "rolled-back", self.step, loss=loss, bad_step=step, batches_left_out=left_out
+        )
+        self.display.say(
+            f"the loss of step {step} is {loss:g}: back to step {self.step}, and past"
+            f" {left_out} batches"
+        )
+
+    def _restore(self, saving: Saving) -> None:
+        restored = saving.restore()
+        self.state, self.step = restored.state, restored.step
+        self.offset = int(restored.extra["offset"])
+        self.watching.remember(restored.extra.get("callbacks", {}))
+        self.judge = Judge(self.task.settings.policy, map(float, restored.extra["seen"]))
+        self.noticed = restored.findings
+        for finding in restored.findings:
+            self.display.say(finding.message)
+
+    def _note(self) -> None:
+        """Writes down what was noticed when a state was restored."""
+        for finding in self.noticed:
+            self.records.event("noticed", self.step, code=finding.code, message=finding.message)
+
+    def _validate(self) -> None:
+        """Validates the state where that is due, once all losses up to it have been judged."""
+        before = self.step
+        if not self.watching.due(before):
+            return
+        self._settle(0)
+        if self.step != before:
+            return
+        begin = time.perf_counter()
+        with self.watchdog.phase("validate", self.step, patience=10):
+            self.watching.validate(self.step, self.state)
+        self.clock += time.perf_counter() - begin
+
+    def _save_due(self, saving: Saving) -> bool:
+        asked, self.watching.wants_save = self.watching.wants_save, False
+        return (asked and self.step != saving.saved) or saving.due(self.step)
+
+    def _save_last(self, saving: Saving) -> None:
+        """Saves what a failure would lose; that this fails, too, does not hide the failure."""
+        with contextlib.suppress(ShardlibError):
+            if self.step != saving.saved:
+                self._save(saving, wait=True)
+            saving.wait()
+
+    def _save(self, saving: Saving, *, wait: bool = False) -> None:
+        """Saves the state, once all losses up to it have been judged."""
+        before = self.step
+        self._settle(0)
+        if self.step != before:
+            return  # a pending loss was bad, and the loop has gone back
+        spent = saving.seconds
+        extra = {
+            "offset": self.offset,
+            "seen": [*self.judge.seen],
+            "seed": self.task.seed,
+            "callbacks": self.watching.memory(),
+        }
+        if saving.save(self.step, self.state, extra, wait=wait):
+            self.rollbacks = 0
+        self.clock += saving.seconds - spent
+
+    def _end(self) -> None:
+        """The last checkpoint, and what there is to say."""
+        if self.saving is not None:
+            if self.step != self.saving.saved:
+                self._save(self.saving, wait=True)
+            self.saving.wait()
+        if self.step < self.task.steps and self.watching.reason and not self.stop:
+            self.watching.ended(self.step)
+        elif self.step < self.task.steps:
+            self.records.event("stopped", self.step, reason=self.stop.reason)
+            self._say_stopped(self.stop.reason)
+            if self.saving is None and self.stop.reason == "SIGINT":
+                raise KeyboardInterrupt
+        elif self.open.folder is not None:
+            self.records.event("finished", self.step)
+
+    def _say_stopped(self, reason: str) -> None:
+        kept = self.saving.saved if self.saving is not None else None
+        self.display.stopped(reason, self.step, self.records.last(), kept=kept)
+
+    def _stopping(self) -> bool:
+        if self.watching.reason:
+            return True
+        stopping = anywhere(bool(self.stop), needed=True, step=self.step)
+        if stopping:
+            self.stop.ask("another process")
+        return stopping

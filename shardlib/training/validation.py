@@ -1,0 +1,404 @@
+"""The loss of a whole set of rows during training, exactly, however many rows there are.
+
+    settings = Settings(validation=Validation(data=held_out, every=200))
+
+asked.py       what is to be validated, and how often
+batches.py     a set of rows in batches, the last of them with the rows that are left
+combining.py   metrics of batches put together to those of the set
+validator.py   a program that validates
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import jax
+import numpy as np
+
+from shardlib.annotation.names import UserLoss
+from shardlib.annotation.trees import Tree
+from shardlib.errors import BatchError, ModelError, raise_all
+from shardlib.frontend.step_program import StepProgram
+from shardlib.frontend.steps import StepEvaluation
+from shardlib.functions.losses import WeightedMean
+from shardlib.graph import Dependence, Rows
+from shardlib.lowering.islands.program import first_of, learned
+from shardlib.lowering.program import Program
+from shardlib.lowering.runtime import shapes_of_batch
+from shardlib.lowering.step import Evaluation
+from shardlib.tracing.rows import Inputs, prove
+from shardlib.tracing.trace import describe_batch, result_names, rows_of, with_rows
+from shardlib.training.states import AnyProgram, averaged
+
+# --------------------------------------------------------------------------------------------------
+# What is validated during a run, on what, and how often.
+
+#: () -> batches of any number of rows; or a dataset (`shardlib.data.open.read`); or a tree of host
+#: arrays that holds all rows.
+Data = Tree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Validation:
+    """A loss of a set of rows, evaluated every so many steps; training does not see it.
+
+    The result is that of the whole set, exactly: batches may have any number of rows, nothing is
+    padded or left out, and means are weighted by rows, sums are added, and a
+    `shardlib.WeightedMean` is divided once. What cannot be put together from batches, since rows of
+    different batches meet in it, is an error; `rows=None` evaluates the whole set at once.
+
+    Attributes:
+        data: a tree of host arrays with all rows; or a dataset; or a function without arguments
+            that gives batches, each time from the first one on.
+        every: steps between two validations; the last step is followed by one, too.
+        loss: (model, batch) -> scalar or (scalar, metrics); of a step of the user's own,
+            (state, batch) -> the same, and then it is needed. By default that of
+            `program.evaluate`.
+        rows: that are evaluated at a time, of a tree or a dataset; 0 for as many as a batch of the
+            training has, None for all at once.
+        batch_axes: logical axes of a batch of it; by default those of a step, or by convention.
+        average: whether the average of the parameters is validated in their place, where the
+            optimizer keeps one (`shardlib.training.states`).
+        name: comes before the names of its metrics: "validation/loss".
+
+    Raises:
+        ModelError: numbers out of range, all of them listed.
+    """
+
+    data: Data
+    every: int = 100
+    loss: UserLoss | None = None
+    rows: int | None = 0
+    batch_axes: Tree = None
+    average: bool = False
+    name: str = "validation"
+
+    def __post_init__(self) -> None:
+        failures = [f"every is {self.every!r}; it must be at least 1"] if self.every < 1 else []
+        if self.rows is not None and self.rows < 0:
+            failures.append(f"rows is {self.rows!r}; it must be at least 1, or None for all")
+        if not self.name:
+            failures.append("name is empty")
+        if failures:
+            raise_all(ModelError, "the validation is not usable", failures)
+
+
+# --------------------------------------------------------------------------------------------------
+# A set of rows in batches; the last one has the rows that are left.
+
+
+def batches_of(asked: Validation, usual: int) -> Iterator[Tree]:
+    """The batches of a validation, in order."""
+    data, rows = asked.data, asked.rows
+    if callable(data):
+        return iter(cast("Callable[[], Iterable[Tree]]", data)())
+    size = usual if rows == 0 else rows
+    if hasattr(data, "examples_per_epoch"):
+        return _of_dataset(data, size)
+    return _of_tree(data, asked.batch_axes, size)
+
+
+def dims_and_rows(batch: Tree, batch_axes: Tree) -> tuple[tuple[int | None, ...], int]:
+    """The dim of the rows in each array of a batch, None where it has none, and how many rows there
+    are.
+
+    Args:
+        batch_axes: logical axes, a tree like it; None for those by convention.
+    """
+    dims, sizes = rows_of(describe_batch(shapes_of_batch(batch), batch_axes))
+    if len(sizes) != 1 or not sizes[0]:
+        found = f"{', '.join(map(str, sizes))} rows" if sizes and sizes[0] else "no rows"
+        raise BatchError(
+            f"a batch of the validation has {found}\nTry: arrays with one number of rows, or"
+            " batch_axes, which says where they are"
+        )
+    return dims, sizes[0]
+
+
+def _of_dataset(data: Tree, size: int | None) -> Iterator[Tree]:
+    total = int(data.examples_per_epoch)
+    step = total if size is None else size
+    for start in range(0, total, step):
+        yield data.batch(start, min(step, total - start))
+
+
+def _of_tree(data: Tree, batch_axes: Tree, size: int | None) -> Iterator[Tree]:
+    dims, total = dims_and_rows(data, batch_axes)
+    leaves, structure = jax.tree.flatten(data)
+    step = total if size is None else size
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        yield structure.unflatten(
+            [
+                leaf
+                if dim is None
+                else np.asarray(leaf)[(slice(None),) * dim + (slice(start, stop),)]
+                for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics of batches put together to those of the whole set, exactly.
+#
+# What a metric is - a mean over rows, a sum, a ratio of sums - is proven from what its function
+# computes (`shardlib.tracing.rows`); metrics that know it themselves, as those of `clu` do, are
+# asked (`merge`, `compute`).
+
+#: What the parts of a ratio of sums are called among the metrics of a batch.
+TOTAL, WEIGHT = "of the total: ", "of the weight: "
+
+
+def with_parts(loss: UserLoss) -> UserLoss:
+    """A loss that returns the two sums of every `shardlib.WeightedMean` as metrics, too.
+
+    Args:
+        loss: (model, batch) -> scalar or (scalar, metrics).
+    """
+
+    def parted(model: Tree, batch: Tree) -> Tree:
+        found = loss(model, batch)
+        value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        if not isinstance(metrics, Mapping):
+            return found
+        ratios = {
+            name: one
+            for name, one in {"loss": value, **metrics}.items()
+            if isinstance(one, WeightedMean)
+        }
+        if not ratios:
+            return found
+        return value, {
+            **metrics,
+            **{TOTAL + name: one.total for name, one in ratios.items()},
+            **{WEIGHT + name: one.weight for name, one in ratios.items()},
+        }
+
+    return parted
+
+
+def is_metric(value: object) -> bool:
+    """Whether a metric knows itself how it is put together, as those of `clu` do."""
+    return callable(getattr(value, "merge", None)) and callable(getattr(value, "compute", None))
+
+
+def named_numbers(name: str, value: Tree) -> dict[str, float]:
+    """The numbers of a metric by name; none where it is an array."""
+    found = value.compute() if is_metric(value) else value
+    if isinstance(found, Mapping):
+        return {
+            key: number
+            for inner, one in found.items()
+            for key, number in named_numbers(f"{name}.{inner}", one).items()
+        }
+    return {name: float(found)} if getattr(found, "ndim", 0) == 0 else {}
+
+
+@dataclass(kw_only=True)
+class Combination:
+    """Metrics of the batches that were seen so far."""
+
+    _batches: list[tuple[int, Mapping[str, Tree]]] = field(
+        default_factory=list[tuple[int, Mapping[str, Tree]]]
+    )
+
+    def add(self, rows: int, metrics: Mapping[str, Tree]) -> None:
+        """Takes the metrics of a batch."""
+        values = {
+            name: one if is_metric(one) else float(one)
+            for name, one in metrics.items()
+            if is_metric(one) or getattr(one, "ndim", 0) == 0
+        }
+        self._batches.append((rows, values))
+
+    def result(self, proof: Callable[[], Rows]) -> dict[str, float]:
+        """The metrics of all rows, by name."""
+        if not self._batches:
+            raise BatchError("the validation has no rows\nTry: at least one batch")
+        names = [name for name in self._batches[0][1] if not name.startswith((TOTAL, WEIGHT))]
+        if len(self._batches) == 1:
+            found = {name: self._batches[0][1][name] for name in names}
+        else:
+            found = self._combined(names, proof())
+        return {
+            key: number
+            for name, one in found.items()
+            for key, number in named_numbers(name, one).items()
+        }
+
+    def _combined(self, names: list[str], rows: Rows) -> dict[str, Any]:
+        known = {"loss": rows.loss, **dict(rows.metrics)}
+        found: dict[str, Any] = {}
+        failures: list[str] = []
+        for name in names:
+            if is_metric(self._batches[0][1][name]):
+                one, why = self._merged(name)
+            else:
+                how = known.get(name)
+                one, why = self._added(name, how), how or "nothing is known of its rows"
+            if one is None:
+                failures.append(f"{name}: {why}")
+            found[name] = one
+        if failures:
+            raise_all(
+                BatchError,
+                "metrics of the validation cannot be put together from batches",
+                failures,
+                hint=(
+                    "shardlib.WeightedMean(total=..., weight=...) for a ratio of sums, or"
+                    " Validation(rows=None), which evaluates all rows at once"
+                ),
+            )
+        return found
+
+    def _merged(self, name: str) -> tuple[Any, str]:
+        """A metric that knows how it is put together, or None and why it does not."""
+        merged: Any = None
+        for _, metrics in self._batches:
+            one = metrics[name]
+            try:
+                merged = one if merged is None else merged.merge(one)
+            except NotImplementedError:
+                return None, f"{type(one).__name__}.merge is not implemented"
+        return merged, ""
+
+    def _added(self, name: str, how: Dependence | None) -> float | None:
+        """A scalar of all rows; None where batches do not say it."""
+        values = [metrics[name] for _, metrics in self._batches]
+        if TOTAL + name in self._batches[0][1]:
+            total, weight = (self._sum(part + name) for part in (TOTAL, WEIGHT))
+            return total / weight if weight else math.nan
+        if how is None:
+            return None
+        if how.kind == "mean":
+            rows = [count for count, _ in self._batches]
+            pairs = zip(rows, values, strict=True)
+            return math.fsum(count * value for count, value in pairs) / sum(rows)
+        if how.kind == "sum":
+            return math.fsum(values)
+        return values[0] if how.kind == "constant" else None
+
+    def _sum(self, name: str) -> float:
+        return math.fsum(metrics[name] for _, metrics in self._batches)
+
+
+# --------------------------------------------------------------------------------------------------
+# A program that validates: the loss of a set of rows with the parameters of a state.
+
+#: Abstract batch, dim of the rows in each of its arrays, rows.
+_Rows = tuple[Tree, tuple[int | None, ...], int]
+
+
+class Evaluates(Protocol):
+    """What evaluates a loss on a batch of any number of rows."""
+
+    def evaluate(self, state: Tree, batch: Tree) -> Mapping[str, Tree]:
+        """Metrics of a batch by name, "loss" among them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Validator:
+    """Validates states of one program.
+
+    Attributes:
+        asked: what is validated.
+        evaluation: the loss, compiled for each number of rows that comes.
+        state_of: state of the training -> what `evaluation` takes.
+        pure: (params, model state, batch) -> (loss, (metrics, state)), and the abstract first two
+            of them: what is proven about rows.
+        usual: rows of a batch of the training.
+    """
+
+    asked: Validation
+    evaluation: Evaluates
+    state_of: Callable[[Tree], Tree]
+    pure: tuple[Callable[..., Any], Tree, Tree]
+    usual: int
+
+    def validate(self, state: Tree) -> dict[str, float]:
+        """The metrics of the whole set by name, "validation/loss" among them; the state stays
+        usable.
+        """
+        held, found, seen = self.state_of(state), Combination(), list[_Rows]()
+        for batch in batches_of(self.asked, self.usual):
+            dims, rows = dims_and_rows(batch, self.asked.batch_axes)
+            seen = seen or [(shapes_of_batch(batch), dims, rows)]
+            found.add(rows, self.evaluation.evaluate(held, batch))
+        combined = found.result(lambda: self._proof(*seen[0]))
+        return {f"{self.asked.name}/{name}": value for name, value in combined.items()}
+
+    def _proof(self, batch: Tree, dims: tuple[int | None, ...], rows: int) -> Rows:
+        loss, params, state = self.pure
+        number = max(rows, 2)
+
+        def at(count: int) -> Any:
+            return jax.make_jaxpr(loss)(params, state, with_rows(batch, dims, count))
+
+        out = jax.eval_shape(loss, params, state, with_rows(batch, dims, number))
+        inputs = Inputs(
+            parameters=len(jax.tree.leaves(params)),
+            states=len(jax.tree.leaves(state)),
+            dims=dims,
+            apart=True,
+        )
+        return prove(at(number), at, inputs, result_names(out), number).rows
+
+
+def validator(asked: Validation, program: AnyProgram) -> Validator:
+    """What validates states of a program."""
+    if asked.average and not isinstance(program, Program):
+        raise ModelError(
+            "the average of parameters is validated of programs of shardlib.compile alone\nTry:"
+            " of a step of your own, a loss that takes the average from the state"
+        )
+    if isinstance(program, StepProgram):
+        return _of_step(asked, program)
+    first = first_of(program)
+    written = asked.loss or first.evaluated.written
+    evaluation: Evaluation = (
+        first.evaluated
+        if written is None
+        else first.evaluation(with_parts(written), batch_axes=asked.batch_axes)
+    )
+    return Validator(
+        asked=asked,
+        evaluation=evaluation,
+        state_of=_averaging(first) if asked.average else lambda state: learned(program, state),
+        pure=(evaluation.loss, first.model.params, first.model.state),
+        usual=_rows(program.rows),
+    )
+
+
+def _averaging(program: Program) -> Callable[[Tree], Tree]:
+    return lambda state: averaged(program, state)
+
+
+def _of_step(asked: Validation, program: StepProgram) -> Validator:
+    if asked.loss is None:
+        raise ModelError(
+            "a step of your own does not say what a validation computes\nTry:"
+            " Validation(data=..., loss=lambda state, batch: ...)"
+        )
+    evaluation = StepEvaluation(program=program, loss=with_parts(asked.loss))
+    return Validator(
+        asked=asked,
+        evaluation=evaluation,
+        state_of=lambda state: state,
+        pure=(
+            lambda state, _, batch: (lambda found: (found[0], (found[1], ())))(
+                evaluation.metrics(state, batch)
+            ),
+            program.traced.state,
+            (),
+        ),
+        usual=_rows(program.rows),
+    )
+
+
+def _rows(batch: Tree) -> int:
+    """Rows of a batch of the training: the leading dim of its first array that has one."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape), 1)

@@ -1,1 +1,0 @@
-"""Loops of a compiled program: how often their bodies run, and branches of conditionals in them."""

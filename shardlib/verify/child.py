@@ -1,0 +1,96 @@
+"""The process that compiles: `python -m shardlib.verify.child FOLDER`.
+
+Reads `job.json` and `program.bin` from the folder and leaves `result.json` and `compiled.hlo`
+there; an abort of the compiler ends this process and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from shardlib.untrusted.data import JsonObject
+from shardlib.verify.isolation import Target, compile_devices
+
+
+def main(folder: Path) -> None:
+    """Compiles one job."""
+    try:
+        result = compile_job(folder)
+    except Exception as error:
+        result = {"error": {"kind": type(error).__name__, "message": str(error)}}
+    draft = folder / "result.json.tmp"
+    draft.write_text(json.dumps(result), encoding="utf-8")
+    draft.replace(folder / "result.json")
+
+
+def compile_job(folder: Path) -> JsonObject:
+    """Compiles the program of a folder and writes its text there; returns what else is worth
+    knowing.
+    """
+    import jax
+    import numpy as np
+    from jax import export
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    from shardlib._jax_compat import compiled_memory
+
+    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    exported = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+    devices = compile_devices(Target.from_json(job["target"]))
+    names, sizes = zip(*job["mesh"], strict=True)
+    mesh = Mesh(
+        np.array(devices, dtype=object).reshape(sizes),
+        names,
+        axis_types=(AxisType.Auto,) * len(names),
+    )
+
+    def sharding(spec: list[list[str]], kind: str = "") -> NamedSharding:
+        return NamedSharding(
+            mesh, PartitionSpec(*(tuple(axes) or None for axes in spec)), memory_kind=kind or None
+        )
+
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding(spec, kind))
+        for aval, spec, kind in zip(
+            exported.in_avals, job["in_specs"], job["in_kinds"], strict=True
+        )
+    ]
+    results = (
+        tuple(
+            sharding(spec, kind)
+            for spec, kind in zip(job["out_specs"], job["out_kinds"], strict=True)
+        ),
+        sharding([]),
+    )
+    step = jax.jit(
+        exported.call, donate_argnums=tuple(range(job["donated"])), out_shardings=results
+    )
+    start = time.perf_counter()
+    compiled = step.lower(*arguments).compile(compiler_options=job.get("options") or None)
+    seconds = time.perf_counter() - start
+    (folder / "compiled.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
+    return {
+        "compile_seconds": seconds,
+        "memory": compiled_memory(compiled, offloaded=any(job["in_kinds"])),
+        "device_kind": devices[0].device_kind,
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    versions: dict[str, str] = {}
+    for package in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

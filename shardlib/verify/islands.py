@@ -1,0 +1,177 @@
+"""Islands against their plan: the step of one, and the meeting of all, each compiled for the
+machine that it runs on.
+
+A step is compiled for the devices of its island and for no others, so that nothing of it can cross.
+A meeting may move between islands what was planned, and nothing else (`hidden-exchange`), in the
+dtype that was promised (`wide-exchange`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from shardlib.exchanges import Compressed, DiLoCo, Several
+from shardlib.findings import Finding, diagnostic
+from shardlib.layout import ISLAND, MeshShape
+from shardlib.lowering.islands.compression import GradientExchange, exchanges_of
+from shardlib.lowering.islands.delayed import IslandCall, checked_calls
+from shardlib.lowering.islands.meeting import Meeting, abstract_mesh_of_all, meetings_of
+from shardlib.lowering.program import Program
+from shardlib.machines.topology import Topology, island_of, used_by
+from shardlib.planner.plan import Plan
+from shardlib.report.elements import bytes_text
+from shardlib.verify import report
+from shardlib.verify.hlo import Found, Traffic, parse
+from shardlib.verify.isolation import (
+    Compiled,
+    Failure,
+    Limits,
+    Target,
+    compile_apart,
+    export_meeting,
+    failed,
+    target,
+)
+from shardlib.verify.report import CompiledStep, Verification
+from shardlib.verify.timelines import read_traffic, timed
+from shardlib.verify.verify import verify_program
+
+#: Dtypes by which compilers know what crosses; narrow numbers cross as integers of their bits.
+WIRES = {"float32": {"f32"}, "bfloat16": {"u16"}, "int8": {"u8"}, "int4": {"u8"}}
+#: What a meeting may move more than planned, as a part of it.
+SLACK = 0.01
+#: Bytes by which a TPU pads a flat float32 array at most: tiles of 1,024 numbers.
+PADDING = 4096
+
+
+def verify_islands(
+    plan: Plan,
+    exchange: Several,
+    program: Program,
+    topology: Topology,
+    limits: Limits | None = None,
+    options: Mapping[str, str | bool | int] | None = None,
+) -> Verification:
+    """Compiles the step of one island and the meeting of all, and compares both with the plan."""
+    island = island_of(topology, exchange.islands)
+    step = verify_program(program, island, limits, options)
+    joined = used_by(topology, exchange.islands, program.plan.mesh.devices)
+    of_one = isinstance(exchange, DiLoCo) and exchange.delay > 0
+    mesh, machine = (program.plan.mesh, island) if of_one else (plan.mesh, joined)
+    compile_target = target(machine, mesh)
+    collectives, met, seconds = list[Found](), list[CompiledStep](), 0.0
+    for meeting in abstract_meetings(exchange, program):
+        exported = export_meeting(meeting, compile_target.platform)
+        outcome = compile_apart(exported, compile_target, limits, options)
+        if isinstance(outcome, Failure) or step.compiled is None:
+            findings = (failed(outcome, plan),) if isinstance(outcome, Failure) else ()
+            return replace(step, plan=plan, compiled=None, findings=(*step.findings, *findings))
+        traffic = read_traffic(
+            parse(outcome.text), mesh, exported.arguments, compile_target.positions
+        )
+        met.append(_compiled(outcome, traffic, compile_target, mesh, machine))
+        collectives += traffic.found
+        seconds += outcome.seconds
+    assert step.compiled is not None
+    exchange_bytes, memory = plan.estimate.device_bytes.exchange, step.compiled.device_bytes
+    together = {**memory, "exchange": exchange_bytes, "peak": memory["peak"] + exchange_bytes}
+    compiled = replace(step.compiled, device_bytes=together, meeting=_together(met))
+    others = [
+        finding
+        for finding in step.findings
+        if finding.code not in ("memory-differs", "out-of-memory")
+    ]
+    return replace(
+        step,
+        plan=plan,
+        compiled=compiled,
+        compile_seconds=step.compile_seconds + seconds,
+        findings=(
+            *crossings(plan, exchange, collectives),
+            *report.memory(plan, topology, compiled),
+            *others,
+        ),
+    )
+
+
+def abstract_meetings(
+    exchange: Several, program: Program
+) -> tuple[Meeting | GradientExchange | IslandCall, ...]:
+    """What islands run beside steps, whose devices need not be here: of compressed gradients the
+    exchange of most steps; with a delay what each island runs alone, as copies cross.
+    """
+    mesh = abstract_mesh_of_all(program.mesh, exchange.islands)
+    if isinstance(exchange, Compressed):
+        return exchanges_of(exchange, program, mesh)[-1:]
+    if isinstance(exchange, DiLoCo) and exchange.delay:
+        return checked_calls(exchange, program)
+    return meetings_of(exchange, program, mesh)
+
+
+def _compiled(
+    compiled: Compiled, traffic: Traffic, compile_target: Target, mesh: MeshShape, machine: Topology
+) -> CompiledStep:
+    """What the compiler made of a meeting."""
+    return CompiledStep(
+        device_bytes=compiled.memory,
+        collectives=timed(traffic, mesh, machine),
+        wire_bytes=sum(item.wire_bytes for item in traffic.found),
+        compute_seconds=traffic.cycles / compile_target.cycles_per_s
+        if compile_target.cycles_per_s
+        else 0.0,
+        device_kind=compiled.device_kind,
+        unread=traffic.problems,
+        reductions=traffic.reductions,
+    )
+
+
+def _together(met: Sequence[CompiledStep]) -> CompiledStep:
+    """Several meetings as one: what all of them move, and the memory of the largest."""
+    first = max(met, key=lambda step: step.device_bytes.get("peak", 0))
+    return replace(
+        first,
+        collectives=tuple(collective for step in met for collective in step.collectives),
+        wire_bytes=sum(step.wire_bytes for step in met),
+        compute_seconds=sum(step.compute_seconds for step in met),
+        unread=tuple(problem for step in met for problem in step.unread),
+        reductions=tuple(reduction for step in met for reduction in step.reductions),
+    )
+
+
+@diagnostic
+def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator[Finding]:
+    """What crosses between islands, and was not planned, or is wider than promised."""
+    crossing = [
+        collective for collective in found if ISLAND.name in collective.axes or not collective.axes
+    ]
+    by_copies = isinstance(exchange, DiLoCo) and exchange.delay > 0
+    planned = () if by_copies else plan.estimate.collectives
+    due = sum(c.total_bytes for c in planned if ISLAND.name in c.axes)
+    moved = sum(collective.bytes * collective.count for collective in crossing)
+    if moved > due * (1 + SLACK) + PADDING * sum(
+        parameter.trained for parameter in plan.parameters
+    ):
+        worst = max(crossing, key=lambda collective: collective.bytes * collective.count)
+        yield Finding(
+            code="hidden-exchange",
+            severity="error",
+            where=worst.op_name or worst.name,
+            message=(
+                f"a meeting moves {bytes_text(moved)} a device between islands,"
+                f" {bytes_text(due)} were planned."
+            ),
+            hint="tell us: the meeting is the same program for every model",
+        )
+    allowed = WIRES[exchange.wire] if isinstance(exchange, DiLoCo) else None
+    dtypes = {dtype for collective in crossing for dtype in collective.dtypes}
+    if allowed is not None and dtypes - allowed:
+        yield Finding(
+            code="wide-exchange",
+            severity="error",
+            where="outer gradient",
+            message=(
+                f"outer gradients cross as {', '.join(sorted(dtypes))}, and not as"
+                f" {', '.join(sorted(allowed))}."
+            ),
+        )

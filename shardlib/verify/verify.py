@@ -1,0 +1,105 @@
+"""What the real compiler makes of a plan, against what the plan promised: ahead of time, with none
+of the hardware there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardlib.layout import MeshShape
+from shardlib.lowering.program import Program
+from shardlib.machines.topology import Topology
+from shardlib.planner.plan import Plan
+from shardlib.verify.hlo import Traffic, parse
+from shardlib.verify.isolation import (
+    Compiled,
+    ExportedStep,
+    Failure,
+    Limits,
+    Target,
+    compile_apart,
+    export_step,
+    failed,
+    require_compiler,
+    target,
+)
+from shardlib.verify.report import CompiledStep, Verification, compare, other_compiler
+from shardlib.verify.timelines import read_traffic, scheduled, timed
+
+
+def verify_program(
+    program: Program,
+    topology: Topology,
+    limits: Limits | None = None,
+    options: Mapping[str, str | bool | int] | None = None,
+) -> Verification:
+    """Compiles the step of a program for a topology in a process of its own and compares it with
+    its plan.
+    """
+    compile_target = target(topology, program.plan.mesh, program.plan.axis_order)
+    require_compiler(compile_target.platform)
+    step = export_step(program, compile_target.platform)
+    return judge(
+        program.plan,
+        topology,
+        compile_target,
+        step,
+        compile_apart(step, compile_target, limits, options),
+    )
+
+
+def judge(
+    plan: Plan,
+    topology: Topology,
+    compile_target: Target,
+    step: ExportedStep,
+    outcome: Compiled | Failure,
+) -> Verification:
+    """Compares what a compiler made with what a plan promised."""
+    if isinstance(outcome, Failure):
+        return Verification(
+            plan=plan,
+            compiled=None,
+            compile_seconds=outcome.seconds,
+            versions={},
+            findings=(failed(outcome, plan),),
+        )
+    compiled, traffic = read_compiled(
+        plan.mesh, plan.axis_order, topology, compile_target, step, outcome
+    )
+    findings = compare(
+        plan, topology, compiled, traffic.found, outcome.log, step.donated, traffic.aliased
+    )
+    return Verification(
+        plan=plan,
+        compiled=compiled,
+        compile_seconds=outcome.seconds,
+        versions=outcome.versions,
+        findings=(*findings, *other_compiler(plan, outcome.versions)),
+    )
+
+
+def read_compiled(
+    mesh: MeshShape,
+    axes: tuple[str, ...],
+    topology: Topology,
+    compile_target: Target,
+    step: ExportedStep,
+    program: Compiled,
+) -> tuple[CompiledStep, Traffic]:
+    """What a compiled program is, and the collectives that it runs."""
+    module = parse(program.text)
+    traffic = read_traffic(module, mesh, step.arguments, compile_target.positions)
+    compiled = CompiledStep(
+        device_bytes=program.memory,
+        collectives=timed(traffic, mesh, topology, axes),
+        wire_bytes=sum(item.wire_bytes for item in traffic.found),
+        compute_seconds=traffic.cycles / compile_target.cycles_per_s
+        if compile_target.cycles_per_s
+        else 0.0,
+        device_kind=program.device_kind,
+        unread=traffic.problems,
+        reductions=traffic.reductions,
+        scheduled=scheduled(module, mesh) if len(compile_target.positions) == 1 else (),
+    )
+    return compiled, traffic
