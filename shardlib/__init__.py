@@ -5,40 +5,29 @@
     state = program.init(seed=0)
     state, metrics = program.step(state, batch)
 
-The house, from the ground up; a file imports only from its own room or from lower floors, and there
-is no JAX below floor 5:
+The packages, from the ground up; a file imports only from its own layer or from lower ones, and
+there is no JAX below the doors (`tool.importlinter` in pyproject.toml):
 
-    0  errors, untrusted, compact                what can go wrong; data from elsewhere; short reprs
-    1  axes, layout, rules, collective, report   the small values that everything else speaks
-       hardware                                  chips, link tiers, the spelling of topologies
-       schedules                                 who does what when in a pipeline
-       exchanges                                 how islands meet
-    2  graph                                     what a program computes
-       decisions                                 the table of what a plan decides
-    3  propagation                               names flow through the graph
-       cost                                      seconds and bytes
-    4  planning                                  the Plan, the search for it, its words
-    5  annotation, tracing                       read the user's names; jaxpr -> Graph
-       functions                                 custom calls, lowered in other forms
-       processes                                 processes that agree, are watched and end together
-       jax_types                                 JAX's values, by the names that signatures use
-    6  lowering                                  Plan -> one `jax.jit` program
-       calibration                               rates of this machine
-    7  verification                              the real compilers as judges
-       explanation                               HTML, SVG, traces
-    8  compiler                                  the whole story on one page
-       frontend                                  its steps, one a file
-    9  models                                    reference models
-       booking                                   which machine ends a run in time, and what it costs
-       data                                      documents, tokens, batches
-       checkpointing                             states on disk, for any mesh
-       doctor                                    what keeps hosts from training together
-       launching                                 processes that join, jobs on engines
-       servers                                   workers and parameter servers, with no barrier
-       federated                                 clients that keep their rows, with Flower
-       serving                                   a model answers, over a cache of keys and values
-       training                                  the training loop, and what it survives
-    10 cli                                       the command line
+    errors, untrusted, compact   what can go wrong; data from elsewhere; short reprs
+    layout, rules, collective, findings
+                                 the small values that everything else speaks
+    machines                     chips, link tiers, the spelling of topologies
+    schedules                    who does what when in a pipeline
+    exchanges                    how islands exchange
+    graph                        what a program computes
+    decisions                    the table of what a plan decides
+    propagation, cost            names flow through the graph; seconds and bytes
+    planner, report              the Plan and the search for it; its text and pictures
+    annotation, tracing          JAX's door in: the user's names, jaxpr -> Graph
+    functions, processes         custom calls; processes that agree and end together
+    lowering, calibration        JAX's door out: Plan -> one `jax.jit` program; rates of a machine
+    verify                       the real compilers as judges
+    api, frontend                the whole story on one page, and its steps
+    models, data, checkpointing, training
+                                 reference models, batches, states on disk, the training loop
+    cli                          the command line
+    launch, serve, islands       wings, which the core does not know: jobs on many hosts and what to
+                                 book, models that answer, islands and servers over TCP
 
 Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and
 nothing here touches a device.
@@ -48,6 +37,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from shardlib import _moved
 
 if TYPE_CHECKING:
     from shardlib.annotation.flax import linen
@@ -269,6 +260,9 @@ __all__ = [
     "verify_serving",
     "visit",
 ]
+
+
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,6 @@
 """Pipeline schedules: who does what when. Arithmetic alone: planning prices and draws schedules
 with it, lowering makes programs of it.
 
-    orders           tasks of a stage, and how orders are put together
-    schedule         the Protocol: order, microbatches in flight, waiting, what is legal
-    none, gpipe, one_f_one_b, interleaved, zero_bubble      one schedule each
-    table            all of them by name
-    timetable        stages in lockstep: which stage works on what at which tick
-    simulation       stages that wait for their neighbours alone, task by task
-    picture          both as text
-
 The order of work of each stage of a pipeline, where stages wait for their neighbours alone.
 
 A stage works on a microbatch forward (F) and backward (B); a schedule may make the gradients of
@@ -145,7 +137,6 @@ them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep that is the least
 Schedules as text, a column a tick.
 
 >>> print(text(Timetable(schedule="1f1b", stages=2, microbatches=3)))
-tick         0 1 2 3 4
 stage 0  >   0 1 2 · ·
          <   · · 0 1 2
 stage 1  >   · 0 1 2 ·

@@ -1,111 +1,24 @@
-"""The floors of the house: who may import whom, and what nobody may use."""
+"""Who may import whom, and what nobody may use."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.house import VALUES, loaded, nodes, parsed
+from shardlib import _moved
 
 PACKAGE = Path(__file__).parents[1] / "shardlib"
-FLOORS = {
-    0: ["errors", "compact", "untrusted"],
-    1: ["axes", "layout", "rules", "collective", "report", "hardware", "schedules", "exchanges"],
-    2: ["graph", "decisions"],
-    3: ["propagation", "cost"],
-    4: ["planning"],
-    5: ["_jax_compat", "jax_types", "processes", "annotation", "functions", "tracing"],
-    6: ["calibration", "lowering"],
-    7: ["verification", "explanation"],
-    8: ["compiler", "frontend"],
-    9: [
-        "models",
-        "booking",
-        "data",
-        "checkpointing",
-        "doctor",
-        "training",
-        "launching",
-        "servers",
-        "federated",
-        "serving",
-    ],
-    10: ["cli", "__init__", "__main__"],
-}
-#: Rooms within rooms, from the lowest to the highest; what is not listed may stand anywhere, as
-#: long as there is no circle.
-ORDER = {
-    "cost": [
-        "terms",
-        "step",
-        "profiles",
-        "machine",
-        "items",
-        "tables",
-        "estimate",
-        "pricing",
-        "serving",
-    ],
-    "planning": [
-        "units",
-        "decisions",
-        "plan",
-        "space",
-        "bounds",
-        "answers",
-        "text",
-        "pictures",
-        "emission",
-        "assembly",
-        "islands",
-        "offers",
-        "search",
-        "questions",
-        "planner",
-        "edge",
-        "serving",
-    ],
-    "lowering": [
-        "mesh",
-        "reading",
-        "runtime",
-        "weights",
-        "context",
-        "experts",
-        "collective_matmul",
-        "loss",
-        "accumulation",
-        "host_memory",
-        "pipeline",
-        "program",
-        "islands",
-        "steps",
-    ],
-    "lowering.pipeline": ["shared", "lockstep", "per_stage"],
-    "tracing": ["program", "rules", "rewriting", "jaxpr_to_graph", "rows", "trace", "steps"],
-    "data": ["reading", "tokens", "batches", "open"],
-    "training": [
-        "measures",
-        "states",
-        "loggers",
-        "validation",
-        "callbacks",
-        "settings",
-        "run",
-        "stepping",
-        "fit",
-        "loop",
-    ],
-    "launching": ["job", "engines"],
-    "launching.engines": ["shared", "table"],
-}
-FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
-NO_JAX_BELOW = 5
-JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 BANNED_MODULES = {
     "jax._src",
     "jax.experimental.pjit",
@@ -126,11 +39,6 @@ BANNED_NAMES = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(module: str) -> str:
-    """The room of a dotted module name under `shardlib`; the package itself is "__init__"."""
-    return module.split(".")[1] if "." in module else "__init__"
-
-
 def module_of(path: Path) -> str:
     return ".".join(["shardlib", *path.relative_to(PACKAGE).with_suffix("").parts])
 
@@ -145,28 +53,18 @@ def imports(statements: Iterable[ast.AST]) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def faults(path: Path, statements: Sequence[ast.AST]) -> list[str]:
-    """What is wrong with one file."""
-    module = module_of(path)
-    floor = FLOOR.get(room_of(module))
-    if floor is None:
-        return [f"the room {room_of(module)!r} is on no floor"]
-    found: list[str] = []
-    for name in imports(statements):
-        if any(name == banned or name.startswith(f"{banned}.") for banned in BANNED_MODULES):
-            found.append(f"imports {name}, which is private or deprecated")
-        if name.split(".")[0] in JAX and floor < NO_JAX_BELOW:
-            found.append(
-                f"floor {floor} imports {name}; there is no JAX below floor {NO_JAX_BELOW}"
-            )
-        if name.startswith("shardlib."):
-            other = FLOOR.get(room_of(name))
-            if other is not None and other > floor:
-                found.append(f"floor {floor} imports {name} from floor {other}")
-    for node in statements:
-        if isinstance(node, ast.Attribute) and (node.attr in BANNED_NAMES or node.attr == "_src"):
-            found.append(f"line {node.lineno}: uses .{node.attr}")
-    return found
+def faults(statements: Sequence[ast.AST]) -> list[str]:
+    """What a file uses that is private or deprecated."""
+    failures = [
+        f"imports {name}, which is private or deprecated"
+        for name in imports(statements)
+        if any(name == banned or name.startswith(f"{banned}.") for banned in BANNED_MODULES)
+    ]
+    return failures + [
+        f"line {node.lineno}: uses .{node.attr}"
+        for node in statements
+        if isinstance(node, ast.Attribute) and (node.attr in BANNED_NAMES or node.attr == "_src")
+    ]
 
 
 @functools.cache
@@ -214,22 +112,9 @@ def test_no_modules_import_each_other():
     assert circle(edges()) == []
 
 
-def test_no_rooms_import_each_other():
-    every = sorted({module_of(path).rpartition(".")[0] for path in FILES})
+def test_no_packages_within_a_package_import_each_other():
+    every = sorted({module_of(path).rpartition(".")[0] for path in FILES} - {"shardlib", ""})
     assert {room: found for room in every if (found := circle(rooms(edges(), room)))} == {}
-
-
-@pytest.mark.parametrize("room", ORDER)
-def test_rooms_within_a_room_keep_their_order(room: str):
-    place = {f"shardlib.{room}.{name}": number for number, name in enumerate(ORDER[room])}
-    found = rooms(edges(), f"shardlib.{room}")
-    assert place.keys() <= found.keys(), "an ordered room is gone"
-    assert [
-        (name, other)
-        for name, others in found.items()
-        for other in others
-        if place.get(other, -1) > place.get(name, len(place))
-    ] == []
 
 
 def test_circles_are_found():
@@ -247,53 +132,84 @@ def test_packages_say_what_they_hold():
     ] == [], "one paragraph"
 
 
-def test_files_keep_the_rules():
-    assert {path: found for path in FILES if (found := faults(path, nodes(path)))} == {}
+def test_files_use_nothing_private_or_deprecated():
+    assert {path: found for path in FILES if (found := faults(nodes(path)))} == {}
 
 
 @pytest.mark.parametrize(
-    ("where", "source", "fault"),
+    ("source", "fault"),
     [
-        (
-            "cost/estimate.py",
-            "import jax.numpy",
-            "floor 3 imports jax.numpy; there is no JAX below floor 5",
-        ),
-        (
-            "cost/estimate.py",
-            "def f():\n from shardlib.planner.plan import Plan",
-            "floor 3 imports shardlib.planner.plan.Plan from floor 4",
-        ),
-        (
-            "lowering/program/step.py",
-            "from jax._src import core",
-            "imports jax._src.core, which is private or deprecated",
-        ),
-        ("lowering/program/step.py", "x = jax._src.core", "line 1: uses ._src"),
-        ("lowering/program/step.py", "jax.pmap(f)", "line 1: uses .pmap"),
-        ("attic/old.py", "", "the room 'attic' is on no floor"),
+        ("from jax._src import core", "imports jax._src.core, which is private or deprecated"),
+        ("x = jax._src.core", "line 1: uses ._src"),
+        ("jax.pmap(f)", "line 1: uses .pmap"),
     ],
 )
-def test_faults_are_found(where: str, source: str, fault: str):
-    assert faults(PACKAGE / where, tuple(ast.walk(ast.parse(source)))) == [fault]
+def test_faults_are_found(source: str, fault: str):
+    assert faults(tuple(ast.walk(ast.parse(source)))) == [fault]
+
+
+def linted(path: Path) -> subprocess.CompletedProcess[str]:
+    """import-linter on the package in a folder, by the contracts of pyproject.toml."""
+    return subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"],
+        capture_output=True,
+        text=True,
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": str(path)},
+    )
+
+
+@pytest.mark.processes
+def test_imports_keep_the_contracts():
+    done = linted(PACKAGE.parent)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("where", "source", "contract"),
+    [
+        ("cost/estimate.py", "import jax.numpy", "There is no JAX between the doors"),
+        (
+            "cost/estimate.py",
+            "def f():\n    from shardlib.planner.plan import Plan",
+            "Imports go down the layers",
+        ),
+        ("training/fit.py", "import shardlib.serve.engine", "The core knows no wing"),
+        ("attic.py", "", "Imports go down the layers"),
+    ],
+)
+def test_broken_contracts_are_found(tmp_path: Path, where: str, source: str, contract: str):
+    shutil.copytree(PACKAGE, tmp_path / "shardlib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE.parent / "pyproject.toml", tmp_path)
+    path = tmp_path / "shardlib" / where
+    path.write_text((path.read_text() if path.exists() else "") + "\n" + source + "\n")
+    done = linted(tmp_path)
+    assert done.returncode != 0
+    assert f"{contract} BROKEN" in done.stdout or "attic" in done.stdout + done.stderr
 
 
 @pytest.mark.processes
 def test_planning_rooms_load_without_jax():
-    import subprocess
-    import sys
-
+    contracts = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]
+    packages = contracts["importlinter"]["contracts"][1]["source_modules"]
     code = (
-        "import sys, pkgutil, importlib, shardlib\nfor room in"
-        f" {[room for floor in range(NO_JAX_BELOW) for room in FLOORS[floor]]!r}:\n    module ="
-        " importlib.import_module(f'shardlib.{room}')\n    for info in"
-        " pkgutil.walk_packages(getattr(module, '__path__', []), f'shardlib.{room}.'):\n       "
+        f"import sys, pkgutil, importlib\nfor package in {packages!r}:\n    module ="
+        " importlib.import_module(package)\n    for info in"
+        " pkgutil.walk_packages(getattr(module, '__path__', []), f'{package}.'):\n       "
         " importlib.import_module(info.name)\nprint(sorted({'jax', 'flax'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_earlier_names_of_modules_are_the_modules_of_today():
+    for earlier, name in _moved.MOVED.items():
+        module = importlib.import_module(earlier)
+        assert module is importlib.import_module(name), earlier
+        assert module.__spec__ is not None and module.__spec__.name == name, earlier
 
 
 def test_public_names_exist_where_the_package_says():
@@ -307,9 +223,6 @@ def test_public_names_exist_where_the_package_says():
 
 @pytest.mark.processes
 def test_importing_the_package_is_light():
-    import subprocess
-    import sys
-
     code = (
         "import sys, shardlib; print(sorted({'jax', 'flax', 'numpy', 'rich', 'typer'} &"
         " set(sys.modules)))"
@@ -322,9 +235,6 @@ def test_importing_the_package_is_light():
 
 @pytest.mark.processes
 def test_planning_loads_nothing_that_lowers_or_verifies():
-    import subprocess
-    import sys
-
     code = (
         "import sys, jax, optax, shardlib\nfrom flax import nnx\n"
         "def loss(model, batch):\n    return (model(batch) ** 2).mean()\n"

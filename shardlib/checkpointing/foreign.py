@@ -4,12 +4,6 @@
     print(names)                                  # what is read from where, before it is used
     state = read_weights("folder", program, names)
 
-learned.py   names of tensors for the parameters of any model, from shapes and paths
-words.py     the words in which libraries name the same thing
-forms.py     how an array lies in a tensor
-weights.py   the parameters read
-peft.py      adapters written and read
-
 How an array of a Flax model lies in a tensor of PyTorch.
 
 >>> forms_of((6, 2, 4), (8, 6)), forms_of((8, 2, 4), (8, 8))

@@ -1,7 +1,4 @@
-"""States of several islands in checkpoints.
-
-form.py    a training state as checkpoints have it, that of islands over the devices of all
-"""
+"""States of several islands in checkpoints."""
 
 from __future__ import annotations
 

@@ -7,13 +7,12 @@ nothing else, and an error is a JSON object there, too. Whatever shardlib refuse
 exit code 2; `--traceback` shows where it came from. JAX is imported by the commands that trace a
 model, never for `--help`.
 
-    commands/     the commands, and what they do
-    app.py        the application and the arguments that commands share
-    groups.py     options that belong together, as one value
-    inputs.py     from words to models and plans
-    pins.py       pins as a command line spells them
-    numbers.py    sets of numbers as a command line spells them
-    output.py     what is printed, read and written
+app.py       the application, its options and the types of arguments that commands share
+inputs.py    from the words of a command line to models and plans
+islands.py   `shardlib launch --islands N`
+output.py    what commands print, and the files that they read and write
+planning.py  pages and comparisons of plans
+training.py  `shardlib train | status`
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[Colle
 # Costs of the collectives of a step on the links that each candidate's axes lie on.
 #
 # Collective costs are linear in bytes: latency + bytes x seconds per byte
-# (`cost/machine/collectives.py`). So the collectives of a step are summed as counts and bytes by
+# (`cost/collectives.py`). So the collectives of a step are summed as counts and bytes by
 # *slot*, which do not depend on links, and multiplied with the links at the end.
 
 

@@ -284,7 +284,7 @@ def heap_share(pricer: Pricer, stages: Array) -> Array:
 #
 # The compiler says which collectives a program runs (and, for TPUs, how long its kernels take);
 # the cost model says what a collective costs on the links. With c the seconds of one collective,
-# latency + bytes x seconds per byte (`cost/machine/collectives.py`):
+# latency + bytes x seconds per byte (`cost/collectives.py`):
 #
 #     hidden   = sum of count x c over collectives along data or fsdp, alone or with tensor:
 #                gathers and reductions of parameters
@@ -295,7 +295,7 @@ def heap_share(pricer: Pricer, stages: Array) -> Array:
 # On TPUs only gathers of parameters that are stored sharded hide (ZeRO 3); reductions and gathers
 # of updated parameters block, too.
 #
-# This is the rule of `cost/pricing/exposed_communication.py` with three differences, because a
+# This is the rule of `cost/communication.py` with three differences, because a
 # compiled program does not tell them apart: small sums of activations along data and fsdp count as
 # hidden here, reductions of gradients along tensor alone as blocking, and kernels from a
 # compiler's cycles have the optimizer update among them, so that `optimizer` is 0 then. Where the

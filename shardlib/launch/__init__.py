@@ -1,18 +1,24 @@
 """Starting one program on many hosts, with what people have already.
 
-    job.py          what is to run, and on what: `Job`
-    engines/        from a job and settings of the engine's own to files and commands
-    local.py        processes of this machine, started again; `watching.py`: one start of them
-    processes.py, console.py
-                    how they are started and ended (`shardlib.processes`), and shown
-    addresses.py    addresses and free ports of this machine
-    joining.py      what every process does first: find the others
-    meeting/        the roll call before JAX starts
-    devices.py      which devices of its host are a process's own
-    likely_secrets.py
-                    words that look like secrets, which no file may show
-
 `shardlib.launch.join()` is what a script of your own calls before anything else of JAX.
+
+booking.py           what should I book? Machines for a run, and runs for a machine
+booking_commands.py  `shardlib compare | fit-model`
+commands.py          from the words of a command line to what an engine makes of them
+doctor.py            what is wrong with these hosts, before a run finds out
+engines.py           the engines of `shardlib launch`, in the order of its help
+job.py               A job
+joining.py           what every process does first
+kubernetes.py        kubernetes
+local.py             many processes on this machine, as one command
+meeting.py           the processes of a job meet before JAX starts
+ray.py               ray
+ray_driver.py        the driver of a job on a Ray cluster, which starts the processes on its
+                     hosts
+skypilot.py          skyPilot
+slurm.py             slurm
+submission.py        what engines share
+tpu_vm.py            cloud TPU VMs
 """
 
 from __future__ import annotations

@@ -6,19 +6,6 @@
     kinds = ["h100:8", "v5p"]
     print(booking.compare(init, loss, optimizer, batch, topologies=kinds, target=target))
 
-target.py        what a run has to do, by when, and what its machines cost
-sizes.py         the sizes in which a kind of machine is had
-looking.py       which of them are planned
-offers.py        the smallest and the cheapest, and what is proven of them
-compared.py      kinds of machines side by side, as a table
-picture.py       the same as a picture
-page.py          the same as a page
-comparison.py    with all of these
-side_by_side.py  all of it
-family.py        models of one shape and many sizes
-fitted.py        the largest that ends in time, and what is proven of it
-fitting.py       the search for it
-
 Models of one shape and many sizes.
 
 A family is a decoder that is known, made wider and deeper together: the width of a head, the number

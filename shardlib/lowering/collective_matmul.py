@@ -1,11 +1,6 @@
 """How are collectives over the tensor axis hidden behind the matmuls that they feed (collective
 matmul)?
 
-    ring.py      pieces go around the devices of an axis
-    products.py  a matmul of pieces as they come; and one whose sums go around
-    matmuls.py   which matmuls of a loss gather their operand, or scatter their result, over tensor?
-    groups.py    the programs that take their place
-
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models", ASPLOS 2023.
 """
@@ -541,7 +536,7 @@ def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
 # pieces go around the tensor axis and each is multiplied by all weights while the next is on its
 # way; in place of a reduce-scatter after a matmul, sums go around while the next part of them is
 # made. The backward pass is made of the same loops. Weights that are stored sharded are gathered,
-# and their gradients reduced over the batch, as everywhere (`lowering/weights/gradients.py`).
+# and their gradients reduced over the batch, as everywhere (`lowering/gradients.py`).
 
 
 def loops(

@@ -1,7 +1,4 @@
-"""A plan as a file of plain JAX.
-
-step.py    what every such file ends with; it imports nothing of this library
-"""
+"""A plan as a file of plain JAX."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The second half of a step, after its gradients:
-
-parts.py     what a step is made of
-updated.py   the update
-"""
+"""The second half of a step, after its gradients:"""
 
 from __future__ import annotations
 

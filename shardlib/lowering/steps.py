@@ -1,8 +1,4 @@
-"""A step that a user wrote, run under a plan.
-
-layouts.py  where every array of the state lives, and what values of the step are pinned to
-losses.py   what takes the places of the losses that it marks
-"""
+"""A step that a user wrote, run under a plan."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """The catalogue: chips and links that shardlib knows, each figure with its source.
 
-gpus.py   GPUs
-tpus.py   TPUs
-cpus.py   simulated devices
-table.py  all of them by the names by which topologies are spelled
-
 Short names of the sources:
 
 - book: jax-ml/scaling-book (`tpus.md`, `sharding.md`, `gpus.md`), "How to Scale Your Model".

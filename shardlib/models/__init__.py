@@ -1,6 +1,13 @@
 """Reference models: `load` finds one, `build` makes it, `example_batch` is what it eats.
 
 Finding a model and counting its parameters needs no JAX; building one does.
+
+blocks.py           the parts of the reference models
+config.py           A decoder transformer as one value
+encoder_decoder.py  the reference encoder-decoder
+huggingface.py      families of models on Hugging Face
+presets.py          models that are known by name
+transformer.py      the reference model
 """
 
 from __future__ import annotations

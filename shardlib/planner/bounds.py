@@ -196,7 +196,7 @@ class Tick:
 # messages between stages on the fastest links and the smallest bubble of any schedule, that is a
 # bound of the step time. Gathers of parameters and reductions of gradients may hide behind
 # compute, so it leaves them out. It is a sum over the components of the colours
-# (`planning/space/table_components.py`).
+# (`planner/space.py`).
 
 #: In the place of a policy: for each layer group the least of all policies.
 EACH = "each"

@@ -750,16 +750,16 @@ class Uncut:
 # --------------------------------------------------------------------------------------------------
 # Explores a space of plans for the fastest plan that fits, and for the minimum-memory plan.
 #
-# The cost is a sum over items that each depend on few colours (`cost/items/items.py`), so a plan's
-# cost is a sum of tallies that are made once for a model (`planning/space/cost_tables.py`). Meshes
+# The cost is a sum over items that each depend on few colours (`cost/items.py`), so a plan's
+# cost is a sum of tallies that are made once for a model (`planner/workload.py`). Meshes
 # with microbatches, and then each of them under every choice of colours
-# (`planning/bounds/frontier.py`), are taken in the order of a lower bound of their step time; when
+# (`planner/bounds.py`), are taken in the order of a lower bound of their step time; when
 # the bound of the next is not below the fastest plan found, no plan of the rest can be faster, and
 # the search ends with a proof. Where a machine has far more devices than the batch has rows, the
 # meshes of all numbers of devices are taken together.
 #
 # Each bound is asked of fewer candidates than the one before: the kernels of the uncut step,
-# equally spread; the fastest plan that could fit (`planning/bounds/step_time_that_fits.py`) with
+# equally spread; the fastest plan that could fit (`planner/bounds.py`) with
 # each component of the colours cut as is best for it; the same under one choice; and that on the
 # links of each place that the axes can have. Only what none of them excludes is priced.
 

@@ -229,10 +229,10 @@ def with_more_room(
 #
 # The search prices every legal plan that no lower bound excludes, so its answer is optimal within
 # the cost model: gap 0, or the gap that it says. What the space is stands in
-# `planning/space/space.py`, how it is priced in `planning/search/branch_and_bound.py`. Of a model
+# `planner/space.py`, how it is priced in `planner/priced.py`. Of a model
 # with more dimensions to shard over tensor than it tries all sets of, the others are tried one
 # after the other in the fastest plans. Ties go to the simpler plan, and where memory is nearly
-# full to the ZeRO stage with more room (`planning/search/more_room.py`).
+# full to the ZeRO stage with more room (`planner/search.py`).
 
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200

@@ -530,7 +530,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 # (`shardlib.machines.topology.orders`); - microbatches: every divisor of what a device has of the
 # batch, up to `MAX_MICROBATCHES`; - colours that the tensor axis shards: every subset of up to
 # `MAX_TENSOR_COLOURS`, with and without sequence parallelism; in the fastest plans further ones,
-# one after the other (`planning/search/left_out.py`); - ZeRO 0 to 3; recomputation by policy, of
+# one after the other (`planner/search.py`); - ZeRO 0 to 3; recomputation by policy, of
 # all layers or, where that fits, of some; where `remat_classes` is "any", for each layer group a
 # policy and a number of them (`shardlib.planner.group_prices`); - schedules: 1F1B, interleaved
 # with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as
@@ -554,7 +554,7 @@ class Space:
     Attributes:
         tensor: colours that the tensor axis may shard, in order of priority.
         left_out: colours beyond `MAX_TENSOR_COLOURS`, which are tried one after the other in the
-            fastest plans (`planning/search/left_out.py`).
+            fastest plans (`planner/search.py`).
         policies: remat policies.
         choices: every set of colours, with and without sequence parallelism.
         routes: whether tokens of experts may be routed, each in turn.
@@ -1061,10 +1061,10 @@ def legal_schedule(space: Space, decisions: Decisions, c: Candidates) -> Array:
 # --------------------------------------------------------------------------------------------------
 # Quantities that are sums over components of colours, on all shapes of a space.
 #
-# What a choice costs is a sum over components (`planning/space/cost_tables.py`), so the quantities
+# What a choice costs is a sum over components (`planner/workload.py`), so the quantities
 # of a choice are a sum of arrays that are there already, and the least of all choices is the sum
 # of the least of every component. What the quantities are says who asks: seconds
-# (`planning/bounds/step_time.py`) or bytes (`planning/bounds/memory.py`).
+# (`planner/bounds.py`) or bytes (`planner/memory_bounds.py`).
 
 #: Turns a tally into quantities on some shapes, by number: array [quantities, shapes].
 Measured = Callable[[Tally, Array], Array]

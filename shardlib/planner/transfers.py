@@ -1,10 +1,5 @@
 """In which order parameters cross a link: that in which the next forward pass needs them.
 
-first_use.py  where a forward pass first uses each parameter, from its graph
-buckets.py    runs of elements in that order, of so many bytes each
-replay.py     a step in time: gradients, transfers and the next forward pass
-picture.py    what an exchange of islands moves, as a picture in time
-
 Elements of parameters in the order in which a forward pass needs them, in buckets.
 
 A bucket is a run of all elements in that order, of so many, wherever it begins and ends; a
@@ -23,7 +18,6 @@ the next forward pass begins when its bucket is there.
     backward    one part after the other, the last first; then the bucket of a part may cross
     the link    carries one bucket at a time, of those that may cross the first in the given order;
                 with `preempt`, one that comes first holds up one that is on its way
-    forward     one part after the other, the first first, each after its bucket
 
 It is scheduling on one machine with release times r and delivery times q (1 | r, q, pmtn | Cmax),
 for which taking the bucket of the largest q first, at any time, is optimal (Jackson's preemptive

@@ -10,7 +10,6 @@ SI units stay inside the program; gigabytes and milliseconds appear only where t
 How do rows and sentences fit into a hundred columns?
 
 >>> print("\n".join(aligned([("mesh", "step"), ("data=2", "1 s")], right={1})))
-  mesh    step
   data=2   1 s
 """
 

@@ -3,25 +3,38 @@
     engine = serving.Engine(init, forward, weights=state.params)
     engine.generate([[5, 2, 7]], most=16)
 
-scheduling/   requests, pages, and which tokens the next step computes
-sampling/     the next token of each row, from logits
-computing/    a user's model as what computes steps
-step.py       the compiled programs of a step
-weights.py    where weights and pages live
-compared.py   logits with a cache beside those of the forward pass itself
-engine.py     all of it: requests in, tokens out
-exporting.py  the program of a step, for the process that compiles it
-verified.py   the same programs by the compilers of other machines
-answers.py    whole answers, and streams of tokens
-several.py    several models in one process
-trained.py    a run of `shardlib train`, as it is served
-folders/      folders of Hugging Face, as they are served
-text.py       texts as tokens, and tokens as a text that grows
-served.py     model, weights, tokenizer and name together
-words.py      from a word to what is served: model, weights, tokenizer, name
-hosting/      an engine for many clients at once: a thread, streams, texts
-http/         OpenAI's interface to it
-measuring/    how a server answers a stored workload
+artefacts.py      what a model computes, as files that programs without shardlib run
+cache.py          layers that keep the same tokens of a request
+checks.py         are logits with a cache those of the forward pass itself?
+commands.py       the commands of models that answer
+computing.py      what computes the steps of an engine
+cost.py           seconds and bytes of serving
+demonstration.py  the run that is served where no model is named
+edge.py           A plan for a chain of unlike devices, run
+edge_cutting.py   A traced forward pass as a chain of pieces, and what crosses a cut between them
+edge_plan.py      inference over a chain of unlike devices
+engine.py         requests in, tokens out
+folders.py        models that come in folders of Hugging Face
+frontend.py       how a model is served on a machine that need not be here
+grammars.py       compiles forms of answers, and says which tokens may come next
+hosting.py        models that answer many clients at once
+http/             openAI's interface to an engine
+layers.py         programs that serve
+loading.py        A run of `shardlib train`, as it is served
+measuring.py      how a server answers a stored workload
+plan.py           A plan that serves
+program.py        the program of so many tokens, of any requests
+propagation.py    how is a model sharded that serves?
+rendering.py      renders templates of conversations
+requests.py       A request
+sampling.py       the next token of each row, from logits
+scheduling.py     who is served next, and where keys and values go
+search.py         the best choice under the limits, and the curve of those that nothing beats
+served.py         what is served
+space.py          what can be chosen
+step.py           the compiled program of a step
+tokenizing.py     reads a `tokenizer.json`, and encodes texts with it
+triton/           A repository for Triton's inference server, with a model's programs and weights
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Are logits with a cache those of the forward pass itself?
 
-What a forward pass finds out about positions in a way that `lowering/serving/positions.py` does not
+What a forward pass finds out about positions in a way that `serve/layers.py` does not
 know would give wrong answers, and no error. So some random tokens go both ways.
 """
 

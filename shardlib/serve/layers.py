@@ -8,13 +8,6 @@
 `jax.vmap` makes of it the program for many tokens, each with its own position and pages: those of
 a prompt, one after another, and the next ones of many requests alike (continuous batching). Pages
 are shared, so that writing to them is an operation on all tokens at once.
-
-calls.py      which calls of attention a forward pass makes, and what each keeps of a token
-positions.py  where a forward pass looks at the position
-pages.py      attention over pages
-adapted.py    parameters of which some tokens have others
-evaluate.py   the forward pass, run again with caches
-program.py    the program of so many tokens
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """What can be chosen.
 
 tensor     every number of devices that divides those of the machine
-chunk      64 to 8,192 tokens: powers of two, and one and a half times as much
-batch      every whole number of requests whose pages fit, up to `MOST_REQUESTS`
 """
 
 from __future__ import annotations

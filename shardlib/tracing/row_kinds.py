@@ -6,8 +6,6 @@ Five families, from the least to the most entangled:
     row     every element looks at one row, and `Place` says at which
     sum     a sum over all rows of one function of a row (with coefficients, and with what depends
             on no row)
-    data    looks at several rows in any way, but at nothing that is learned: the whole batch can
-            say it beforehand
     mixed   several rows and parameters, in a way that is no sum
 
 A value that is free or a sum changes by a power of the number of rows when there are more of them

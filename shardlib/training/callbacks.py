@@ -1,12 +1,6 @@
 """What a user adds to a run: functions that are called while it goes on.
 
-    settings = Settings(callbacks=(EarlyStop("validation/loss"), BestCheckpoint("validation/loss")))
-
-moment.py      the protocol, and what a callback is given
-stopping.py    early stop
-best.py        the best checkpoint
-rate.py        the learning rate as a metric
-samples.py     samples of what was learned
+settings = Settings(callbacks=(EarlyStop("validation/loss"), BestCheckpoint("validation/loss")))
 """
 
 from __future__ import annotations

@@ -13,6 +13,10 @@ web pages.
 Traceback (most recent call last):
     ...
 shardlib.errors.PlanError: the plan is no JSON: NaN is no finite number
+
+confined.py        native code on a stranger's input runs in processes of its own, with limits
+confined_child.py  the process of `confined.py`
+data.py            types of plain data, by the names that signatures use
 """
 
 from __future__ import annotations

@@ -9,20 +9,11 @@
 Flower has the rounds, the strategies, the sampling, secure aggregation, differential privacy and
 the transport. Of this house are a client's local training and the parameters on both ends:
 
-    job.py         what clients train
-    rows.py        rows of a client, and their order
-    parameters.py  parameters by path, as they are sent
-    proximal.py    the proximal term of FedProx, as a part of the optimizer
-    request.py     what a client is asked, and what it answers
-    trainer.py     a client's program, and the rounds that it runs
-    local.py       local training and evaluation: arrays in, arrays out, no Flower
-    flower.py      what of Flower is used
-    records.py     Flower's messages as plain values, and back
-    app.py         the ClientApp
-    server.py      the first record, a state of the last one, metrics of a round
-    privacy.py     what rounds of noise cost
-
 Flower is imported where a ClientApp or a record is made, and not before.
+
+flower.py  what of Flower is used, by its own names
+job.py     what the clients of a federation train
+local.py   local training and evaluation
 """
 
 from __future__ import annotations

@@ -10,20 +10,7 @@
 Workers and servers are processes of one machine that talk over its loopback address, or Ray
 actors:
 
-    starting.py  `train`: starts all of them, and gives what came of it
-    asked.py     a run as it was asked for
-    local.py     processes of this machine; `crew.py` starts and watches them
-    ray_actors.py
-                 Ray actors
-    result.py    parameters, losses, staleness, pushes, events
     ownership.py which server owns which elements
-    worker/      a planned, sharded program that fetches and pushes
-    server/      parameters, their clock, their checkpoint; free of JAX
-    wire/        frames, messages, the secret
-    rounds/      the outer server of islands: rounds, outer parameters; free of JAX
-    islands/     an island that is a process of its own: `join`
-    link.py, relay.py
-                 rates of links, seconds of a meeting; an emulated slow link
 
 Servers own equal runs of the elements of all parameters. A message is a frame of a JSON header and
 arrays, a question with one answer; `wire/messages.py` has the table. Of what may happen:
@@ -36,6 +23,21 @@ arrays, a question with one answer; `wire/messages.py` has the table. Of what ma
   answers, push once more what it had not answered. What it had applied since the checkpoint is
   lost. A push that comes twice is applied once.
 - Somebody else connects, or sends what is no frame, no message or not finite: refused, named.
+
+crew.py            the processes of a run
+island.py          islands that are processes of their own, each with its planned, sharded
+                   program, and meet over TCP
+joining.py         `join`
+ray_actors.py      workers and servers as Ray actors
+relay.py           A slow link of our own
+rounds.py          rounds of islands that are processes of their own
+rounds_process.py  the process of the outer server
+server.py          A server
+server_process.py  the process of a server
+starting.py        trains with workers and parameter servers, where they are to be started
+wire.py            what workers and servers say to each other
+worker.py          A worker
+worker_process.py  the process of a worker
 """
 
 from __future__ import annotations

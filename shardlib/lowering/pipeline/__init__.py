@@ -1,11 +1,5 @@
 """A loop over layers as a pipeline.
 
-    shared/        where the loss is partitioned, the chunk of layers of a stage, weights that are
-                   gathered before the ticks, embedding and head
-    lockstep/      one program for all devices: what a stage does in a tick, all ticks, and where
-                   gradients are summed
-    per_stage/     a program for each stage, which one process calls in the order of the schedule
-
 A chunk of layers is the unit of work: with v chunks a stage, chunk c of stage s holds the layers
 after those of chunk c of stage s - 1, and chunk c + 1 of stage 0 follows chunk c of the last stage.
 In every tick each stage does one chunk forward for one microbatch and one chunk backward for
@@ -18,4 +12,9 @@ the loop (embedding, head, loss) is partitioned automatically, with the stages a
 shards the sequence, so that it is neither computed by every stage nor by one alone. Layers keep the
 plan's layouts over the other axes.
 
+chunk_work.py  what does a stage do with one microbatch?
+layers.py      what both forms of a pipeline share
+lockstep.py    A pipeline as one program for all devices (SPMD)
+per_stage.py   per-stage programs (MPMD)
+stage.py       what one stage does in one tick
 """

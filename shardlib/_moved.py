@@ -1,0 +1,70 @@
+"""Earlier names of modules that the documentation showed: importing one gives the module that has
+its contents now.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "shardlib.booking": "shardlib.launch.booking",
+    "shardlib.checkpointing.keep": "shardlib.checkpointing.store",
+    "shardlib.compiler": "shardlib.api",
+    "shardlib.data.batches.loader": "shardlib.data.batches",
+    "shardlib.data.reading": "shardlib.data",
+    "shardlib.data.reading.cache": "shardlib.data.sources",
+    "shardlib.federated": "shardlib.islands.federated",
+    "shardlib.hardware": "shardlib.machines",
+    "shardlib.launching": "shardlib.launch",
+    "shardlib.lowering.experts.groups": "shardlib.lowering.experts",
+    "shardlib.lowering.experts.routed": "shardlib.lowering.experts",
+    "shardlib.planning": "shardlib.planner",
+    "shardlib.planning.pictures": "shardlib.report",
+    "shardlib.planning.pictures.timelines": "shardlib.report.timelines",
+    "shardlib.planning.plan": "shardlib.planner.plan",
+    "shardlib.servers": "shardlib.islands.servers",
+    "shardlib.serving": "shardlib.serve",
+    "shardlib.serving.hosting": "shardlib.serve.hosting",
+    "shardlib.serving.hosting.deployment": "shardlib.serve.hosting",
+    "shardlib.serving.http": "shardlib.serve.http",
+    "shardlib.serving.http.app": "shardlib.serve.http.app",
+    "shardlib.serving.http.server": "shardlib.serve.http.server",
+    "shardlib.training.measures.judge": "shardlib.training.measures",
+    "shardlib.training.run.status": "shardlib.training.run",
+    "shardlib.training.states.average": "shardlib.training.states",
+    "shardlib.training.states.rates": "shardlib.training.states",
+    "shardlib.training.states.surgery": "shardlib.training.states",
+    "shardlib.verification": "shardlib.verify",
+    "shardlib.verification.hlo": "shardlib.verify",
+    "shardlib.verification.hlo.timelines": "shardlib.verify.timelines",
+}
+
+
+class Moved(MetaPathFinder, Loader):
+    """Finds the modules of `MOVED`, and loads what stands there now."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(MOVED[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None and isinstance(spec.loader, Moved):
+            module.__spec__ = spec.loader_state  # the import system has replaced it
+
+
+def install() -> None:
+    """Lets the earlier names be imported, in this process."""
+    if not any(type(finder).__name__ == Moved.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(Moved())
