@@ -5,6 +5,7 @@ its contents now.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -51,10 +52,10 @@ class Moved(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in MOVED else None
+        return ModuleSpec(fullname, self) if _today(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(MOVED[spec.name])
+        module = importlib.import_module(_today(spec.name))
         spec.loader_state = module.__spec__
         return module
 
@@ -64,7 +65,19 @@ class Moved(MetaPathFinder, Loader):
             module.__spec__ = spec.loader_state  # the import system has replaced it
 
 
+def _today(name: str) -> str:
+    """The module of today under an earlier name, or in a package that had one; "" for others."""
+    head, rest = name, ""
+    while head.startswith("shardlib."):
+        if head in MOVED:
+            today = MOVED[head] + rest
+            return today if not rest or importlib.util.find_spec(today) else ""
+        head, _, last = head.rpartition(".")
+        rest = f".{last}{rest}"
+    return ""
+
+
 def install() -> None:
     """Lets the earlier names be imported, in this process."""
     if not any(type(finder).__name__ == Moved.__name__ for finder in sys.meta_path):
-        sys.meta_path.append(Moved())
+        sys.meta_path.insert(0, Moved())
