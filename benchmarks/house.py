@@ -1,7 +1,9 @@
-"""Figures of the source: import circles, lines, words, docstrings and uses of `Any`; the public
-names are imported.
+"""Figures of the source: import circles, lines, names, words, docstrings and uses of `Any`; the
+public names are imported.
 
-    python benchmarks/house.py [--out benchmarks/results/house.json]
+    python benchmarks/house.py [--before OTHER_CLONE] [--out benchmarks/results/house.json]
+
+With the clone of an earlier commit, its figures of size and shape are stored beside those of today.
 
 Imports count wherever they stand: at the top, in functions, under TYPE_CHECKING; of `VALUES` alone
 those that run when they are imported. Modules whose imports of each other form a circle are listed
@@ -17,13 +19,94 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+WINGS = ("launch", "serve", "islands")
+#: Names that say nothing of what they name.
+FILLERS = frozenset(
+    [
+        "found",
+        "given",
+        "one",
+        "at",
+        "mine",
+        "made",
+        "told",
+        "asked",
+        "whole",
+        "apart",
+        "laid",
+        "most",
+        "least",
+        "how",
+        "where",
+        "under",
+        "wanted",
+        "said",
+        "about",
+        "room",
+        "rest",
+        "known",
+        "every",
+        "some",
+        "other",
+        "held",
+        "own",
+        "kept",
+        "way",
+        "ways",
+    ]
+)
+#: Of the script that is watched: the files of the package that are entered, and calls.
+WATCHED = """
+import json, os, sys
+import jax, jax.numpy as jnp, optax, shardlib
+from flax import nnx
+
+entered = {}
+
+def watch(name, call):
+    files = set()
+    def profile(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(os.getcwd() + "/shardlib/"):
+            files.add(path)
+    sys.setprofile(profile)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    entered[name] = len(files)
+    return result
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        up, down = ("embed", "mlp"), ("mlp", "embed")
+        self.up = nnx.Linear(64, 256, kernel_metadata={"out_sharding": up}, rngs=rngs)
+        self.down = nnx.Linear(256, 64, kernel_metadata={"out_sharding": down}, rngs=rngs)
+
+def loss(model, batch):
+    return jnp.mean((model.down(nnx.gelu(model.up(batch["x"]))) - batch["y"]) ** 2)
+
+batch = {name: jnp.ones((64, 64)) for name in "xy"}
+problem = (Model, loss, optax.adamw(1e-3), batch)
+pin = {"mesh.fsdp": 8}
+watch("plan", lambda: shardlib.plan(*problem, topology="cpu:8"))
+watch("plan of a pinned mesh", lambda: shardlib.plan(*problem, topology="cpu:8", pin=pin))
+program = shardlib.compile(*problem, topology="cpu:8", pin=pin)
+state = program.init(seed=0)
+state, metrics = program.step(state, batch)
+watch("second step", lambda: program.step(state, batch))
+print(json.dumps(entered))
+"""
 PACKAGE = ROOT / "shardlib"
 LINE = 100
 #: Values whose methods import the functions of them when they are called.
@@ -312,6 +395,156 @@ def uses_of_any(modules: dict[str, Path]) -> dict[str, Any]:
     }
 
 
+def code_lines(path: Path) -> int:
+    """Lines of a file that are neither blank, nor of comments or docstrings."""
+    docstrings: set[int] = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings |= set(range(first.lineno, (first.end_lineno or 0) + 1))
+    code: set[int] = set()
+    with path.open() as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.STRING, tokenize.OP) or (
+                token.type > tokenize.COMMENT and token.string.strip()
+            ):
+                code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def part_of(path: Path, package: Path) -> str:
+    """ "core", or the wing that a file belongs to."""
+    first = path.relative_to(package).parts[0]
+    return first if first in WINGS else "core"
+
+
+def sizes(package: Path) -> dict[str, dict[str, int]]:
+    """Files, lines and lines of code of the core and of each wing."""
+    totals: dict[str, dict[str, int]] = {}
+    for path in sorted(package.rglob("*.py")):
+        part = totals.setdefault(part_of(path, package), {"files": 0, "lines": 0, "code": 0})
+        part["files"] += 1
+        part["lines"] += len(path.read_text().splitlines())
+        part["code"] += code_lines(path)
+    return totals
+
+
+def fillers(paths: Iterable[Path]) -> float:
+    """Of 1,000 names that are bound, those that say nothing."""
+    names = [
+        node.id if isinstance(node, ast.Name) else node.arg
+        for path in paths
+        for node in nodes(path)
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    ]
+    return 1000 * sum(name in FILLERS for name in names) / len(names)
+
+
+def imports_of(package: Path) -> dict[Path, dict[str, tuple[Path, str]]]:
+    """By file, the names that it imports of the package, and where each is from: the file, and
+    the name there, "" for the file itself.
+    """
+    modules = {
+        ".".join((package.name, *path.relative_to(package).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in package.rglob("*.py")
+    }
+    imported: dict[Path, dict[str, tuple[Path, str]]] = {}
+    for path in modules.values():
+        names = imported.setdefault(path, {})
+        for node in nodes(path):
+            if not isinstance(node, ast.ImportFrom) or node.module not in modules:
+                continue
+            for alias in node.names:
+                inner = modules.get(f"{node.module}.{alias.name}")
+                source = (inner, "") if inner else (modules[node.module], alias.name)
+                names[alias.asname or alias.name] = source
+    return imported
+
+
+def shape(package: Path) -> dict[str, Any]:
+    """How the modules of the package hang together."""
+    imported = imports_of(package)
+    importers: dict[Path, set[Path]] = {}
+    for path, names in imported.items():
+        for source, _ in names.values():
+            if source != path:
+                importers.setdefault(source, set()).add(path)
+    modules = [path for path in imported if path.name != "__init__.py"]
+    functions = {
+        (path, node.name): 0
+        for path in imported
+        for node in parsed(path).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    outside: dict[tuple[Path, str], int] = {}
+    for path, names in imported.items():
+        for node in nodes(path):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used = names.get(node.id, (path, node.id))
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                source, name = names.get(node.value.id, (path, "?"))
+                used = (source, node.attr if name == "" else "?")
+            else:
+                continue
+            if used in functions:
+                functions[used] += 1
+                outside[used] = outside.get(used, 0) + (used[0] != path)
+    text = "\n".join(path.read_text() for path in imported)
+    return {
+        "modules with one importer, %": round(
+            100 * sum(len(importers.get(path, ())) == 1 for path in modules) / len(modules), 1
+        ),
+        "functions called once, from another file, %": round(
+            100
+            * sum(count == 1 and outside.get(key) == 1 for key, count in functions.items())
+            / len(functions),
+            1,
+        ),
+        "isinstance on kinds of programs": len(
+            re.findall(
+                r"isinstance\([^()]*\b(?:IslandsProgram|StepProgram|AnyProgram|Program)\b", text
+            )
+        ),
+        "imports of wings in the core": sum(
+            part_of(path, package) == "core" and part_of(source, package) != "core"
+            for path, names in imported.items()
+            for source, _ in names.values()
+        ),
+        "fillers in 1,000 names": round(fillers(imported), 1),
+    }
+
+
+def entered(root: Path) -> dict[str, int]:
+    """Files of the package that are entered, by what is done with two linear layers."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED],
+        cwd=root,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def form(root: Path) -> dict[str, Any]:
+    """Size and shape of the package in a clone."""
+    return {
+        "sizes": sizes(root / "shardlib"),
+        **shape(root / "shardlib"),
+        "files entered": entered(root),
+    }
+
+
 def house() -> dict[str, Any]:
     """All figures."""
     modules = sources()
@@ -339,8 +572,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="store the figures")
+    parser.add_argument("--before", type=Path, help="a clone of an earlier commit")
     options = parser.parse_args()
-    found = house()
+    found = house() | form(ROOT)
+    if options.before is not None:
+        found["before"] = form(options.before.resolve())
     for name, value in found.items():
         if name in ("docstrings", "uses of Any"):
             for what, figure in value.items():
