@@ -59,8 +59,6 @@ from shardlib.processes.place import let_collectives_wait
 from shardlib.processes.values import of_first
 from shardlib.untrusted.data import Limits, read_json
 
-# --------------------------------------------------------------------------------------------------
-
 #: Seconds for which a program is run again and again.
 BUDGET_S = 0.15
 #: Runs at least, however long they take.
@@ -101,8 +99,6 @@ def seconds_of(
         processor.append(time.process_time() - used)
     return quiet_seconds(walls, processor, cores=cores(), all_busy=devices >= cores())
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Version of the cached figures; a change of the method makes old files stale.
 FORMAT = 5

@@ -204,8 +204,6 @@ def one_of(name: str, value: object, words: Collection[str]) -> list[str]:
     return [f"{name} is {shown(value)}; it is one of {', '.join(map(repr, words))}"]
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Bytes of a bucket, where nobody says otherwise: tensors are partitioned by 4 MB in ByteScheduler
 #: (Peng et al., SOSP 2019), which take 3 ms of a link of 10 Gbit/s.
 BUCKET_BYTES = 4 << 20
@@ -386,8 +384,6 @@ class Gossip(Shown):
     def __str__(self) -> str:
         return spelled(self)
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Bits of a number, by the word for a wire.
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
@@ -866,8 +862,6 @@ EXACT = Exact()
 #: Exchanges by the word with which they are pinned.
 KINDS: dict[str, Form] = {form.kind: form for form in (Exact, DiLoCo, Gossip, Compressed)}
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: How pins spell exchanges.
 EXAMPLES = (

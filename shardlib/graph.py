@@ -54,8 +54,6 @@ from shardlib.compact import compact
 from shardlib.findings import Finding
 from shardlib.layout import LogicalAxes
 
-# --------------------------------------------------------------------------------------------------
-
 #: The factors of one dim, major first.
 Dim = tuple[int, ...]
 #: The dims of one value.
@@ -484,8 +482,6 @@ def _name(op: Op) -> str:
     return f"{op.kind} at {op.path or '?'}"
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: In blocks, by XLA on any machine; by splash attention, which comes with JAX, on TPUs; by the
 #: kernel of cuDNN on NVIDIA GPUs.
 Kind = Literal["blocks", "splash", "cudnn"]
@@ -575,8 +571,6 @@ def forward_pass(graph: Graph, *, saves: bool) -> Graph:
         outputs=(*results, *saved),
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: What a result can be, by what happens to it when the batch is worked through in parts.
 ROWS_KINDS: tuple[str, ...] = (

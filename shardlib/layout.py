@@ -37,8 +37,6 @@ from typing import Literal
 
 from shardlib.errors import LayoutError, PinError, raise_all
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
@@ -306,9 +304,6 @@ class MeshShape(Mapping[str, int]):
 
     def __repr__(self) -> str:
         return f"MeshShape({', '.join(f'{axis}={self[axis]}' for axis in self)})"
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 class Layout(tuple[tuple[str, ...], ...]):

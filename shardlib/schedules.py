@@ -156,8 +156,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# --------------------------------------------------------------------------------------------------
-
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 _LETTERS = {FORWARD: "F", BACKWARD: "B", WEIGHTS: "W"}
 
@@ -200,8 +198,6 @@ def alternating(forward: Sequence[Task], backward: Sequence[Task], first: int) -
         tasks += [ahead, back]
     return (*tasks, *backward[max(0, len(forward) - first) :])
 
-
-# --------------------------------------------------------------------------------------------------
 
 Array = np.ndarray
 
@@ -369,9 +365,6 @@ def last_in_turn(pipelines: Pipelines) -> Array:
     return np.where(stages > 1, np.minimum(in_flight, pipelines.microbatches), 1.0)
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 class GPipe:
     """All forward work first."""
 
@@ -439,9 +432,6 @@ class GPipe:
 
 
 GPIPE = GPipe()
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 class Interleaved:
@@ -534,9 +524,6 @@ class Interleaved:
 INTERLEAVED = Interleaved()
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 class NoSchedule:
     """A step without stages: one microbatch at a time, and nothing waits."""
 
@@ -594,9 +581,6 @@ class NoSchedule:
 
 
 NONE = NoSchedule()
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 class OneForwardOneBackward:
@@ -658,9 +642,6 @@ class OneForwardOneBackward:
 
 
 ONE_F_ONE_B = OneForwardOneBackward()
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -790,9 +771,6 @@ def most_held(spans: Iterable[Span], stage: int, *, until: str = BACKWARD) -> in
     return peak
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 class ZeroBubble:
     """1F1B with gradients of weights made late."""
 
@@ -875,8 +853,6 @@ def _late_weights(microbatches: int, first: int, late: int) -> Order:
 ZERO_BUBBLE = ZeroBubble()
 
 
-# --------------------------------------------------------------------------------------------------
-
 _LISTED: tuple[Schedule, ...] = (NONE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE)
 #: Schedules by name, in the order in which planning tries them.
 SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _LISTED}
@@ -913,8 +889,6 @@ def most_put_off(*, lockstep: bool) -> float:
     """See `Schedule.put_off`: the most of all schedules."""
     return max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: A whole number, or an array of them: of NumPy, or JAX's own inside of a program.
 Number = Any
@@ -1079,8 +1053,6 @@ class Timetable:
         works = inside & (micro < self.microbatches)
         return micro * works, rounds % self.virtual, works
 
-
-# --------------------------------------------------------------------------------------------------
 
 IDLE = "·"
 

@@ -53,8 +53,6 @@ from shardlib.findings import Finding
 from shardlib.jax_types import Index, KeyPath, Metrics, Value
 from shardlib.layout import LogicalAxes
 
-# --------------------------------------------------------------------------------------------------
-
 #: What a loss may return; (metrics, updates) may be in the other order too.
 FORMS = (
     "loss",

@@ -42,8 +42,6 @@ from shardlib.jax_types import Index, Jaxpr, KeyPath, Metrics, Value
 from shardlib.layout import LogicalAxes
 from shardlib.untrusted.data import SEEDS, read_seed
 
-# --------------------------------------------------------------------------------------------------
-
 #: The name that a stacking dim gets when the user gave it none.
 STACK = "layers"
 #: Keys of metadata under which Flax keeps names, the current one first.

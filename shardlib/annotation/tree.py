@@ -43,8 +43,6 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.jax_types import Index, Jaxpr
 from shardlib.layout import INNER_AXES, LogicalAxes
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class TreeInit:

@@ -65,8 +65,6 @@ from shardlib.errors import AnnotationError, raise_all
 from shardlib.findings import Finding, diagnostic
 from shardlib.jax_types import Eqn, Index, Jaxpr, KeyPath, Leaf, Value
 
-# --------------------------------------------------------------------------------------------------
-
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -186,9 +184,6 @@ def _array(literal: jex.Literal) -> jax.Array:
     return jnp.asarray(literal.val, getattr(literal.aval, "dtype", None))
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """The trained part of a tree of params.
@@ -260,9 +255,6 @@ def _pruned(tree: Any) -> Any:
         return tree
     branches = {key: _pruned(branch) for key, branch in tree.items()}
     return {key: branch for key, branch in branches.items() if jax.tree.leaves(branch)}
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def is_array(leaf: Tree) -> bool:
@@ -380,8 +372,6 @@ def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
         structure, [next(abstract) if leaf is None else leaf for leaf in leaves]
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Characters of a value that a message shows.
 SHOWN = 60

@@ -407,8 +407,6 @@ def refuse_where_owned(folder: Path, what: str) -> None:
         _refuse(what, found, "which lives")
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Names that an interrupted save (of Orbax, which appends this) or deletion leaves behind.
 _REMNANT = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|discarded)", re.ASCII)
 #: Names of checkpoints: numbers as Python writes them, in the digits of ASCII.

@@ -44,8 +44,6 @@ from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.processes.values import whole
 
-# --------------------------------------------------------------------------------------------------
-
 Shape = tuple[int, ...]
 
 
@@ -205,8 +203,6 @@ def _peft_files(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             f"the adapter in {folder} cannot be read: {error}\nTry: another copy of it"
         ) from error
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Words that say nothing.
 _EMPTY = frozenset(

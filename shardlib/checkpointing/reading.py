@@ -298,9 +298,6 @@ def portions(
         yield group
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def handler(
     options: ocp.options.MultiprocessingOptions, *, own: bool = False
 ) -> ocp.CompositeCheckpointHandler:

@@ -359,9 +359,6 @@ def _not_written(folder: Folder, step: int, error: Exception) -> CheckpointError
     )
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 class Checkpoints:
     """The checkpoints of one run.
 

@@ -22,8 +22,6 @@ from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.runtime import by_path, sums
 from shardlib.processes.values import in_every_process
 
-# --------------------------------------------------------------------------------------------------
-
 
 class OtherOptimizerError(CheckpointError):
     """A checkpoint of this model, with the state of another optimizer."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardlib.planner.plan import Plan
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Keyword arguments of `shardlib.plan` that say what is planned.
 PlanInputs = dict[str, Any]
 
@@ -329,8 +327,6 @@ def pin_text(pins: JsonObject) -> str:
         for key, value in pins.items()
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Quantities below it are spelled with a unit.
 LEAST = 1_000_000

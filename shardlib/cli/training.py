@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from shardlib.planner.plan import Plan
 
 
-# --------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What is trained, and on what."""
@@ -312,9 +306,6 @@ class Run:
 
 # --------------------------------------------------------------------------------------------------
 # Words behind `shardlib launch`: a training with its machine and its run, and variables.
-
-if TYPE_CHECKING:
-    pass
 
 
 def completed(command: Sequence[str], topology: str | None, run: str | None) -> tuple[str, ...]:

@@ -509,9 +509,6 @@ class _Search:
         return kinds
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def fused(step: StepGraph, block: int = 128) -> StepGraph:
     """The step with every core of attention as one kernel forward, and backward one for each set of
     dims that gradients are summed over.

@@ -75,8 +75,6 @@ from shardlib.layout import (
 from shardlib.machines.chips import Tier
 from shardlib.machines.topology import Placement, Span, Topology
 
-# --------------------------------------------------------------------------------------------------
-
 Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 

@@ -42,8 +42,6 @@ from shardlib.layout import STAGE, MeshShape
 from shardlib.machines.topology import Placement, Topology
 from shardlib.propagation.colours import Choice
 
-# --------------------------------------------------------------------------------------------------
-
 Array = np.ndarray
 
 

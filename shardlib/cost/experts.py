@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from shardlib.graph import Dims, Graph, Op, StepGraph
 from shardlib.layout import LogicalAxes
 
-# --------------------------------------------------------------------------------------------------
-
 #: Scope of the operations of experts with a capacity, in their names.
 CAPPED = "shardlib_capacity"
 #: (value, dim).

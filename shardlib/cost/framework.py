@@ -53,8 +53,6 @@ from shardlib.layout import INNER_AXES
 from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import JsonMapping, JsonObject, construct, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "blocks", "rematerialised"),
@@ -298,8 +296,6 @@ class FrameworkProfile:
         return construct(cls, data, f"framework profile {shown(data.get('name', ''))}", PinError)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Rows that messages of the lowered exchange of tokens have room for, over those of an even
 #: routing; what does not fit takes another round.
 EXCHANGE_ROOM = 1.25
@@ -365,8 +361,6 @@ def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
         )
     return profiles[name]
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: What must hold of decisions together, by the word of a rule.
 RULES: Mapping[str, str] = {
@@ -501,9 +495,6 @@ class Abilities:
 
 #: What programs of shardlib can do.
 ANYTHING = Abilities()
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

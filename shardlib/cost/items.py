@@ -785,8 +785,6 @@ def kernel_items(facts: Facts) -> list[Item]:
     return [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
 _LINEAR_VIEWS: frozenset[str] = frozenset(
     {"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"}

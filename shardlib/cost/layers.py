@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.graph import Dims, FactorRule, Graph, Op, StepGraph
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:

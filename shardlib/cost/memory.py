@@ -40,8 +40,6 @@ from shardlib.graph import BLOCK, ITEMSIZE, Op, Parameter, StepGraph
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:

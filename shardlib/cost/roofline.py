@@ -91,8 +91,6 @@ from shardlib.machines.chips import Chip
 from shardlib.machines.topology import CORRECTABLE, Topology
 from shardlib.untrusted.data import JsonMapping, JsonObject, bounded, construct, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: The margin of a compiler that nothing was learned of.
 UNKNOWN_MARGIN = 1.1
 
@@ -287,8 +285,6 @@ def _age(entry: Correction) -> tuple[tuple[str, tuple[int, ...]], ...]:
         for name, version in sorted(entry.versions)
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: A block of the result that one unit computes at a time: rows, columns, and the share of
 #: `Efficiency.matmul` that such blocks reach.
@@ -647,8 +643,6 @@ def efficiency_of(
             figures = figures.with_values(dict(curves()[key].values))
     return figures.with_values(measured or {})
 
-
-# --------------------------------------------------------------------------------------------------
 
 Array = NDArray[np.float64]
 

@@ -28,8 +28,6 @@ from shardlib.layout import BATCH_AXES, MESH_AXES, MeshShape
 from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
 
-# --------------------------------------------------------------------------------------------------
-
 Array = np.ndarray
 
 
@@ -457,8 +455,6 @@ def scatters(profile: FrameworkProfile, knobs: Knobs) -> bool:
     """
     return knobs.zero >= 2 or (knobs.zero == 1 and profile.reduction == "step")
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Halvings of the interval that the longest chunk lies in, when layers differ, which is as wide as
 #: the slowest layer: it is found to 1e-6 of that layer.

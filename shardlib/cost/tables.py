@@ -180,9 +180,6 @@ class StoredBytes(_ByCandidate):
     kept_cut: Array
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Ways:
     """A factor: one over the size of a mesh axis, "tensor" or "context"."""
@@ -539,9 +536,6 @@ def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:
     return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tally:
     """A tally for any shapes: a matrix of coefficients times measures.
@@ -608,9 +602,6 @@ def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
     matrix = np.zeros((len(rows), len(measures)))
     np.add.at(matrix, (position, used), [amount for _, _, amount in listed])
     return Tally(rows=rows, measures=tuple(measures.tolist()), matrix=matrix)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 class Q(IntEnum):

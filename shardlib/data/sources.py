@@ -29,8 +29,6 @@ from shardlib.errors import DataError, MissingFileError, ShardlibError
 from shardlib.findings import Finding
 from shardlib.untrusted.data import Limits, parse_json, read_json, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Folders whose files are left out, beside hidden ones.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
 

@@ -73,8 +73,6 @@ from shardlib.rules import Rules
 from shardlib.schedules import Schedule, named, pipelines
 from shardlib.untrusted.data import Json, JsonObject, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Everything that can be pinned: decisions, and beside them dtypes one by one and dtypes that the
 #: planner may choose.
 ENTRIES: Mapping[str, Entry] = {
@@ -156,9 +154,6 @@ def alias(word: str) -> str:
         if word in MESH_AXES or word in MESH_AXIS_ALIASES
         else word
     )
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,8 +408,6 @@ def _tried_whole(schedule: Schedule) -> bool:
     return 1 in schedule.tried(pinned=True, chunks=None, policy="none", limit=2)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Decisions fixed by hand, by the words of a plan's JSON: plain data, or the values that it stands
 #: for.
 PinMapping = Mapping[str, PinValue]
@@ -627,8 +620,6 @@ def _told(word: str, error: ShardlibError) -> list[str]:
         failure if decision in failure else f"{decision}: {failure}" for failure in error.failures
     ]
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: What plans say in other words than pins: rules are completed, layers are counted in the fullest
 #: stage, dtypes of the traced model are not said.

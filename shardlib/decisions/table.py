@@ -74,8 +74,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: What has a dtype: stored parameters; operands of the products of layers' weights; gradients kept
 #: over the microbatches of a step; gradients in collectives; the arrays of optimizer state that
 #: have a parameter's shape.
@@ -202,8 +200,6 @@ def _named(word: str, value: Any) -> Mapping[str, Any]:
         )
     return cast("Mapping[str, Any]", value)
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: What a decision is pinned to or decided as: a word, a number, a truth value, or a value such as
 #: `MeshShape`; its entry in the table says which.
@@ -369,8 +365,6 @@ def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
     return axes
 
 
-# --------------------------------------------------------------------------------------------------
-
 T = TypeVar("T")
 #: Reads a value that a user gave, or plain data of a stored plan, under the name of its decision;
 #: raises a `ShardlibError` where it is none.
@@ -458,8 +452,6 @@ def entries(kind: type[DataclassInstance]) -> dict[str, Entry]:
         if "decision" in field.metadata
     }
 
-
-# --------------------------------------------------------------------------------------------------
 
 # ruff: noqa: RUF009  (fields of the table are made by `decision`)
 
@@ -716,9 +708,6 @@ class Decisions:
 
 #: Every decision by its name.
 TABLE: Mapping[str, Entry] = entries(Decisions)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def plain(decisions: Decisions) -> JsonObject:

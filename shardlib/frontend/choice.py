@@ -80,9 +80,6 @@ def first_devices(
     return None if named is None else named[:count]
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def with_allowed(
     pin: PinMapping | Pins | None, allow: Mapping[str, str | Sequence[str]] | None
 ) -> PinMapping | None:

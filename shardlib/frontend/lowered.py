@@ -23,8 +23,6 @@ from shardlib.propagation.contractions import placements
 from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced
 
-# --------------------------------------------------------------------------------------------------
-
 
 def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
     """Lowers a plan onto devices or onto a mesh."""

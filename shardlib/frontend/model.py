@@ -32,8 +32,6 @@ from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed, names_axes
 from shardlib.tracing.trace import Traced, abstract, trace
 from shardlib.untrusted.data import Kind, require_kinds
 
-# --------------------------------------------------------------------------------------------------
-
 
 def _transformation(value: Any) -> bool:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))

@@ -173,9 +173,6 @@ def refined_by_compiler(
     ).with_findings(*model.model.findings)
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def verified(
     model: TracedModel,
     plan: Plan,

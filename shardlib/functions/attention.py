@@ -126,9 +126,6 @@ def _no_numbers(numbers: Mapping[str, float]) -> list[str]:
     return wrong
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Alibi:
@@ -328,8 +325,6 @@ def form_of(eqn: Eqn) -> Form | None:
 def _signature(arrays: Sequence[Any]) -> Signature:
     return tuple((tuple(array.shape), array.dtype) for array in arrays)
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: An operand of a call of attention, or its abstract value.
 Operand = Any

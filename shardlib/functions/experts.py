@@ -44,8 +44,6 @@ from shardlib.functions.attention import Attention, Operand, Operands, marked
 from shardlib.graph import Kind
 from shardlib.jax_types import Eqn, EqnParams, Function
 
-# --------------------------------------------------------------------------------------------------
-
 #: Collectives that give what they are given where the axis has one member.
 _SAME = frozenset({"psum", "psum_invariant", "pmax", "pmin", "pvary", "pbroadcast", "all_to_all"})
 #: How JAX says that no axis has a name.
@@ -315,9 +313,6 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,6 @@ from shardlib.functions.attention import marked
 from shardlib.functions.experts import bound_axes, whole_batch
 from shardlib.jax_types import Value
 
-# --------------------------------------------------------------------------------------------------
-
 _NUMBERS = itertools.count()
 #: Leaves of the arguments -> (value, auxiliary results).
 FlatLoss = Callable[[Sequence[Value]], tuple[Value, Any]]

@@ -80,8 +80,6 @@ from shardlib.report.elements import (
 )
 from shardlib.untrusted.data import JsonObject, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Heads that a width is a multiple of, where each has its own keys: so many devices may share them.
 HEADS = 8
 #: Widths of the feed-forward are multiples of this where the known one is.
@@ -136,8 +134,6 @@ def _resized(model: TransformerConfig, width: int, layers: int) -> TransformerCo
     )
     return replace(sized, name=f"{model.name} at {parameters_text(sized.parameter_count())}")
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Steps of a doubling.
 STEPS = 8
@@ -234,9 +230,6 @@ def _multiples(unit: int, largest: int) -> Iterator[int]:
     while count * unit <= largest:
         yield count * unit
         count += max(1, (1 << int(math.log2(count))) // STEPS)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def days_text(seconds: float) -> str:

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from shardlib.launch.booking import Comparison
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What machines cost, and how often they fail."""

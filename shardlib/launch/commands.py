@@ -21,8 +21,6 @@ from shardlib.launch.engines import ENGINES
 from shardlib.launch.job import Job
 from shardlib.launch.submission import Engine, Submission, settings_of
 
-# --------------------------------------------------------------------------------------------------
-
 #: Where submissions are written, each in a folder of its name.
 FOLDER = Path("launches")
 

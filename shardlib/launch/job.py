@@ -34,8 +34,6 @@ from shardlib.errors import LaunchError, raise_all
 from shardlib.machines.topology import Topology, devices_per_host, topology
 from shardlib.untrusted.data import shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Words of names that stand for a secret wherever they stand.
 WORDS = frozenset(
     {
@@ -179,8 +177,6 @@ def likely_secret(name: str, value: str) -> str:
         return f"environment has {name}, which looks like a secret"
     return f"the value of {name} in environment looks like a secret" if secret_value(value) else ""
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Names that every engine accepts: labels of DNS (RFC 1123), short enough for what Kubernetes
 #: appends.

@@ -535,8 +535,6 @@ class Watch:
         return ended, self.first
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Failures in a row at one place, with no new checkpoint, after which an elastic run goes on
 #: without it.
 ELASTIC_AFTER = 2

@@ -186,8 +186,6 @@ def wait_for_listener(place: Place, seconds: float = SPEAK_SECONDS) -> None:
         time.sleep(0.01)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Bytes of a line, at most.
 LINE_BYTES = 1 << 16
 #: What process 0 says first: the version of these words, and its number.

@@ -90,9 +90,6 @@ class RayHosts:
         return cls.from_json(text)
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class RaySettings:
     """What Ray has to know beyond the job.

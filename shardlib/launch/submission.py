@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# --------------------------------------------------------------------------------------------------
-
 Settings = TypeVar("Settings")
 TRUTH: Mapping[str, bool] = {"true": True, "false": False}
 

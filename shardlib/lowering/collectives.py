@@ -92,8 +92,6 @@ class InDtype:
         return collectives(sent).astype(dtype), None
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Partial sums are sent as they are.
 PLAIN = InDtype()
 

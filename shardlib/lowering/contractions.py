@@ -30,8 +30,6 @@ from shardlib.propagation.contractions import arriving, used
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Run, Walk, bind
 
-# --------------------------------------------------------------------------------------------------
-
 #: Primitives that multiply and add up; linear in each of their first two operands.
 CONTRACTIONS: frozenset[str] = frozenset(
     {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}

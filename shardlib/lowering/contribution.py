@@ -46,8 +46,6 @@ from shardlib.tracing.row_kinds import Draw, Handed, Kind, Unlike, draws
 from shardlib.tracing.rows import Inputs, Names, Proof, compare
 from shardlib.tracing.trace import result_names
 
-# --------------------------------------------------------------------------------------------------
-
 _LOW = 0xFFFFFFFF
 
 

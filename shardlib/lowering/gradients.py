@@ -180,9 +180,6 @@ def _finish(
     return finish
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def reduced(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Callable[..., Value] | None:

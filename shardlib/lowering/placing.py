@@ -194,8 +194,6 @@ def substitute(
     return None
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: (path of an equation, index of its result) -> layout.
 Placements = Mapping[tuple[str, int], Layout]
 

@@ -31,8 +31,6 @@ from shardlib.collective import KINDS as COLLECTIVES
 from shardlib.errors import TopologyError, raise_all
 from shardlib.untrusted.data import JsonObject
 
-# --------------------------------------------------------------------------------------------------
-
 #: No figure of a machine is larger: the fastest chips have about 1e16 FLOP/s.
 LARGEST = 1e24
 VENDORS: tuple[str, ...] = ("google", "nvidia", "cpu")
@@ -301,8 +299,6 @@ class Tier:
             "sources": list(self.sources),
         }
 
-
-# --------------------------------------------------------------------------------------------------
 
 GIB = 2**30
 #: Part of a GPU's memory that a training program gets. JAX takes 0.75 unless

@@ -121,8 +121,6 @@ from shardlib.machines.catalog import CATALOG, USUAL_MS, wide
 from shardlib.machines.chips import LARGEST, Chip, Link, Product, Tier
 from shardlib.untrusted.data import JsonMapping, JsonObject, bounded, construct, read_toml, shown
 
-# --------------------------------------------------------------------------------------------------
-
 EXAMPLES = (
     "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml"
     " file"
@@ -646,8 +644,6 @@ def _row(tier: Tier, top: int, colour: str) -> Iterator[str]:
         yield f'<text x="{end + 4}" y="{top + 28}">of {parts:,}</text>'
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Larger machines are refused: nobody has built one, and placing a mesh takes time with its size.
 MOST_DEVICES = 1 << 20
 #: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved
@@ -925,8 +921,6 @@ def devices_per_host(machine: Topology) -> int:
     return min(domain, GPUS_PER_HOST.get(chip.name, 8)) if chip.vendor != "cpu" else domain
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Longest side of a slice in a pod of 4x4x4 cubes, chips: the shortest of a v5p pod of 16x20x28
 #: (jax-ml/scaling-book, tpus.md), and all of a v4 pod's.
 LONGEST_SIDE = 16
@@ -1026,9 +1020,6 @@ def _resized(machine: Topology, devices: int) -> Topology:
         name=f"{machine.name} ({devices} devices)",
         tiers=(replace(outer, shape=(devices // domain,)), *inner),
     )
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1259,9 +1250,6 @@ def _preference(
     return in_part, -rate, tuple(-n for n in leftover)
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def island_of(machine: Topology, islands: int) -> Topology:
     """The machine that each of so many islands has; all of them are at work."""
     if islands == 1:
@@ -1326,8 +1314,6 @@ def _spelled(machine: Topology, left: int) -> str:
         return f"{domain.partition(':')[0]}:{left}"
     return domain if left == 1 else f"{left}*{domain}"
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Machines of no more devices may be used with any number of them.
 SMALL = 64

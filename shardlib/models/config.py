@@ -162,8 +162,6 @@ class Experts:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-
 NORMS: tuple[str, ...] = ("rms", "layer")
 ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "relu")
 ROPE_SCALINGS: tuple[str, ...] = ("linear", "llama3", "yarn")
@@ -442,9 +440,6 @@ def _contradictions(config: TransformerConfig) -> list[str]:
     if experts and config.mlp_bias:
         failures.append("experts have no biases; mlp_bias must be false")
     return failures
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,8 +58,6 @@ from shardlib.untrusted.data import (
     shown,
 )
 
-# --------------------------------------------------------------------------------------------------
-
 #: The byte-level model that `shardlib train` trains on this machine.
 DEMO = TransformerConfig(
     name="demo",
@@ -309,8 +307,6 @@ PRESETS: Mapping[str, TransformerConfig | EncoderDecoderConfig] = {
     )
 }
 
-
-# --------------------------------------------------------------------------------------------------
 
 _TABLES: Mapping[str, type] = {
     "experts": Experts,

@@ -311,8 +311,6 @@ def kernel_rows(found: Kernels, most: int) -> Sequence[tuple[str, ...]]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-
 Ints = NDArray[np.int64]
 #: First and end of a part, elements, for every dim.
 Ranges = tuple[tuple[int, int], ...]

@@ -309,8 +309,6 @@ RULES: tuple[Callable[[Situation], Finding | None], ...] = (
 )
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Part of a step that is too little to warn of.
 _LITTLE = 0.01
 

@@ -45,8 +45,6 @@ from shardlib.planner.workload import Accounts, Workload
 from shardlib.propagation.colours import Choice
 from shardlib.schedules import Pipelines, named
 
-# --------------------------------------------------------------------------------------------------
-
 Array = np.ndarray
 #: Quantities of `Sums` that a step is the slower the more there is of them.
 _SLOWER: Mapping[str, tuple[str, ...]] = {

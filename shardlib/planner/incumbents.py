@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from _typeshed import SupportsRichComparison
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Decisions of a plan.
 What = TypeVar("What")
 #: Cells in a factor of e of time and of memory: plans nearer than 1.6% are one point.
@@ -277,8 +275,6 @@ def _first_choices(candidates: Array, values: Array, choices: Array) -> Array:
     order = order[np.lexsort((choices[order], candidates[order]))]
     return order[np.unique(_runs(candidates[order]))]
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Decisions that a block of prices has in common.
 

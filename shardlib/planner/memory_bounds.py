@@ -16,8 +16,6 @@ from shardlib.planner.space import Parts, Scope, Under
 from shardlib.planner.workload import Account
 from shardlib.schedules import Pipelines, Schedule, least_in_flight, named, pipelines
 
-# --------------------------------------------------------------------------------------------------
-
 #: What is stored, by quantity: with all that ZeRO may shard sharded, and whole.
 RESTING = (
     Q.PARAMETERS_CUT,

@@ -76,8 +76,6 @@ from shardlib.propagation.colours import Choice
 from shardlib.rules import Rules
 from shardlib.schedules import named
 
-# --------------------------------------------------------------------------------------------------
-
 Array = np.ndarray
 #: Rows (a candidate under a choice) that are priced at once, about.
 ROWS_AT_ONCE = 4096
@@ -510,8 +508,6 @@ garbage_put_off = ForAllThreads(_raise_thresholds)
 #: Matrix products of NumPy run on the thread that asks for them.
 one_thread = ForAllThreads(_limit_threads)
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Beyond any number of chunks that a schedule is asked for.
 _MOST = 64

@@ -59,8 +59,6 @@ from shardlib.report.elements import TIE, bytes_text, percent_text, ratio_text, 
 from shardlib.rules import Rules
 from shardlib.untrusted.data import shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Batches that are tried have at most so much more or less than the batch, as a part of it.
 NEAR = 0.25
 #: How many are tried, and the most of the time per row that a step with one may take to be faster.

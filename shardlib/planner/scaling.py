@@ -47,8 +47,6 @@ from shardlib.report.elements import (
 )
 from shardlib.untrusted.data import JsonObject
 
-# --------------------------------------------------------------------------------------------------
-
 #: Least parallel efficiency, and least speed-up of a doubling, at which more devices pay.
 LEAST_EFFICIENCY, LEAST_SPEED_UP = 0.5, 1.1
 

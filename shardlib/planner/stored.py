@@ -419,9 +419,6 @@ class Refined:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     """Every combination of dtypes, those nearest to the traced model first: of equally fast plans
     the one that changes the least is found first.

@@ -186,8 +186,6 @@ def _begins(graph: Graph) -> dict[int, int]:
     return begins
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Elements that cross together.
 Bucket = tuple[Part, ...]
 
@@ -226,8 +224,6 @@ def in_buckets(parts: Iterable[Part], *, elements: int) -> tuple[Bucket, ...]:
                 filling, left = [], elements
     return tuple([*full, tuple(filling)] if filling else full)
 
-
-# --------------------------------------------------------------------------------------------------
 
 BACKWARD, CROSSING, FORWARD = "backward", "crossing", "forward"
 

@@ -645,9 +645,6 @@ class Ledger:
         return self._groups[key][1]
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A problem prepared for pricing.

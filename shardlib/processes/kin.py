@@ -27,8 +27,6 @@ from typing import IO
 
 from shardlib.processes import child, guard
 
-# --------------------------------------------------------------------------------------------------
-
 
 class Guard:
     """A small process that ends groups of processes, and deletes temporary folders, when this one

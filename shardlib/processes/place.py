@@ -60,8 +60,6 @@ from shardlib.processes import kin as who
 from shardlib.processes.values import OPTIONAL
 from shardlib.untrusted.data import read_regular
 
-# --------------------------------------------------------------------------------------------------
-
 #: Seconds that a process waits for the others; a pod that is pulled anew takes minutes.
 JOIN_SECONDS = 300
 AUTO = "auto"

@@ -43,8 +43,6 @@ from shardlib import _jax_compat, errors
 from shardlib.errors import LaunchError, raise_all
 from shardlib.jax_types import Constant
 
-# --------------------------------------------------------------------------------------------------
-
 T = TypeVar("T")
 
 #: Bytes of one value in the store: below the limit of its transport.

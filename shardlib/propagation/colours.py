@@ -62,8 +62,6 @@ from shardlib.propagation.ties import (
 )
 from shardlib.rules import Rules
 
-# --------------------------------------------------------------------------------------------------
-
 #: Per dim: the kinds of axes that shard it, joined by "+", or None.
 Cut = tuple[str | None, ...]
 
@@ -575,8 +573,6 @@ def walked_along(classes: Classes, problem: Problem) -> set[Hashable]:
         if op.kind == "enter"
     }
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Names that mean the same as ours, from MaxText, T5X and Flax examples.
 BATCH_NAMES: tuple[str, ...] = ("batch", "activation_batch")

@@ -43,8 +43,6 @@ from shardlib.layout import Layout, LogicalAxes, MeshShape
 from shardlib.propagation.colours import factor_colours
 from shardlib.rules import Rules
 
-# --------------------------------------------------------------------------------------------------
-
 #: Categories of the operations that multiply and add up.
 CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution"})
 
@@ -199,8 +197,6 @@ def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
         for factor, colour in enumerate(factor_colours(op, names))
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Which heads are shared out: those of queries, keys and values, those of queries alone, or none.
 Shared = Literal["all", "queries", "none"]

@@ -28,8 +28,6 @@ from shardlib.report.text import (
 )
 from shardlib.untrusted.data import JsonObject, printable
 
-# --------------------------------------------------------------------------------------------------
-
 #: Ratios beyond it, and below its inverse, say no more than the two figures: they are left out.
 TELLING = 100.0
 

@@ -21,8 +21,6 @@ from functools import cache
 from html import escape
 from importlib import resources
 
-# --------------------------------------------------------------------------------------------------
-
 #: Times that differ by less than this part are equal.
 TIE = 1e-9
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -239,8 +237,6 @@ def short(name: str, *words: str) -> str:
     """
     return f"<{name} {', '.join(word for word in words if word)}>"
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Columns of a text for people.
 WIDTH = 100

@@ -27,8 +27,6 @@ from shardlib.report.frameworks import (
 )
 from shardlib.untrusted.data import JsonObject
 
-# --------------------------------------------------------------------------------------------------
-
 
 def _flags(job: Job, options: JsonObject) -> str:
     """Options of a command line, one a line; True is a flag alone."""

@@ -427,8 +427,6 @@ def meetings_section(plan: Plan) -> str:
     return f"Every {every} steps a meeting, {waits}: {told}"
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Rows that a text lists.
 MOST_PARAMETERS = 24
 

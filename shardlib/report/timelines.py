@@ -370,8 +370,6 @@ def free(
     ), makespan(spans)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Size of the picture, user units: its width and margins, and the height of a stage.
 WIDTH, LEFT, RIGHT, TOP, ROW = 1080, 76, 24, 64, 26
 #: Blue, orange, green and purple of Okabe and Ito (2008), which people who see no red or green can

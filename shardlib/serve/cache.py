@@ -401,8 +401,6 @@ class Grid:
         return jax.lax.axis_index(axes) * count if self.ways(axes) > 1 else 0
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Elements of a part at least; smaller ones take longer to hand to a thread than to multiply.
 LEAST = 2**17
 #: Rows that are few.
@@ -526,8 +524,6 @@ def _multiplied(equation: Equation, position: int) -> Function:
     again.def_vmap(of_tokens)
     return again
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Dtype and largest value of each way to store.
 DTYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}

@@ -47,8 +47,6 @@ from shardlib.verify.isolation import (
 from shardlib.verify.report import CompiledStep
 from shardlib.verify.verify import read_compiled
 
-# --------------------------------------------------------------------------------------------------
-
 #: Tokens that are compared, and of the row that they stand in; fewer where a request may have no
 #: more.
 TOKENS, ROW = 40, 64

@@ -93,9 +93,6 @@ def learned() -> Constants:
     return Constants(**json.loads(text)["constants"])
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def ordered(windows: Iterable[int], *, longest: int) -> tuple[int, ...]:
     """The cache groups of layers, the one that keeps the most tokens first."""
     groups = {window if window < longest else 0 for window in windows} or {0}

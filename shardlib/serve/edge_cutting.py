@@ -20,8 +20,6 @@ from shardlib.serve.edge_plan import EdgePlan
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import bind
 
-# --------------------------------------------------------------------------------------------------
-
 #: A place in the program: in front of this equation, after so many layers of it.
 Place = tuple[int, int]
 #: A value that is handed on: its number and "", or an equation's and "carry" or "stack" with which.

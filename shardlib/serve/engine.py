@@ -20,7 +20,6 @@ import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -55,11 +54,6 @@ from shardlib.serve.requests import (
 from shardlib.serve.sampling import Guided, Guides
 from shardlib.serve.scheduling import Share, scheduled
 from shardlib.serve.step import Step
-
-# --------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    pass
 
 #: Seconds that masks of forms are waited for where nothing else is to be done; and otherwise, as a
 #: share of the last step.
@@ -363,9 +357,6 @@ class Engine:
 def _tokens(prompt: Sequence[int]) -> tuple[int, ...]:
     """Of a list or an array of NumPy."""
     return tuple(prompt.tolist() if isinstance(prompt, np.ndarray) else prompt)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 class Models(Mapping[str, Engine]):

@@ -262,8 +262,6 @@ def _arrays(
     return arrays
 
 
-# --------------------------------------------------------------------------------------------------
-
 LIMITS = Limits(bytes=1 << 20)
 
 
@@ -322,8 +320,6 @@ def generation(data: JsonMapping, source: str) -> Generation:
         raise ModelError(f"{source} is not usable: {error}") from error
     return Generation(sampling=sampling, stop=frozenset(stop))
 
-
-# --------------------------------------------------------------------------------------------------
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 

@@ -28,8 +28,6 @@ from shardlib.serve.space import Asked, ServingPin, ServingPins, ServingWorkload
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
 from shardlib.tracing.trace import served_problem
 
-# --------------------------------------------------------------------------------------------------
-
 
 def plan_serving(
     init: Init,

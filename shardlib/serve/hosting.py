@@ -70,8 +70,6 @@ from shardlib.untrusted.data import JsonMapping
 #: Earlier names of its parts are found by `shardlib._moved`.
 __path__: list[str] = []
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
@@ -555,8 +553,6 @@ class Renderer:
             self._fork = None
             self._confined.close()
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: What stands around a call.
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -22,8 +22,6 @@ from shardlib.training.settings import TrainConfig, optimizer
 from shardlib.training.states import averaged
 from shardlib.untrusted.data import construct
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:

@@ -331,8 +331,6 @@ class Capacity:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Kinds of forms, by what their text is.
 KINDS = {
     "json": "a schema, as JSON",
@@ -407,9 +405,6 @@ def _texts(text: str) -> bool:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def behind(*, window: int, computed: int, size: int) -> int:
     """Pages, from the first on, that no token to come sees."""
     return max(computed - window + 1, 0) // size if window else 0
@@ -449,8 +444,6 @@ class Held:
         assert number >= self.gone, f"page {number} was given back"
         return self.pages[number - self.gone]
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Why a request has ended.
 LENGTH, STOP, CANCELLED, LATE = "length", "stop", "cancelled", "late"

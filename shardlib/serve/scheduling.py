@@ -51,8 +51,6 @@ import numpy as np
 from shardlib.serve.cache import CacheGroup
 from shardlib.serve.requests import CANCELLED, Capacity, Held, Request, behind, longest
 
-# --------------------------------------------------------------------------------------------------
-
 
 class Counters:
     """Tokens of each tenant, over its share.
@@ -135,9 +133,6 @@ class Counters:
             key=lambda rival: (slots[rival.asked.salt] / self.share(rival.asked.salt), rival.rank),
             default=None,
         )
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 class Pool:
@@ -355,9 +350,6 @@ class GroupedPool:
         """Pages of the first group that a request takes at once."""
         limit = min(-(-tokens // self.size), gone + self.groups[0].table)
         return max(limit - len(digests), 0)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def digests(

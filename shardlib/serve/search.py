@@ -31,8 +31,6 @@ from shardlib.serve.plan import (
 )
 from shardlib.serve.space import Asked, Numbers, Priced, ServingPin, ServingPins, all_priced
 
-# --------------------------------------------------------------------------------------------------
-
 #: Columns of the table of choices.
 _COLUMNS = 9
 

@@ -23,8 +23,6 @@ from shardlib.serve.program import Forward
 from shardlib.serve.requests import Capacity, Sampling
 from shardlib.untrusted.data import JsonMapping
 
-# --------------------------------------------------------------------------------------------------
-
 #: What stands in a text for bytes that are no character, or not yet one.
 UNKNOWN = "\ufffd"
 #: Tokens that `Pieces` decodes again at most, where none of them ends with a whole character.
@@ -148,8 +146,6 @@ def plain_chat(messages: Sequence[JsonMapping]) -> str:
     lines = [f"{message['role']}: {message['content']}\n" for message in messages]
     return "".join([*lines, "assistant:"])
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Weights that are newer than those of a version, and their version; None where there are none.
 Newer = Callable[[str], tuple[Tree, str] | None]

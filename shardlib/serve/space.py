@@ -196,8 +196,6 @@ class ServingWorkload:
         return self.prompt + self.output / 2
 
 
-# --------------------------------------------------------------------------------------------------
-
 Numbers = NDArray[np.float64]
 #: Requests that a replica serves at a time at most; the host does some work for each.
 MOST_REQUESTS = 4096

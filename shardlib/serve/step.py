@@ -41,8 +41,6 @@ from shardlib.serve.sampling import Choices, Chosen, Row, choices, choose, rows_
 from shardlib.serve.scheduling import Share
 from shardlib.tracing.trace import served_problem
 
-# --------------------------------------------------------------------------------------------------
-
 #: (weights, pages, tokens, where they stand, rows, choices) -> (what is chosen, pages).
 StepFunction = Callable[..., tuple[Chosen, Mapping[str, Pages]]]
 

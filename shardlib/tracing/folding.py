@@ -32,8 +32,6 @@ from shardlib.tracing.rewriting import (
     strong,
 )
 
-# --------------------------------------------------------------------------------------------------
-
 #: The numbers that one value of the block has, repetition by repetition.
 Column = tuple[int, ...]
 

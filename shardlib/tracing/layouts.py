@@ -90,8 +90,6 @@ def _users(lines: Iterable[tuple[str, int]]) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Mesh axes per dim, the major one first; None where a dim is left open.
 Spec = tuple[tuple[str, ...] | None, ...]
 

@@ -62,8 +62,6 @@ from shardlib.graph import Dims
 from shardlib.jax_types import Aval, Constant, Eqn, EqnParams, Jaxpr, Value
 from shardlib.tracing.layouts import OwnLayout, layout_of
 
-# --------------------------------------------------------------------------------------------------
-
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
 #: Reductions over named axes, and what `jax.vmap` leaves of them where it has the axis: the same
@@ -437,8 +435,6 @@ def stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
     return stack_dims, stack_dims[1:]
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Elements of a row that are picked at once; for more, each row is read too often.
 MOST = 8
 
@@ -493,8 +489,6 @@ def by_elements(equation: Equation, operands: Sequence[Value]) -> list[Value] | 
     )
     return [picked(jnp.asarray(rows), jnp.asarray(indices)[..., 0], outside)]
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Stretches of one range that are tried, best first, before giving up.
 _ATTEMPTS = 24

@@ -34,8 +34,6 @@ from shardlib.tracing.layouts import user_line
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
 from shardlib.tracing.rules import COPIES
 
-# --------------------------------------------------------------------------------------------------
-
 #: (path of an equation, index of its result): where a value is made.
 Origin = tuple[str, int]
 

@@ -433,9 +433,6 @@ LINALG_TABLE: Mapping[str, Describe] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def broadcast_in_dim(call: Call) -> Description:
     """Operand dim i becomes result dim `broadcast_dimensions[i]`; every other result dim is a
     copy.

@@ -589,9 +589,6 @@ def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:
     return structure.unflatten([sized(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """A loss as a program.

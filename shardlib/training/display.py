@@ -79,8 +79,6 @@ def _duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Steps whose median gives the tokens a second that are shown.
 RECENT = 50
 #: Seconds between two lines where the output is a file and not a terminal.

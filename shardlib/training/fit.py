@@ -48,8 +48,6 @@ from shardlib.training.settings import Figures, Settings, TrainConfig, TrainResu
 from shardlib.training.stepping import BatchOf, Loop, Task, in_order
 from shardlib.untrusted.data import JsonMapping, JsonObject, Kind, read_seed, require_kinds
 
-# --------------------------------------------------------------------------------------------------
-
 
 def _count(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__") and value >= 0

@@ -74,7 +74,6 @@ from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular
 #: Earlier names of its parts are found by `shardlib._moved`.
 __path__: list[str] = []
 
-# --------------------------------------------------------------------------------------------------
 
 #: Of a batch: "inputs" and "targets" [batch, seq], bytes.
 Batch = Mapping[str, np.ndarray]
@@ -192,8 +191,6 @@ def _sample() -> _Sample | None:
         return None
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: What may follow a spike: nothing but a warning; the step is left out, by a guard of the program
 #: (`shardlib.Guards(spike=True)`); back to the newest checkpoint, and past the batches since; an
 #: error.
@@ -279,8 +276,6 @@ class Judge:
         spread = statistics.median(abs(loss - middle) for loss in self.seen) * MAD_OF_SIGMA
         return middle + self.policy.spike * max(spread, FLOOR * abs(middle))
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: The event that has numbers of its own.
 VALIDATION = "validation"
@@ -556,8 +551,6 @@ class Profiler:
             except Exception as error:  # whatever the profiler and its files raise
                 self._say(f"the trace of the profiler was not written: {error}; training goes on")
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: How a rate grows with the batch: the exponent of the ratio.
 RULES = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}

@@ -19,8 +19,6 @@ from shardlib.training.states import with_average
 from shardlib.training.validation import Validation
 from shardlib.untrusted.data import SEEDS, JsonMapping, JsonObject
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

@@ -30,8 +30,6 @@ from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 from shardlib.errors import ArgumentError, MissingFileError, ShardlibError, raise_all
 
-# --------------------------------------------------------------------------------------------------
-
 #: Plain data, as JSON and TOML have it: None, booleans, numbers, strings, and lists and dicts of
 #: plain data, with strings as keys.
 Json: TypeAlias = Any
@@ -100,8 +98,6 @@ def _shown(value: Any) -> str:
         else f"a {type(value).__name__}"
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Characters of a value in a message; failures in one message; characters of a line that tells one
 #: failure.

@@ -61,8 +61,6 @@ from numpy.typing import NDArray
 from shardlib.collective import Collective
 from shardlib.layout import MESH_AXES, MeshShape
 
-# --------------------------------------------------------------------------------------------------
-
 
 def wire_bytes(kind: str, size: int, members: int) -> float:
     """Bytes that a device sends for one collective, by ring algorithms (NVIDIA/nccl-tests
@@ -177,8 +175,6 @@ class Executions:
         return sum(item.bytes * item.count for item in self.found)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Bits of an element; tokens and opaque values have none.
 BITS: Mapping[str, int] = {
     "pred": 8,
@@ -253,8 +249,6 @@ def array_bytes(shape: str) -> int:
     """Bytes of all arrays of a type, without padding."""
     return sum(-(-BITS[dtype] * math.prod(dims) // 8) for dtype, dims in arrays(shape))
 
-
-# --------------------------------------------------------------------------------------------------
 
 Groups = NDArray[np.int64]
 
@@ -401,8 +395,6 @@ def _varying(groups: Groups, mesh: MeshShape) -> tuple[str, ...]:
         axis for axis, place in zip(MESH_AXES, places, strict=True) if (place != place[:, :1]).any()
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->\s*.*\{\s*$")
 _START = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = ")

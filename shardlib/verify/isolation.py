@@ -64,8 +64,6 @@ from shardlib.processes.kin import start as begin
 from shardlib.report.elements import bytes_text
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
-# --------------------------------------------------------------------------------------------------
-
 #: Chips whose two TensorCores form one device only when libtpu is told so (as the catalogue counts
 #: them).
 MEGACORE: Mapping[str, str] = {"v4": "megacore"}
@@ -464,8 +462,6 @@ def _name(path: KeyPath) -> str:
     return ".".join((["batch"] if words[0] == "1" else []) + words[1:])
 
 
-# --------------------------------------------------------------------------------------------------
-
 POLL_S = 0.1
 
 
@@ -655,9 +651,6 @@ def _outcome(result: dict[str, Any], folder: Path, seconds: float, log: str) -> 
         versions=result["versions"],
         log=log,
     )
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def failed(failure: Failure, plan: Plan) -> Finding:

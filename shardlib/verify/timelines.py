@@ -172,8 +172,6 @@ def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
     }
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Opcodes at which a message between stages has arrived.
 _ARRIVED = frozenset({"collective-permute", "collective-permute-done"})
 
@@ -530,8 +528,6 @@ def _overlap_cycles(instruction: Instruction) -> int:
     return int(match[1]) if match and int(match[1]) < 2**63 - 1 else 0
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Operations that move or recast the one array that they are given.
 MOVES = frozenset(
     {
@@ -636,8 +632,6 @@ def short_name(op_name: str) -> str:
     ]
     return "/".join(words)
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: What the runtime that joins TPU slices calls its transfers. A program for several slices is that
 #: of one slice: it numbers the devices of the slice, and what crosses to other slices is a pair of

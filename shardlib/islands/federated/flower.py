@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from shardlib.lowering.runtime import TrainState
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 class Array(Protocol):
     """An array as it is sent."""
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardlib.lowering.runtime import TrainState
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: (partition, partitions) -> all rows of a client: a tree like the batch, of any number of rows.
 Rows = Callable[[int, int], Tree]
 #: What a client plans for, see `shardlib.compile`.

@@ -206,8 +206,6 @@ def _restored(template: Tree, stored: Arrays) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(template), placed_leaves)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Pairs of a job and a topology whose programs a process keeps.
 KEPT = 8
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardlib.lowering.runtime import TrainState
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Seconds between two looks.
 LOOK_SECONDS = 0.05
 #: Seconds that servers have to save and end.

@@ -57,8 +57,6 @@ from shardlib.processes.place import StopRequest, stop_requests
 from shardlib.tracing.trace import describe_batch
 from shardlib.untrusted.data import JsonObject, printable, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Variables of the environment.
 MEETING, ISLAND = "SHARDLIB_MEETING", "SHARDLIB_ISLAND"
 TOKEN, TOKEN_FILE = "SHARDLIB_MEETING_TOKEN", "SHARDLIB_MEETING_TOKEN_FILE"
@@ -122,8 +120,6 @@ def _token(environ: Mapping[str, str]) -> tuple[str, list[str]]:
         return "", [f"{name} has no token of at least {LEAST_TOKEN} letters"]
     return token, []
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Seconds that a server may be gone, at least: it holds questions of islands that wait for half of
 #: that.

@@ -39,8 +39,6 @@ from shardlib.launch.local import LOOPBACK
 from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.untrusted.data import shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Bytes of a message beside its numbers: lengths, header, names of arrays.
 AROUND = 512
 
@@ -126,8 +124,6 @@ def meeting_finding(exchange: DiLoCo, outline: Outline, link: Link | None) -> Fi
         code="remote-meeting", severity="info", where=str(exchange), message=message, hint=hint
     )
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Bytes that leave together.
 CHUNK = 1 << 14

@@ -114,8 +114,6 @@ from shardlib.islands.servers.wire import (
 )
 from shardlib.untrusted.data import JsonObject, Limits, construct, parse_json
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(kw_only=True)
 class Outer:
@@ -167,9 +165,6 @@ def mean(vectors: Mapping[int, tuple[float, np.ndarray]]) -> np.ndarray:
             total_vector = part if total_vector is None else total_vector + part
     assert total_vector is not None
     return total_vector
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +224,6 @@ class Outline:
             start += size
         return arrays
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: The largest number of so many bits, the same with either sign.
 LARGEST = {"int8": 127, "int4": 7}
@@ -569,9 +562,6 @@ class Rounds:
     def to_json(self) -> JsonObject:
         """The settings as plain data."""
         return asdict(self)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)

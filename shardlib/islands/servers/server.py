@@ -252,8 +252,6 @@ class Listening:
         send(stream, answer.to_json(), arrays)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Beside the sum of squares, as in `optax.adagrad`.
 EPSILON = np.float32(1e-7)
 

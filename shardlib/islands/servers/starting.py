@@ -76,8 +76,6 @@ def _worker(request: Asked, worker: int, secret: str) -> dict[str, str]:
     return environment(request.devices, {SECRET: secret, worker_process.SETTINGS: settings})
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: What starts workers and servers.
 Engine = Literal["local", "ray"]
 

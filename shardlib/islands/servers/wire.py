@@ -444,8 +444,6 @@ def _line(header: JsonMapping) -> bytes:
     return line.encode()
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Elements of parameters, flat, by path: those that a server owns.
 Flat = dict[str, np.ndarray]
 
@@ -871,8 +869,6 @@ def _shut(stream: socket.socket) -> None:
     with contextlib.suppress(OSError):
         stream.shutdown(socket.SHUT_RDWR)
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Buckets, those that cross first in front.
 Order = tuple[Bucket, ...]

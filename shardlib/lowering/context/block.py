@@ -38,8 +38,6 @@ from shardlib.functions.attention import BiasForm
 from shardlib.graph import BLOCK
 from shardlib.jax_types import Index, Value
 
-# --------------------------------------------------------------------------------------------------
-
 #: Farther than any two positions.
 FAR = 2**30
 
@@ -209,8 +207,6 @@ class Given:
 jax.tree_util.register_dataclass(Given, data_fields=["window", "offsets"], meta_fields=[])
 ALL_BEFORE = Sight()
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
 NOTHING = -1e30

@@ -41,8 +41,6 @@ from shardlib.lowering.context.block import (
 )
 from shardlib.lowering.context.sequence_partition import Cut
 
-# --------------------------------------------------------------------------------------------------
-
 #: (which of the own queries, which of the keys, which of these they see) -> anything.
 Work = Callable[[slice, slice, Sight], Any]
 #: (how far keys and values have come, what stays, what goes around) -> what stays and what goes

@@ -1164,9 +1164,6 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageRemat:
     """What the layers of the fullest stage save.

@@ -334,9 +334,6 @@ def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
     )
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
     """Layers dealt out to chunks.

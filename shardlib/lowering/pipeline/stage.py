@@ -206,8 +206,6 @@ def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: 
     return [total[None] for total in added]
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Names that messages between stages have in a compiled program, by direction.
 HOPS = {"forward": "shardlib-hop-forward", "backward": "shardlib-hop-backward"}
 

@@ -27,8 +27,6 @@ from shardlib.errors import ArgumentError, MissingFileError, raise_all
 from shardlib.serve.hosting import Deployment, FullError, Heard, Stream, StreamError
 from shardlib.untrusted.data import JsonObject, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: Bytes of a file of tokens, and characters of one of them.
 TOKEN_FILE_BYTES, TOKEN_LENGTH = 1 << 16, 16
 

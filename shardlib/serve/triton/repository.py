@@ -36,8 +36,6 @@ from shardlib.serve.folders import write_folder
 from shardlib.serve.served import Served
 from shardlib.untrusted.data import JsonObject, shown
 
-# --------------------------------------------------------------------------------------------------
-
 #: NumPy's dtypes -> Triton's.
 TYPES: Mapping[str, str] = {
     "bool": "TYPE_BOOL",
@@ -204,8 +202,6 @@ def ensemble(
         },
     }
 
-
-# --------------------------------------------------------------------------------------------------
 
 MODELS = Path(__file__).parent / "models"
 
