@@ -31,7 +31,7 @@ import shardlib
 from benchmarks.environment import RESULTS, write
 from shardlib import models
 from shardlib.machines.topology import topology
-from shardlib.verify.report import CompiledStep
+from shardlib.verification.report import CompiledStep
 
 #: Options of each compiler: as it is; and with its own loops for collectives of any size.
 FORMS: Mapping[str, Mapping[str, tuple[str, Mapping[str, Any]]]] = {

@@ -38,8 +38,8 @@ from shardlib.annotation import tree
 from shardlib.collective import Collective
 from shardlib.frontend import verified
 from shardlib.frontend.model import read_and_trace
-from shardlib.verify.isolation import Limits
-from shardlib.verify.report import Key, key_text, totals
+from shardlib.verification.isolation import Limits
+from shardlib.verification.report import Key, key_text, totals
 
 
 def inputs(case: dict[str, Any]) -> dict[str, Any]:

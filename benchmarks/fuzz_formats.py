@@ -28,7 +28,7 @@ from shardlib.models import huggingface, presets
 from shardlib.planner.plan import Plan
 from shardlib.report.pages import html_report
 from shardlib.untrusted.data import parse_json
-from shardlib.verify.report import read_baseline
+from shardlib.verification.report import read_baseline
 from tests.models.configs import PUBLISHED
 from tests.planning.fixture_plan import PLAN
 

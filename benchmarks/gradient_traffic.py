@@ -26,7 +26,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import shardlib
 from benchmarks.compiled_programs import inputs
 from benchmarks.environment import RESULTS, environment
-from shardlib.verify.isolation import Limits
+from shardlib.verification.isolation import Limits
 
 #: MaxText 0.2, configs/tpu/v5e/llama2_7b.sh (fsdp 256, per-device batch 4, sequences of 2048, remat
 #: save_qkv_proj), compiled for v5e-256 ahead of time with the same libtpu by its own train_compile:

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.models.config import TransformerConfig
-from shardlib.verify.isolation import ExportedStep
+from shardlib.verification.isolation import ExportedStep
 
 AXIS = "fsdp"
 #: Positions of a block of the kernel.

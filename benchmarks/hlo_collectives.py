@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.layout import MeshShape
-from shardlib.verify.hlo import Module, parse, wire_bytes
-from shardlib.verify.timelines import read_traffic
+from shardlib.verification.hlo import Module, parse, wire_bytes
+from shardlib.verification.timelines import read_traffic
 
 
 @dataclass(frozen=True, order=True)

@@ -28,8 +28,8 @@ import optax
 
 import shardlib
 from benchmarks.environment import RESULTS, source_digest, write
-from shardlib.verify.isolation import Limits
-from shardlib.verify.report import Verification
+from shardlib.verification.isolation import Limits
+from shardlib.verification.report import Verification
 
 LAYERS, WIDE, VOCAB, SEQ, ROWS = 16, 2048, 16384, 1024, 64
 #: Pins of each case.

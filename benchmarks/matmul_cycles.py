@@ -31,7 +31,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.environment import RESULTS, write
-from shardlib.verify.isolation import TPU_FLOPS_PER_CYCLE
+from shardlib.verification.isolation import TPU_FLOPS_PER_CYCLE
 
 #: The smallest machine of each generation, as the compiler names it.
 MACHINES: dict[str, str] = {

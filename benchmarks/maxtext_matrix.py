@@ -52,10 +52,10 @@ from shardlib import models
 from shardlib.layout import STORED_AXES, MeshShape
 from shardlib.models.config import Experts, LatentAttention, RopeScaling
 from shardlib.planner.layouts import LANES, ROWS
-from shardlib.verify.hlo import parse
-from shardlib.verify.isolation import Limits
-from shardlib.verify.report import totals
-from shardlib.verify.timelines import read_traffic
+from shardlib.verification.hlo import parse
+from shardlib.verification.isolation import Limits
+from shardlib.verification.report import totals
+from shardlib.verification.timelines import read_traffic
 
 Settings = Mapping[str, Any]
 WORKER = Path(__file__).resolve().parent / "peers" / "maxtext_ahead.py"

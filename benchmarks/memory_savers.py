@@ -27,8 +27,8 @@ import shardlib
 from benchmarks.environment import RESULTS, write
 from shardlib import models
 from shardlib.models.config import TransformerConfig
-from shardlib.verify.isolation import Limits
-from shardlib.verify.report import totals
+from shardlib.verification.isolation import Limits
+from shardlib.verification.report import totals
 
 MODEL = TransformerConfig(
     name="llama-400m",

@@ -48,8 +48,8 @@ from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import read_and_trace
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology
-from shardlib.verify.hlo import Found, parse
-from shardlib.verify.isolation import (
+from shardlib.verification.hlo import Found, parse
+from shardlib.verification.isolation import (
     Compiled,
     ExportedStep,
     Failure,
@@ -59,9 +59,9 @@ from shardlib.verify.isolation import (
     export_step,
     target,
 )
-from shardlib.verify.report import Key, key_text
-from shardlib.verify.timelines import read_traffic
-from shardlib.verify.verify import judge
+from shardlib.verification.report import Key, key_text
+from shardlib.verification.timelines import read_traffic
+from shardlib.verification.verify import judge
 
 #: Sequences are sharded over tensor between matmuls.
 SEQUENCES = {"batch": ["data", "fsdp"], "seq": ["tensor"]}

@@ -27,7 +27,7 @@ import optax
 import shardlib
 from benchmarks.environment import RESULTS, source_digest, write
 from shardlib import models
-from shardlib.verify.isolation import Limits
+from shardlib.verification.isolation import Limits
 
 #: (schedule, chunks of layers on a stage, recomputation).
 SCHEDULES = (

@@ -32,8 +32,8 @@ import shardlib
 from benchmarks.environment import environment, source_digest
 from benchmarks.families import FAMILIES
 from shardlib.machines.topology import Topology, place
-from shardlib.verify.isolation import Limits
-from shardlib.verify.report import Key, counts, key_text, totals
+from shardlib.verification.isolation import Limits
+from shardlib.verification.report import Key, counts, key_text, totals
 
 #: What the plan may be off by before more of the same is unplanned.
 SLACK = 1.02

@@ -35,7 +35,7 @@ from shardlib import models
 from shardlib.annotation import tree
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import read_and_trace
-from shardlib.verify.isolation import (
+from shardlib.verification.isolation import (
     ExportedStep,
     Failure,
     Limits,

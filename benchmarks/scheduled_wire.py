@@ -13,8 +13,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from shardlib.verify.hlo import Computation, Found, Instruction, Module
-from shardlib.verify.report import Key
+from shardlib.verification.hlo import Computation, Found, Instruction, Module
+from shardlib.verification.report import Key
 
 #: What the TPU compiler writes where it has no estimate.
 NO_ESTIMATE = 2**63 - 1

@@ -21,7 +21,7 @@ there is no JAX below the doors (`tool.importlinter` in pyproject.toml):
     annotation, tracing          JAX's door in: the user's names, jaxpr -> Graph
     functions, processes         custom calls; processes that agree and end together
     lowering, calibration        JAX's door out: Plan -> one `jax.jit` program; rates of a machine
-    verify                       the real compilers as judges
+    verification                 the real compilers as judges
     api, frontend                the whole story on one page, and its steps
     models, data, checkpointing, training
                                  reference models, batches, states on disk, the training loop
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from shardlib.serve.frontend import plan_edge, plan_serving
     from shardlib.training.fit import fit
     from shardlib.training.settings import Settings
-    from shardlib.verify.report import Verification
+    from shardlib.verification.report import Verification
 
 __version__ = "0.1.0"
 
@@ -179,7 +179,7 @@ _HOME = {
     "Layout": "shardlib.layout",
     "MeshShape": "shardlib.layout",
     "Rules": "shardlib.rules",
-    "Verification": "shardlib.verify.report",
+    "Verification": "shardlib.verification.report",
     "Settings": "shardlib.training.settings",
     "fit": "shardlib.training.fit",
     "join": "shardlib.launch.joining",
@@ -266,6 +266,8 @@ _moved.install()
 
 
 def __getattr__(name: str) -> Any:
+    if f"shardlib.{name}" in _moved.MOVED:
+        return importlib.import_module(f"shardlib.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -40,9 +40,7 @@ MOVED = {
     "shardlib.training.states.average": "shardlib.training.states",
     "shardlib.training.states.rates": "shardlib.training.states",
     "shardlib.training.states.surgery": "shardlib.training.states",
-    "shardlib.verification": "shardlib.verify",
-    "shardlib.verification.hlo": "shardlib.verify",
-    "shardlib.verification.hlo.timelines": "shardlib.verify.timelines",
+    "shardlib.verification.hlo.timelines": "shardlib.verification.timelines",
 }
 
 

@@ -35,8 +35,8 @@ from shardlib.tracing.layouts import ambient_mesh, freed
 if TYPE_CHECKING:
     from shardlib.lowering.program import Options, Program
     from shardlib.lowering.step import Guards
-    from shardlib.verify.isolation import Limits
-    from shardlib.verify.report import Verification
+    from shardlib.verification.isolation import Limits
+    from shardlib.verification.report import Verification
 
 
 def plan(

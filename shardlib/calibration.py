@@ -55,7 +55,7 @@ from shardlib.errors import MissingFileError, TopologyError
 from shardlib.machines.catalog import CPU
 from shardlib.machines.chips import LARGEST, Chip, Exchange, Tier
 from shardlib.machines.topology import Topology, topology
-from shardlib.processes.place import let_collectives_wait
+from shardlib.processes.devices import let_collectives_wait
 from shardlib.processes.values import of_first
 from shardlib.untrusted.data import Limits, read_json
 

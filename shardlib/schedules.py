@@ -137,6 +137,7 @@ them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep that is the least
 Schedules as text, a column a tick.
 
 >>> print(text(Timetable(schedule="1f1b", stages=2, microbatches=3)))
+tick         0 1 2 3 4
 stage 0  >   0 1 2 · ·
          <   · · 0 1 2
 stage 1  >   · 0 1 2 ·

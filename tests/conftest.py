@@ -211,7 +211,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def _without_compiler(item: pytest.Item) -> str | None:
     """The vendor whose compiler a test needs and this environment lacks."""
-    from shardlib.verify.isolation import GPU_PLUGINS
+    from shardlib.verification.isolation import GPU_PLUGINS
 
     packages = {"tpu": ("libtpu",), "gpu": GPU_PLUGINS}
     return next(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 
-from shardlib.verify.hlo import Computation, Instruction, Module, parse, trip_count
+from shardlib.verification.hlo import Computation, Instruction, Module, parse, trip_count
 
 
 def product_flops(text: str) -> int:

@@ -22,7 +22,7 @@ from model import JOBS, OPTIMIZER, Decoder, loss, rows
 
 import shardlib
 from shardlib.machines.topology import topology
-from shardlib.verify.isolation import target
+from shardlib.verification.isolation import target
 
 TPU = "v5e:2x4"
 

@@ -12,7 +12,7 @@ from model import JOBS, OPTIMIZER, Decoder, loss, rows
 
 import shardlib
 from shardlib.machines.topology import topology as machine
-from shardlib.verify.isolation import target
+from shardlib.verification.isolation import target
 
 PEERS: dict[str, dict[str, Any]] = {"shardlib": {}, "shardlib-fsdp8": {"mesh": {"fsdp": 8}}}
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from shardlib.planner.answers import Answers
     from shardlib.planner.scaling import Curve
     from shardlib.report.panels import Evidence
-    from shardlib.verify.report import Verification
+    from shardlib.verification.report import Verification
 
 
 # --------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Page:
         if self.verified is None:
             return []
         from shardlib.report.panels import Evidence
-        from shardlib.verify.report import read_baseline
+        from shardlib.verification.report import read_baseline
 
         again = "make it with `shardlib verify ... --out report.json`"
         text = read_text(self.verified, "report", again, VerificationError)
@@ -741,7 +741,7 @@ def verify_command(
     """Compile a plan with the real TPU, GPU or CPU compiler and compare; exit code 1 if that
     refutes it.
     """
-    from shardlib.verify.report import growth, read_baseline, verification_to_data
+    from shardlib.verification.report import growth, read_baseline, verification_to_data
 
     before = (
         read_baseline(
@@ -809,7 +809,7 @@ def _verified(
         _require_same(plan, spec, error)
         raise
     import shardlib
-    from shardlib.verify.isolation import Limits
+    from shardlib.verification.isolation import Limits
 
     machine = topology or (plan.topology if plan else "")
     with status(f"compiling {spec} for {machine}"):
@@ -842,7 +842,7 @@ def write_trace(
         run: with profiles; None for the prediction alone.
     """
     from shardlib.report.panels import step_trace
-    from shardlib.verify.recorded_steps import newest_profile, recorded_steps
+    from shardlib.verification.recorded_steps import newest_profile, recorded_steps
 
     steps = () if run is None else recorded_steps(newest_profile(run), plan.digest)
     staged = None if timeline is None or not timeline.stages else timeline

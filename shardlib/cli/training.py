@@ -158,7 +158,7 @@ def train_command(
     pins = parse_pins(task.pin or [])
     from shardlib.errors import StoppedError
     from shardlib.launch.joining import join
-    from shardlib.processes.place import cpu_without_accelerators
+    from shardlib.processes.devices import cpu_without_accelerators
 
     cpu_without_accelerators()
     join()

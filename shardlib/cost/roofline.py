@@ -21,7 +21,7 @@ chip with any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`. Sim
 none: how much memory they share is not known so exactly.
 
 >>> from shardlib.machines.topology import topology
->>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), known=())]
+>>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), corrections=())]
 [('margin', 1.1)]
 >>> applied(topology("cpu:8"), known=())
 ()

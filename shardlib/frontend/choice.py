@@ -20,7 +20,7 @@ from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.islands import islands_instead
 from shardlib.planner.plan import Plan
 from shardlib.planner.planner import Prepared, prepared_for, search
-from shardlib.processes.place import let_collectives_wait
+from shardlib.processes.devices import let_collectives_wait
 
 # --------------------------------------------------------------------------------------------------
 # The machine that is planned for: the one that the user names, that of a plan, or this host.

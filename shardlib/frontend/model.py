@@ -77,7 +77,7 @@ _KINDS: Mapping[str, Kind] = {
     "limits": (
         lambda value: hasattr(value, "seconds") and hasattr(value, "memory_bytes"),
         "limits of a compiler",
-        "limits=shardlib.verify.isolation.Limits(seconds=600.0)",
+        "limits=shardlib.verification.isolation.Limits(seconds=600.0)",
     ),
     "name": (lambda value: isinstance(value, str), "string", 'name="model"'),
     "framework": (

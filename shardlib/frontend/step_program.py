@@ -40,9 +40,15 @@ from shardlib.report.text import plan_card, plan_line
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Walk, bind, evaluate_program
 from shardlib.tracing.steps import TracedStep
-from shardlib.verify.isolation import Limits, compile_apart, exported, require_compiler, target
-from shardlib.verify.report import Verification
-from shardlib.verify.verify import judge
+from shardlib.verification.isolation import (
+    Limits,
+    compile_apart,
+    exported,
+    require_compiler,
+    target,
+)
+from shardlib.verification.report import Verification
+from shardlib.verification.verify import judge
 
 #: Seed -> the state before the first step.
 First = Callable[[jax.Array], Tree]

@@ -25,11 +25,11 @@ from shardlib.planner.plan import Plan
 from shardlib.planner.planner import ranked, search
 from shardlib.planner.questions import pinned, priced_on, roomy
 from shardlib.planner.scaling import Curve, curve
-from shardlib.verify.islands import verify_islands
-from shardlib.verify.isolation import PLATFORMS, Limits, require_compiler
-from shardlib.verify.refining import refine as refined
-from shardlib.verify.report import Verification
-from shardlib.verify.verify import verify_program
+from shardlib.verification.islands import verify_islands
+from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
+from shardlib.verification.refining import refine as refined
+from shardlib.verification.report import Verification
+from shardlib.verification.verify import verify_program
 
 # --------------------------------------------------------------------------------------------------
 # The best plan for every number of devices of a family of machines.

@@ -80,6 +80,19 @@ from shardlib.report.elements import (
 )
 from shardlib.untrusted.data import JsonObject, shown
 
+__all__ = [
+    "DAY",
+    "Budget",
+    "Comparison",
+    "Failures",
+    "Fitted",
+    "Offer",
+    "Offers",
+    "Target",
+    "compare",
+    "fit_model",
+]
+
 #: Heads that a width is a multiple of, where each has its own keys: so many devices may share them.
 HEADS = 8
 #: Widths of the feed-forward are multiples of this where the known one is.

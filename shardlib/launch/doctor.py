@@ -36,7 +36,8 @@ from shardlib.machines.catalog import CATALOG
 from shardlib.machines.chips import Tier
 from shardlib.machines.topology import Span, Topology, TopologyLike, devices_per_host
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.processes.place import Watchdog, read_place, versions
+from shardlib.processes.code import versions
+from shardlib.processes.place import Watchdog, read_place
 from shardlib.processes.values import all_say, meet, processes_text
 from shardlib.untrusted.data import JsonMapping, JsonObject
 

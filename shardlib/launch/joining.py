@@ -30,14 +30,9 @@ from shardlib import _jax_compat
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.launch.local import device_ids
 from shardlib.launch.meeting import address_here, call, wait_for_listener
-from shardlib.processes.place import (
-    Place,
-    Watchdog,
-    read_place,
-    set_cpu_devices,
-    split_address,
-    versions,
-)
+from shardlib.processes.code import versions
+from shardlib.processes.devices import set_cpu_devices
+from shardlib.processes.place import Place, Watchdog, read_place, split_address
 
 #: Seconds without a sign of life of a process after which JAX's service ends all others.
 HEARTBEAT_SECONDS = 100

@@ -452,7 +452,7 @@ class Program:
         the compiler made with the plan: `shardlib.verify(program)`.
 
         Args:
-            limits: `shardlib.verify.isolation.Limits`, seconds and bytes of memory that the
+            limits: `shardlib.verification.isolation.Limits`, seconds and bytes of memory that the
                 compiler may take.
             options: options of the compiler, by its own names.
 

@@ -1172,7 +1172,7 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
     """All divisors up to `limit`, ascending. Of what has no bound, such as a batch, only small ones
     are of use, and to look for all takes the root of the number.
 
-    >>> divisors(12), divisors(10**12, most=10)
+    >>> divisors(12), divisors(10**12, limit=10)
     ([1, 2, 3, 4, 6, 12], [1, 2, 4, 5, 8, 10])
 
     Args:

@@ -31,33 +31,22 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
-import hashlib
 import json
 import os
-import platform
-import re
 import signal
-import site
 import socket
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import jax
-
-from shardlib import _jax_compat
-from shardlib.errors import LaunchError, StoppedError, TopologyError, raise_all
+from shardlib.errors import LaunchError, StoppedError, raise_all
 from shardlib.processes import kin
 from shardlib.processes import kin as who
-from shardlib.processes.values import OPTIONAL
 from shardlib.untrusted.data import read_regular
 
 #: Seconds that a process waits for the others; a pod that is pulled anew takes minutes.
@@ -298,117 +287,6 @@ def _evenly(text: str) -> int:
 #
 # JAX decides how many CPU devices there are when it first looks at them, so this must be settled
 # before.
-
-_FLAG = "xla_force_host_platform_device_count"
-#: Variable with the number of CPU devices that each of several processes simulates; who starts
-#: processes sets it.
-HOST_DEVICES = "SHARDLIB_HOST_DEVICES"
-#: CPU devices that are simulated by default.
-CPU_DEVICES = 8
-#: Threads of a simulated device: four collectives may wait at a time.
-THREADS = 4
-
-
-def simulate_cpu_devices(count: int) -> None:
-    """Makes JAX see `count` CPU devices and no accelerator; of several processes, each simulates
-    its part of them.
-    """
-    joined = _jax_compat.coordination()
-    processes = 1 if joined is None else joined[2]
-    if processes == 1:
-        set_cpu_devices(count)
-    elif HOST_DEVICES not in os.environ:
-        if count % processes:
-            raise TopologyError(
-                f"{processes} processes cannot share {count} CPU devices evenly\nTry:"
-                f" cpu:{max(count - count % processes, processes)}"
-            )
-        set_cpu_devices(count // processes)
-    devices = jax.devices()
-    if len(devices) == count and devices[0].platform == "cpu":
-        return
-    if processes > 1:
-        raise TopologyError(
-            f"{count} CPU devices were asked for, and {processes} processes have {len(devices)} of"
-            f" {devices[0].platform} together\nTry: --topology cpu:{len(devices)}, or another"
-            " number of devices of each process"
-        )
-    raise TopologyError(
-        f"{count} CPU devices were asked for, and JAX already runs on {len(devices)} of"
-        f" {devices[0].platform}\nTry: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and"
-        f" JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS"
-    )
-
-
-def cpu_devices_of_job() -> int:
-    """CPU devices to simulate where nobody says how many: those that the processes of the job were
-    given, or else `CPU_DEVICES`, as far as processes can share them evenly.
-    """
-    joined = _jax_compat.coordination()
-    processes = 1 if joined is None else joined[2]
-    each = os.environ.get(HOST_DEVICES)
-    return processes * (max(1, CPU_DEVICES // processes) if each is None else int(each))
-
-
-def set_cpu_devices(count: int) -> None:
-    """Has this process simulate `count` CPU devices and use no accelerator, unless JAX has been
-    used already or XLA_FLAGS says how many.
-    """
-    if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
-            jax.config.update("jax_platforms", "cpu")
-    let_collectives_wait()
-
-
-#: What a machine with an accelerator has: files of drivers, and variables of those who lend one.
-_DRIVERS = ("nvidia[0-9]*", "nvidiactl", "nvhost*", "dxg", "kfd", "accel*", "vfio/[0-9]*", "dri/*")
-_LENT = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TPU_NAME", "TPU_WORKER_ID")
-
-
-def cpu_without_accelerators(
-    dev: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
-) -> None:
-    """Has this process use the CPU where the machine has no accelerator and nobody says otherwise:
-    plugins that are installed without one print errors of their own while JAX looks for it. Call it
-    before JAX is used; processes that this one starts are not concerned.
-    """
-    if jax.config.values["jax_platforms"] or {*_LENT} & environ.keys():
-        return
-    if not any(file for form in _DRIVERS for file in dev.glob(form)):
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_platforms", "cpu")
-
-
-def let_collectives_wait(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Gives simulated CPU devices threads for several collectives at a time; call it before JAX
-    starts. What the user has set stays.
-
-    XLA runs all devices of a process on one pool of as many threads as there are devices (or cores,
-    if more), and a collective that waits for the others holds its thread. A device can be in two at
-    once, of which one is in a branch or a loop (JAX 0.10.2 and 0.12); then another device finds no
-    thread to arrive on, and the process stands still. `PJRT_NPROC` is the size of the pool.
-    """
-    devices = _simulated_devices(environ)
-    if devices > 1 and not {"PJRT_NPROC", "NPROC"} & environ.keys():
-        environ["PJRT_NPROC"] = str(max(THREADS * devices, os.cpu_count() or 1))
-
-
-def _simulated_devices(environ: Mapping[str, str]) -> int:
-    """How many CPU devices a process with these variables and JAX's settings simulates."""
-    flag = re.search(rf"{_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
-    counts = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
-    set_in_jax = jax.config.values["jax_num_cpu_devices"]  # -1: not set
-    return max(1, set_in_jax, *(int(word) for word in counts if word.isdigit()))
-
-
-def keep_compiled(folder: Path) -> None:
-    """Has XLA keep what it compiles in a folder, so that a process that starts again need not
-    compile; a folder that is set already stays.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -733,84 +611,3 @@ def _heard_by(
 #
 # Short digests and versions, to be compared between processes: a host with an older checkout, or
 # with another JAX, computes something else or hangs.
-
-#: Packages whose versions decide what is computed.
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of what computes, and a digest of shardlib's own sources. Imports none
-    of them.
-    """
-    installed = {"Python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed | {"code of shardlib": package_digest(Path(__file__).parents[1])}
-
-
-def user_code() -> dict[str, str]:
-    """A digest of every source file that has been loaded and that no installer has put there: the
-    user's own modules, by name.
-    """
-    theirs = {
-        _word(name, module): path
-        for name, module in [*sys.modules.items()]
-        if (path := _source(module)) is not None
-    }
-    return {
-        f"{OPTIONAL}{word}": _digest(path.read_bytes()) for word, path in sorted(theirs.items())
-    }
-
-
-@functools.cache
-def package_digest(folder: Path) -> str:
-    """Twelve hexadecimal digits of the names and texts of all Python files under a folder."""
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        total.update(f"{path.relative_to(folder).as_posix()}\0".encode())
-        total.update(path.read_bytes())
-        total.update(b"\0")
-    return total.hexdigest()[:12]
-
-
-def _word(name: str, module: object) -> str:
-    """The module's name; of the main one that of its file, which differs where processes run
-    different scripts.
-    """
-    return Path(str(getattr(module, "__file__", name))).name if name == "__main__" else name
-
-
-def _source(module: object) -> Path | None:
-    """The file of a module that belongs to the user."""
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or not file.endswith(".py"):
-        return None
-    path = Path(file).resolve()
-    return (
-        None
-        if any(path.is_relative_to(folder) for folder in _installed()) or not path.is_file()
-        else path
-    )
-
-
-@functools.cache
-def _installed() -> tuple[Path, ...]:
-    """Folders whose files belong to Python, to installed packages or to shardlib."""
-    paths: Mapping[str, str] = sysconfig.get_paths()
-    folders = [
-        paths["stdlib"],
-        paths["platstdlib"],
-        paths["purelib"],
-        paths["platlib"],
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-        str(Path(__file__).parents[1]),
-    ]
-    return tuple(Path(folder).resolve() for folder in folders)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]

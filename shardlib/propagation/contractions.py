@@ -26,9 +26,9 @@ exchange these for heads (arXiv:2309.14509): of queries one share each, and of k
 well where there are enough of them. With fewer groups of keys than devices, every device gathers
 all groups and works on the one of its queries.
 
->>> shared(heads=32, groups=8, ways=4), shared(heads=128, groups=8, ways=16)
+>>> shared(heads=32, groups=8, devices=4), shared(heads=128, groups=8, devices=16)
 ('all', 'queries')
->>> shared(heads=12, groups=12, ways=8)
+>>> shared(heads=12, groups=12, devices=8)
 'none'
 """
 

@@ -10,6 +10,7 @@ SI units stay inside the program; gigabytes and milliseconds appear only where t
 How do rows and sentences fit into a hundred columns?
 
 >>> print("\n".join(aligned([("mesh", "step"), ("data=2", "1 s")], right={1})))
+  mesh    step
   data=2   1 s
 """
 
@@ -91,7 +92,7 @@ def quantity_bar(share: float, width: int) -> str:
     """A horizontal bar of Unicode blocks, `width` columns for a share of 1, exact to an eighth of a
     column; padded.
 
-    >>> bar(0.5, 8), bar(0.28, 4)
+    >>> quantity_bar(0.5, 8), quantity_bar(0.28, 4)
     ('████    ', '█▏  ')
     """
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)

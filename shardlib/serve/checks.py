@@ -33,7 +33,7 @@ from shardlib.serve.sampling import choices
 from shardlib.serve.step import Placed, arranged, operands, placed, step_function
 from shardlib.tracing.program import Program
 from shardlib.untrusted.data import JsonObject
-from shardlib.verify.isolation import (
+from shardlib.verification.isolation import (
     Compiled,
     ExportedStep,
     Failure,
@@ -44,8 +44,8 @@ from shardlib.verify.isolation import (
     require_compiler,
     target,
 )
-from shardlib.verify.report import CompiledStep
-from shardlib.verify.verify import read_compiled
+from shardlib.verification.report import CompiledStep
+from shardlib.verification.verify import read_compiled
 
 #: Tokens that are compared, and of the row that they stand in; fewer where a request may have no
 #: more.

@@ -527,7 +527,7 @@ def export_command(
 ) -> None:
     """Write a model for other programs."""
     from shardlib.errors import ArgumentError
-    from shardlib.processes.place import cpu_without_accelerators
+    from shardlib.processes.devices import cpu_without_accelerators
 
     cpu_without_accelerators()
     targets = [target for target in (into.huggingface, into.jax, into.triton) if target is not None]
@@ -669,7 +669,7 @@ def generate_command(
     written. A run may still be training; its newest whole checkpoint counts.
     """
     from shardlib.errors import ArgumentError
-    from shardlib.processes.place import cpu_without_accelerators
+    from shardlib.processes.devices import cpu_without_accelerators
     from shardlib.serve.requests import Asked, Sampling
 
     options = {name: value for name, value in vars(how).items() if value is not None}
@@ -1017,7 +1017,7 @@ def devices_of(space: Room) -> int:
             f"{space.groups} groups do not divide the {topology.devices} devices of {topology.name}"
         )
     if topology.name.startswith("cpu:"):
-        from shardlib.processes.place import simulate_cpu_devices
+        from shardlib.processes.devices import simulate_cpu_devices
 
         simulate_cpu_devices(topology.devices)
     return topology.devices
@@ -1254,7 +1254,7 @@ def _deployed(
     average: bool,
 ) -> list[Deployment]:
     """The models of the command line, each with an engine of its own."""
-    from shardlib.processes.place import cpu_without_accelerators
+    from shardlib.processes.devices import cpu_without_accelerators
 
     cpu_without_accelerators()
     devices = devices_of(space)

@@ -89,7 +89,7 @@ class Constants:
 @lru_cache(maxsize=1)
 def learned() -> Constants:
     """The constants that come with shardlib."""
-    text = files("shardlib.serve.cost").joinpath(FILE).read_text()
+    text = files("shardlib.serve").joinpath(FILE).read_text()
     return Constants(**json.loads(text)["constants"])
 
 

@@ -35,7 +35,7 @@ from shardlib.islands.servers.wire import (
     send,
 )
 from shardlib.jax_types import Function
-from shardlib.launch.meeting import StrangerError
+from shardlib.launch.wire import StrangerError
 from shardlib.serve.edge_cutting import StageProgram, cut
 from shardlib.serve.edge_plan import EdgePlan
 from shardlib.serve.step import both

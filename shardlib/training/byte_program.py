@@ -15,7 +15,7 @@ from shardlib.lowering.step import Guards
 from shardlib.machines.topology import of_size
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
-from shardlib.processes.place import cpu_devices_of_job, keep_compiled, simulate_cpu_devices
+from shardlib.processes.devices import cpu_devices_of_job, keep_compiled, simulate_cpu_devices
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import TrainConfig, optimizer
 

@@ -43,7 +43,8 @@ from shardlib.processes.values import is_alone, is_first, whole
 from shardlib.training import display, measures
 from shardlib.training.byte_program import byte_model, compiled, planned
 from shardlib.training.display import Display, generate
-from shardlib.training.run import OtherRunError, RunFolder, traced
+from shardlib.training.identity import traced
+from shardlib.training.run import OtherRunError, RunFolder
 from shardlib.training.settings import Figures, Settings, TrainConfig, TrainResult
 from shardlib.training.stepping import BatchOf, Loop, Task, in_order
 from shardlib.untrusted.data import JsonMapping, JsonObject, Kind, read_seed, require_kinds
@@ -141,7 +142,7 @@ def fit(
             known.
         advice: what to try when the loss is no longer finite.
         later: (steps before it, program) of programs that take over, in that order: for batches
-            that grow (`shardlib.training.measures.Ramp`). States must be laid out alike, as
+            that grow (`shardlib.training.rates.Ramp`). States must be laid out alike, as
             they are where `mesh`, `rules` and `zero` are pinned to those of the first plan. A
             function of the step gives batches of the size of its step.
 

@@ -30,21 +30,6 @@ again; whoever reads takes the last line of each step, so the file is never rewr
 >>> again = [{"event": "resumed", "step": 1}, {"step": 2, "loss": 2.5}]
 >>> list(by_step([*steps, *again]).items())
 [(1, {'step': 1, 'loss': 3.0}), (2, {'step': 2, 'loss': 2.5})]
-
-Learning rates that go with a batch, and how large a batch may be.
-
-A batch k times as large takes k times fewer steps, so each must go further. Goyal et al.
-(arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to 8,192 images;
-for Adam the square root of k is the rule that follows from the noise of its normalised steps
-(Malladi et al., arXiv:2205.10287). LARS (You et al., arXiv:1708.03888) and LAMB (arXiv:1904.00962)
-give every layer a rate of its own, by the norms of weights and updates, and reach batches of 32
-thousand. (Beyond the critical batch size more examples a step save few steps under any rule; plans
-of language models say so, `shardlib.planner.findings`.)
-
->>> scaled(0.1, batch=8192, base=256, rule="linear")
-3.2
->>> round(scaled(1e-3, batch=1024, base=256, rule="sqrt"), 6)
-0.002
 """
 
 from __future__ import annotations
@@ -57,18 +42,15 @@ import stat
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import numpy as np
-import optax
 from tensorboardX import SummaryWriter
 
 from shardlib.errors import ModelError, RunError, raise_all
-from shardlib.findings import Finding
 from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular
 
 #: Earlier names of its parts are found by `shardlib._moved`.
@@ -501,188 +483,3 @@ def _read(record: JsonObject) -> JsonObject:
 # are opened with xprof (TensorBoard's profile plugin) or with Perfetto. Of several processes each
 # writes into a folder of its own, since JAX takes the files of two in one folder for one broken
 # trace.
-
-#: Steps that are recorded when somebody asks while the run goes on.
-STEPS = 3
-
-
-class Profiler:
-    """Records traces of a few steps at a time."""
-
-    def __init__(
-        self,
-        folder: Path | None,
-        wanted: tuple[int, int] | None,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        """Args: folder: of the traces; None where nothing is kept, and then nothing is recorded.
-        wanted: first step and number of steps. say: shows why a trace was not written.
-        """
-        self._folder, self._say = folder, say
-        self._first, self._last = (wanted[0], wanted[0] + wanted[1] - 1) if wanted else (0, 0)
-        self._running = False
-
-    def before(self, step: int) -> None:
-        """Begins to record where this step is wanted."""
-        if self._folder is None or self._running:
-            return
-        asked = self._folder / "profile"
-        if asked.exists():
-            asked.unlink(missing_ok=True)
-            self._first, self._last = step, step + STEPS - 1
-        if self._first <= step <= self._last:
-            place = self._folder / f"step-{step}"
-            if jax.process_count() > 1:
-                place /= f"process-{jax.process_index()}"
-            jax.profiler.start_trace(place, create_perfetto_trace=True)
-            self._running = True
-
-    def after(self, step: int) -> None:
-        """Ends the trace after its last step."""
-        if self._running and step >= self._last:
-            self.close()
-
-    def close(self) -> None:
-        """Writes what has been recorded."""
-        if self._running:
-            self._running = False
-            try:
-                jax.profiler.stop_trace()
-            except Exception as error:  # whatever the profiler and its files raise
-                self._say(f"the trace of the profiler was not written: {error}; training goes on")
-
-
-#: How a rate grows with the batch: the exponent of the ratio.
-RULES = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-#: Optimizers for large batches, and the rule that goes with each.
-OPTIMIZERS = {"sgd": "linear", "lars": "linear", "adamw": "sqrt", "lamb": "sqrt"}
-#: Ratio to the base batch up to which each rule was seen to keep the result: 256 to 8,192 images
-#: (Goyal et al.); 512 to 32,768 sequences of BERT (You et al., with LAMB).
-SEEN = {"linear": 32.0, "sqrt": 64.0}
-
-
-def scaled(rate: float, *, batch: int, base: int, rule: str) -> float:
-    """The rate for a batch, from that of a base batch."""
-    failures = [
-        f"{name} is {value}; it must be at least 1"
-        for name, value in (("batch", batch), ("base", base))
-        if value < 1
-    ]
-    failures += [] if rule in RULES else [f"rule is {rule!r}; it is one of {', '.join(RULES)}"]
-    if failures:
-        raise_all(ModelError, "the learning rate cannot be scaled", failures)
-    return rate * (batch / base) ** RULES[rule]
-
-
-def warmed_up(rate: float, *, warm_up: int, steps: int, floor: float = 0.05) -> optax.Schedule:
-    """A rate that rises in a line over `warm_up` steps, and falls along a cosine to `floor` of its
-    peak at the last step.
-    """
-    return optax.warmup_cosine_decay_schedule(
-        rate / max(warm_up, 1), rate, warm_up, max(steps, warm_up + 1), rate * floor
-    )
-
-
-def large_batch(
-    name: str,
-    rate: optax.ScalarOrSchedule,
-    *,
-    weight_decay: float = 0.0,
-    clip: float | None = None,
-    momentum: float = 0.9,
-) -> optax.GradientTransformation:
-    """An optimizer for large batches, as optax has it."""
-    if name == "sgd":
-        chosen = optax.chain(
-            optax.add_decayed_weights(weight_decay),
-            optax.sgd(rate, momentum=momentum, nesterov=True),
-        )
-    elif name == "lars":
-        chosen = optax.lars(rate, weight_decay=weight_decay, momentum=momentum)
-    elif name == "adamw":
-        chosen = optax.adamw(rate, b2=0.95, weight_decay=weight_decay)
-    elif name == "lamb":
-        chosen = optax.lamb(rate, weight_decay=weight_decay)
-    else:
-        raise ModelError(
-            f"optimizer {name!r} is not known\nTry: one of {', '.join(OPTIMIZERS)}, or any optax"
-            " transformation of your own"
-        )
-    return chosen if clip is None else optax.chain(optax.clip_by_global_norm(clip), chosen)
-
-
-def batch_findings(*, batch: int, base: int, rule: str) -> tuple[Finding, ...]:
-    """A warning where a batch leaves the range in which a rule was seen to keep results."""
-    if batch <= SEEN.get(rule, math.inf) * base:
-        return ()
-    return (
-        Finding(
-            code="large-batch",
-            severity="warning",
-            where=f"batch={batch}",
-            message=(
-                f"the {rule} rule was seen to keep results up to {SEEN[rule]:g} times the base"
-                f" batch; {batch} is {batch / base:.0f} times {base}"
-            ),
-            hint="a longer warm-up, LARS or LAMB, or a smaller batch with more steps",
-        ),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ramp:
-    """A global batch that grows: from `first` to `last` examples, by `increment` at a time, over
-    the first `examples` examples (as Megatron-LM's rampup-batch-size).
-
-    >>> ramp = Ramp(first=8, last=32, increment=8, examples=96)
-    >>> ramp.stages()
-    ((8, 0, 0), (16, 4, 32), (24, 6, 64), (32, 8, 112))
-
-    Attributes:
-        first: examples of the first batch.
-        last: examples of the batch from then on.
-        increment: of every stage.
-        examples: after which the batch has its full size.
-
-    Raises:
-        ModelError: numbers that do not fit, all of them listed.
-    """
-
-    first: int
-    last: int
-    increment: int
-    examples: int
-
-    def __post_init__(self) -> None:
-        failures = [
-            f"{name} is {getattr(self, name)}; it must be at least 1"
-            for name in ("first", "last", "increment", "examples")
-            if getattr(self, name) < 1
-        ]
-        if not failures and (self.last <= self.first or (self.last - self.first) % self.increment):
-            failures.append(
-                f"from {self.first} to {self.last} is no whole number of increments of"
-                f" {self.increment}"
-            )
-        if failures:
-            raise_all(ModelError, "the ramp of the batch size is not usable", failures)
-
-    def stages(self) -> tuple[tuple[int, int, int], ...]:
-        """(examples of a batch, first step, examples seen before it) of every stage; a stage ends
-        with the first step that has seen its share.
-        """
-        found: list[tuple[int, int, int]] = []
-        number = (self.last - self.first) // self.increment
-        step = seen = 0
-        for index in range(number + 1):
-            size = self.first + index * self.increment
-            found.append((size, step, seen))
-            if index < number:
-                steps = max(math.ceil((self.examples * (index + 1) / number - seen) / size), 1)
-                step, seen = step + steps, seen + steps * size
-        return tuple(found)
-
-    def at(self, step: int) -> tuple[int, int]:
-        """(examples of the batch of a step, examples seen before it)."""
-        size, first, seen = max(stage for stage in self.stages() if stage[1] <= step)
-        return size, seen + (step - first) * size

@@ -44,7 +44,8 @@ from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.lowering.step import limited
 from shardlib.planner.plan import Plan
-from shardlib.processes.place import StopRequest, Watchdog, stop_requests, user_code, versions
+from shardlib.processes.code import user_code, versions
+from shardlib.processes.place import StopRequest, Watchdog, stop_requests
 from shardlib.processes.values import (
     agree,
     all_say,
@@ -57,20 +58,21 @@ from shardlib.processes.values import (
 from shardlib.report.elements import seconds_text
 from shardlib.training.callbacks import Asks, Moment, Remembers
 from shardlib.training.display import Display
+from shardlib.training.identity import Held
 from shardlib.training.loggers import LoggedRun, Logger
 from shardlib.training.measures import (
     VALIDATION,
     Busy,
     JsonLines,
     Judge,
-    Profiler,
     Sink,
     by_step,
     number,
     read_lines,
     validations,
 )
-from shardlib.training.run import Held, RunFolder
+from shardlib.training.rates import Profiler
+from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import is_metric, named_numbers, validator
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject
@@ -432,7 +434,7 @@ class Task:
         """What a process is about to do, as far as all processes must do the same.
 
         Args:
-            trace: what is traced (`shardlib.training.run.traced`); None where the run has
+            trace: what is traced (`shardlib.training.identity.traced`); None where the run has
                 no folder.
         """
         arrays = jax.tree_util.tree_leaves_with_path(

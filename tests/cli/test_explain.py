@@ -9,7 +9,7 @@ import pytest
 
 from shardlib.planner.plan import Plan
 from shardlib.report.text import explain
-from shardlib.verify.report import FORMAT
+from shardlib.verification.report import FORMAT
 from tests.planning.fixture_plan import PLAN
 
 

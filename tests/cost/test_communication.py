@@ -14,7 +14,7 @@ from shardlib.frontend.model import problem
 from shardlib.models.config import EncoderDecoderConfig, Experts, TransformerConfig
 from shardlib.planner.planner import search
 from shardlib.planner.workload import Workload, prepare
-from shardlib.verify.report import totals
+from shardlib.verification.report import totals
 
 BATCH, SEQ, EMBED, VOCAB, LAYERS = 16, 256, 128, 512, 2
 #: Bytes of the tokens of a device, whole along the sequence, in 16 bits; fsdp is 2

@@ -48,7 +48,7 @@ from shardlib.planner.assembly import price
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload
 from shardlib.report.text import explain
-from shardlib.verify.report import other_compiler
+from shardlib.verification.report import other_compiler
 from tests.planning import worlds
 
 PIN = {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2}

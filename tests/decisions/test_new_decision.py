@@ -36,7 +36,7 @@ import json
 from shardlib.decisions.table import table_text
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ShardlibError
-from shardlib import planner
+from shardlib.planner import planner
 from shardlib.planner.plan import Plan
 from tests.planning import worlds
 

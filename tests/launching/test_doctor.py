@@ -34,7 +34,7 @@ from shardlib.launch.doctor import (
     unreached,
 )
 from shardlib.machines.topology import Span, topology
-from shardlib.processes.place import _DRIVERS, _LENT
+from shardlib.processes.devices import _DRIVERS, _LENT
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30

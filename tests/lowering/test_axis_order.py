@@ -12,7 +12,7 @@ import pytest
 from shardlib.layout import INNER_AXES, MeshShape
 from shardlib.lowering.mesh import device_mesh, tpu_places
 from shardlib.machines.topology import place, topology
-from shardlib.verify.isolation import target
+from shardlib.verification.isolation import target
 from tests.lowering import small
 
 SGD = functools.partial(optax.sgd, 0.5, momentum=0.9)

@@ -22,7 +22,7 @@ from shardlib.functions.attention import Attention, attend
 from shardlib.lowering.context.block import Scores, Sight
 from shardlib.lowering.context.dispatch import Collected, Heads, Kernels, Local
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.verify.isolation import GPU_PLUGINS, environment
+from shardlib.verification.isolation import GPU_PLUGINS, environment
 
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
 SPLASH = Kernels(kind="splash", interpret=True)

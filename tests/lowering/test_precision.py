@@ -16,7 +16,7 @@ import pytest
 
 from shardlib.errors import PinError
 from shardlib.lowering.collectives import product, require_products
-from shardlib.verify.report import CompiledStep, wire_dtypes
+from shardlib.verification.report import CompiledStep, wire_dtypes
 from tests.lowering import small
 
 SGD = functools.partial(optax.sgd, 0.5, momentum=0.9)

@@ -35,7 +35,7 @@ from shardlib.schedules import (
 from tests.planning import worlds
 
 WORLD = worlds.layers(depth=8, vocab=512)
-ROOMS = Path(schedules.__file__).parents[1]
+ROOMS = Path(schedules.__file__).parent
 
 
 class Eager(OneForwardOneBackward):

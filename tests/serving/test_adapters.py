@@ -56,7 +56,7 @@ def adapter(seed: int) -> dict[str, np.ndarray]:
     """Arrays of an adapter by dotted path, as large as the weights that they change."""
     draw, model = np.random.default_rng(seed), read(Model)
     paths = {
-        shardlib.annotation.model.path_text(path): leaf.shape
+        shardlib.annotation.names.path_text(path): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params)
     }
     return {
@@ -72,7 +72,7 @@ def merged(parts: dict[str, np.ndarray] | None) -> Any:
     given = {} if parts is None else parts
 
     def new(path: Any, leaf: jax.Array) -> jax.Array:
-        name = shardlib.annotation.model.path_text(path)
+        name = shardlib.annotation.names.path_text(path)
         if "lora" in name:
             return leaf if parts is None else jnp.zeros_like(leaf)
         a, b = (name.replace("kernel", f"lora.lora_{part}") for part in "ab")

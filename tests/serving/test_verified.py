@@ -18,7 +18,7 @@ from shardlib.machines.topology import topology
 from shardlib.serve.checks import findings
 from shardlib.serve.engine import Engine
 from shardlib.serve.requests import Capacity, Storage
-from shardlib.verify.report import CompiledStep
+from shardlib.verification.report import CompiledStep
 from tests.serving.test_planned import CONFIG as SERVED
 
 CONFIG = replace(SERVED, compute_dtype="bfloat16", param_dtype="bfloat16")

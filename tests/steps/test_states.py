@@ -21,7 +21,7 @@ from shardlib.errors import PlanError, StateError
 from shardlib.frontend.step_program import StepProgram
 from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program import Program
-from shardlib.verify.isolation import Limits
+from shardlib.verification.isolation import Limits
 from tests.steps.examples import drawn
 from tests.steps.test_equal import plain
 

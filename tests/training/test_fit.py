@@ -27,7 +27,8 @@ from shardlib.errors import (
 )
 from shardlib.lowering.program import Program
 from shardlib.training.fit import Fitted, fit
-from shardlib.training.measures import JsonLines, Policy, Ramp, by_step, read_records
+from shardlib.training.measures import JsonLines, Policy, by_step, read_records
+from shardlib.training.rates import Ramp
 from shardlib.training.run import RunFolder, status
 from shardlib.training.settings import Settings
 from tests.processes import child, free_port

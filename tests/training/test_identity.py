@@ -24,8 +24,9 @@ import shardlib
 from shardlib.errors import ModelError, RunError
 from shardlib.lowering.program import Program
 from shardlib.training.fit import fit
+from shardlib.training.identity import drawn, traced
 from shardlib.training.measures import read_records
-from shardlib.training.run import RunFolder, drawn, traced
+from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from tests.processes import ROOT
 from tests.training.small import Model, batch_of, compiled, loss

@@ -6,14 +6,7 @@ import optax
 import pytest
 
 from shardlib.errors import ModelError
-from shardlib.training.measures import (
-    OPTIMIZERS,
-    Ramp,
-    batch_findings,
-    large_batch,
-    scaled,
-    warmed_up,
-)
+from shardlib.training.rates import OPTIMIZERS, Ramp, batch_findings, large_batch, scaled, warmed_up
 
 
 def test_goyal_and_the_square_root():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
-from shardlib.verify.isolation import compile_devices, environment, target
+from shardlib.verification.isolation import compile_devices, environment, target
 
 SPELLING = {"cpu": "cpu:8", "tpu": "v5e:2x4", "cuda": "h100:8"}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardlib.layout import INNER_AXES, MeshShape
-from shardlib.verify.hlo import (
+from shardlib.verification.hlo import (
     HloError,
     axes_of_groups,
     axes_of_pairs,

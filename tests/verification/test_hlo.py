@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.layout import MeshShape
-from shardlib.verify.hlo import HloError, array_bytes, arrays, elements, parse
-from shardlib.verify.timelines import read_traffic
+from shardlib.verification.hlo import HloError, array_bytes, arrays, elements, parse
+from shardlib.verification.timelines import read_traffic
 
 FRAGMENTS = {
     path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode()

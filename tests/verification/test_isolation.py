@@ -17,8 +17,8 @@ import pytest
 from shardlib.errors import MissingPackageError
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
-from shardlib.verify import isolation
-from shardlib.verify.isolation import (
+from shardlib.verification import isolation
+from shardlib.verification.isolation import (
     Failure,
     Limits,
     failed,
@@ -164,7 +164,7 @@ def test_every_gpu_of_the_catalogue_is_described():
 COMPILING = """
 import sys
 from pathlib import Path
-from shardlib.verify.isolation import Limits, run_child
+from shardlib.verification.isolation import Limits, run_child
 from tests.verification.test_isolation import HERE
 folder = Path(sys.argv[1])
 code = "import os, subprocess, sys, time; one = subprocess.Popen(['sleep', '1000']); open(sys.argv[1], 'w').write(f'{os.getpid()} {one.pid}'); time.sleep(1000)"
@@ -203,7 +203,7 @@ def test_no_compiler_outlives_whoever_started_it(tmp_path: Path, number: signal.
 VERIFYING = """
 import sys, tempfile
 from types import SimpleNamespace
-from shardlib.verify import isolation
+from shardlib.verification import isolation
 from tests.verification.test_isolation import HERE
 tempfile.tempdir = sys.argv[1]
 run = isolation.run_child

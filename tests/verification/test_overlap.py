@@ -10,7 +10,7 @@ import pytest
 
 import shardlib
 from shardlib.layout import MeshShape
-from shardlib.verify.timelines import scheduled
+from shardlib.verification.timelines import scheduled
 
 MESH = MeshShape(data=2, tensor=4)
 TEXT = """HloModule m, is_scheduled=true, num_partitions=8

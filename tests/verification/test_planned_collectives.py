@@ -20,8 +20,8 @@ from benchmarks.families import FAMILIES
 from benchmarks.planned_collectives import compared
 from shardlib import models
 from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
-from shardlib.verify.report import totals
-from shardlib.verify.timelines import read_traffic
+from shardlib.verification.report import totals
+from shardlib.verification.timelines import read_traffic
 
 TPU, GPU = pytest.mark.compiler("tpu"), pytest.mark.compiler("gpu")
 WHERE = [pytest.param("v5e:2x4", marks=TPU), pytest.param("h100:8", marks=GPU)]

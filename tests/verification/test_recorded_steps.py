@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from shardlib.errors import MissingFileError, VerificationError
-from shardlib.verify.recorded_steps import newest_profile, recorded_steps
+from shardlib.verification.recorded_steps import newest_profile, recorded_steps
 from tests.lowering import small
 
 STEPS = 3

@@ -31,8 +31,8 @@ from shardlib.planner import planner
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.workload import Workload
 from shardlib.report.text import explain
-from shardlib.verify.refining import COMPILATIONS, one_of_each_policy, refine
-from shardlib.verify.report import CompiledStep, Verification
+from shardlib.verification.refining import COMPILATIONS, one_of_each_policy, refine
+from shardlib.verification.report import CompiledStep, Verification
 from tests.planning import worlds
 
 CONFIG = TransformerConfig(

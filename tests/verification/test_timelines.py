@@ -11,9 +11,9 @@ import pytest
 from shardlib.errors import VerificationError
 from shardlib.report.timelines import BOTH, IDLE, work
 from shardlib.schedules import BACKWARD, FORWARD, Timetable
-from shardlib.verify import timelines
-from shardlib.verify.hlo import parse
-from shardlib.verify.timelines import Event, measure_timeline, stage_devices
+from shardlib.verification import timelines
+from shardlib.verification.hlo import parse
+from shardlib.verification.timelines import Event, measure_timeline, stage_devices
 from tests.lowering import models
 from tests.lowering.test_pipeline import program
 

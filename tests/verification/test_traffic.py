@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 
 from shardlib.collective import Collective
 from shardlib.layout import MeshShape
-from shardlib.verify.hlo import parse, trip_count
-from shardlib.verify.report import totals
-from shardlib.verify.timelines import read_traffic, short_name
+from shardlib.verification.hlo import parse, trip_count
+from shardlib.verification.report import totals
+from shardlib.verification.timelines import read_traffic, short_name
 from tests.verification import programs
 from tests.verification.test_hlo import FRAGMENTS, MESH
 

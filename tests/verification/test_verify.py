@@ -22,11 +22,11 @@ from shardlib.findings import Finding
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.models.config import TransformerConfig
-from shardlib.verify import report as compare
-from shardlib.verify.hlo import Found
-from shardlib.verify.isolation import Limits
-from shardlib.verify.report import CompiledStep, growth, read_baseline, totals
-from shardlib.verify.timelines import read_traffic
+from shardlib.verification import report as compare
+from shardlib.verification.hlo import Found
+from shardlib.verification.isolation import Limits
+from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
+from shardlib.verification.timelines import read_traffic
 
 CONFIG = TransformerConfig(
     name="tiny",

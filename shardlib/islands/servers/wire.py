@@ -43,7 +43,7 @@ from safetensors.numpy import load, save
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.exchanges import Part
-from shardlib.launch.meeting import StrangerError, number, opened, sealed
+from shardlib.launch.wire import StrangerError, number, opened, sealed
 from shardlib.planner.transfers import Bucket
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject, Limits, construct, parse_json
 

@@ -23,8 +23,8 @@ from shardlib.machines.topology import Topology, place
 from shardlib.planner.plan import Plan, plan_to_data
 from shardlib.report.elements import bytes_text, card, percent_text, seconds_text, short
 from shardlib.untrusted.data import JsonObject, construct, parse_json, shown
-from shardlib.verify.hlo import BITS, REDUCTIONS, Found
-from shardlib.verify.timelines import Scheduled
+from shardlib.verification.hlo import BITS, REDUCTIONS, Found
+from shardlib.verification.timelines import Scheduled
 
 # --------------------------------------------------------------------------------------------------
 # What a compiler made of a training step.

@@ -21,9 +21,9 @@ from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology, island_of, used_by
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import bytes_text
-from shardlib.verify import report
-from shardlib.verify.hlo import Found, Traffic, parse
-from shardlib.verify.isolation import (
+from shardlib.verification import report
+from shardlib.verification.hlo import Found, Traffic, parse
+from shardlib.verification.isolation import (
     Compiled,
     Failure,
     Limits,
@@ -33,9 +33,9 @@ from shardlib.verify.isolation import (
     failed,
     target,
 )
-from shardlib.verify.report import CompiledStep, Verification
-from shardlib.verify.timelines import read_traffic, timed
-from shardlib.verify.verify import verify_program
+from shardlib.verification.report import CompiledStep, Verification
+from shardlib.verification.timelines import read_traffic, timed
+from shardlib.verification.verify import verify_program
 
 #: Dtypes by which compilers know what crosses; narrow numbers cross as integers of their bits.
 WIRES = {"float32": {"f32"}, "bfloat16": {"u16"}, "int8": {"u8"}, "int4": {"u8"}}

@@ -20,7 +20,7 @@ from shardlib.machines.topology import Topology
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.stored import CHOSEN, SLOWER, Refined, Trial
 from shardlib.report.elements import bytes_text, seconds_text
-from shardlib.verify.report import CompiledStep, Verification
+from shardlib.verification.report import CompiledStep, Verification
 
 # --------------------------------------------------------------------------------------------------
 # What refinement changed, as findings and counts of the search: another plan than predicted, plans

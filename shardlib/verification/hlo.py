@@ -61,6 +61,9 @@ from numpy.typing import NDArray
 from shardlib.collective import Collective
 from shardlib.layout import MESH_AXES, MeshShape
 
+#: Earlier names of its parts are found by `shardlib._moved`.
+__path__: list[str] = []
+
 
 def wire_bytes(kind: str, size: int, members: int) -> float:
     """Bytes that a device sends for one collective, by ring algorithms (NVIDIA/nccl-tests

@@ -10,8 +10,8 @@ from shardlib.layout import MeshShape
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import Plan
-from shardlib.verify.hlo import Traffic, parse
-from shardlib.verify.isolation import (
+from shardlib.verification.hlo import Traffic, parse
+from shardlib.verification.isolation import (
     Compiled,
     ExportedStep,
     Failure,
@@ -23,8 +23,8 @@ from shardlib.verify.isolation import (
     require_compiler,
     target,
 )
-from shardlib.verify.report import CompiledStep, Verification, compare, other_compiler
-from shardlib.verify.timelines import read_traffic, scheduled, timed
+from shardlib.verification.report import CompiledStep, Verification, compare, other_compiler
+from shardlib.verification.timelines import read_traffic, scheduled, timed
 
 
 def verify_program(

@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m shardlib.verify.child FOLDER`.
+"""The process that compiles: `python -m shardlib.verification.child FOLDER`.
 
 Reads `job.json` and `program.bin` from the folder and leaves `result.json` and `compiled.hlo`
 there; an abort of the compiler ends this process and no other.
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from shardlib.untrusted.data import JsonObject
-from shardlib.verify.isolation import Target, compile_devices
+from shardlib.verification.isolation import Target, compile_devices
 
 
 def main(folder: Path) -> None:

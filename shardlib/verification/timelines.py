@@ -66,7 +66,7 @@ from shardlib.lowering.runtime import TrainState
 from shardlib.machines.topology import Topology
 from shardlib.report.timelines import BOTH, IDLE, Slice, Timeline, title, work
 from shardlib.schedules import BACKWARD, FORWARD, Timetable
-from shardlib.verify.hlo import (
+from shardlib.verification.hlo import (
     AnyTurn,
     Computation,
     Entry,

@@ -168,11 +168,11 @@ def _single(numbers: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 def _gpu(topology: Topology, numbers: np.ndarray) -> Target:
     chip = topology.chip
-    spec = resources.files("shardlib.verify") / "gpu_specs" / f"{chip.name}.txtpb"
+    spec = resources.files("shardlib.verification") / "gpu_specs" / f"{chip.name}.txtpb"
     if not spec.is_file():
         described = sorted(
             file.name.removesuffix(".txtpb")
-            for file in (resources.files("shardlib.verify") / "gpu_specs").iterdir()
+            for file in (resources.files("shardlib.verification") / "gpu_specs").iterdir()
         )
         raise TopologyError(
             f"there is no device description of the GPU {chip.name!r} of {topology.name}; described"
@@ -538,7 +538,7 @@ def compile_apart(
             encoding="utf-8",
         )
         return run_child(
-            [sys.executable, "-m", "shardlib.verify.child", name],
+            [sys.executable, "-m", "shardlib.verification.child", name],
             folder,
             target,
             limits or Limits(),

@@ -1,0 +1,507 @@
+"""What is being trained, as far as it decides the numbers: taken from what is traced, not from what
+somebody calls it.
+
+    loss        its jaxpr, with derivatives that are written by hand, and the numbers in it
+    optimizer   the jaxprs of its `init` and `update`, without their numbers; the guards of the step
+    lr          the numbers in them: learning rates, schedules, decays
+    data        the digest of a dataset; of a function, that of its first batch
+    seed, model, batch
+                as they are; of the model and the batch paths, shapes and dtypes
+    exchange    how islands meet, with its numbers; not how many there are
+
+A step of the user's own (`shardlib.compile_step`) has all of it inside: its jaxpr is the loss, and
+the numbers in it count as `lr`.
+
+Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests are
+the same in every process; other versions of JAX, Flax or optax may write the same function down
+otherwise, and then the versions are a part of the message (`differences.py`, which compares).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
+
+from shardlib.annotation.trees import Tree, path_text
+from shardlib.checkpointing.folder import Owner, claim
+from shardlib.data.batches import Rows
+from shardlib.errors import ModelError
+from shardlib.frontend.step_program import StepProgram
+from shardlib.jax_types import Function
+from shardlib.lowering.islands.program import first_of
+from shardlib.lowering.program import Program
+from shardlib.processes.values import first_decides
+from shardlib.training.run import SHOWN, Difference, Opened, RunFolder, unknown_names
+from shardlib.training.states import AnyProgram
+from shardlib.untrusted.data import JsonMapping, JsonObject
+
+#: Parameters of operations that say where something is, what it is called, or how it is compiled,
+#: and not what is computed.
+UNSEEN = frozenset(
+    {
+        "name",
+        "debug_info",
+        "donated_invars",
+        "in_shardings",
+        "out_shardings",
+        "in_layouts",
+        "out_layouts",
+        "ctx_mesh",
+        "mesh",
+        "sharding",
+        "out_sharding",
+        "keep_unused",
+        "inline",
+        "compiler_options_kvs",
+        "in_positional_semantics",
+        "out_positional_semantics",
+        "backend",
+        "device",
+        "devices",
+        "srcs",
+        "copy_semantics",
+        "unconstrained_dims",
+        "dst_sharding",
+    }
+)
+
+
+#: Operations that carry functions of Python for their derivatives.
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A jaxpr, as far as two can be compared.
+
+    Attributes:
+        structure: digest of what is done.
+        constants: digest of the numbers in it.
+        numbers: the first elements of each of these, rounded, to be shown.
+        operations: how many of each kind there are.
+    """
+
+    structure: str
+    constants: str
+    numbers: tuple[float, ...]
+    operations: Mapping[str, int]
+
+
+def draw(closed: core.ClosedJaxpr) -> Drawn:
+    """A jaxpr, as far as two can be compared."""
+    writer = _Writer()
+    writer.closed(closed)
+    return Drawn(
+        structure=writer.structure.hexdigest()[:24],
+        constants=writer.constants.hexdigest()[:24],
+        numbers=tuple(writer.numbers),
+        operations=dict(sorted(writer.operations.items())),
+    )
+
+
+def drawn(function: Function, *arguments: Tree) -> Drawn:
+    """What a function does with abstract arguments."""
+    return draw(jax.make_jaxpr(function)(*arguments))
+
+
+def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJaxpr:
+    """The jaxpr itself; where it has operations with derivatives of their own, that of its
+    gradient, in which they stand.
+    """
+    if not has_custom(closed.jaxpr):
+        return closed
+    function = core.jaxpr_as_fun(closed)
+    wanted = tuple(
+        number
+        for number, var in enumerate(closed.jaxpr.invars[:parameters])
+        if jax.numpy.issubdtype(var.aval.dtype, np.floating)
+    )  # pyright: ignore[reportAttributeAccessIssue]
+    arguments = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars
+    ]  # pyright: ignore[reportAttributeAccessIssue]
+    return (
+        jax.make_jaxpr(jax.value_and_grad(lambda *values: function(*values)[0], argnums=wanted))(
+            *arguments
+        )
+        if wanted
+        else closed
+    )
+
+
+def has_custom(jaxpr: core.Jaxpr) -> bool:
+    """Whether an operation of a jaxpr, however deep, has a derivative of its own."""
+    return any(
+        eqn.primitive.name in CUSTOM or any(has_custom(inner) for inner in _inner(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _inner(value: Any) -> list[core.Jaxpr]:
+    if isinstance(value, core.ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, core.Jaxpr):
+        return [value]
+    parts = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
+    return [found for part in parts for found in _inner(part)]
+
+
+class _Writer:
+    """Writes jaxprs down, what is done and the numbers apart."""
+
+    def __init__(self) -> None:
+        self.structure, self.constants = hashlib.sha256(), hashlib.sha256()
+        self.numbers: list[float] = []
+        self.operations: Counter[str] = Counter()
+
+    def say(self, *words: object) -> None:
+        self.structure.update(("\0".join(map(str, words)) + "\n").encode())
+
+    def closed(self, closed: core.ClosedJaxpr) -> None:
+        self.jaxpr(closed.jaxpr, closed.consts)
+
+    def jaxpr(self, jaxpr: core.Jaxpr, consts: Any = ()) -> None:
+        known: dict[Any, int] = {}
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            self.say("in", known.setdefault(var, len(known)), _aval(var.aval))
+        for const in consts:
+            self.constant(const)
+        for eqn in jaxpr.eqns:
+            self.operations[eqn.primitive.name] += 1
+            self.say("op", eqn.primitive.name)
+            for atom in eqn.invars:
+                self.atom(atom, known)
+            for name, value in sorted(eqn.params.items()):
+                if name not in UNSEEN:
+                    self.say("param", name)
+                    self.value(value)
+            for var in eqn.outvars:
+                self.say("out", known.setdefault(var, len(known)), _aval(var.aval))
+        for atom in jaxpr.outvars:
+            self.atom(atom, known)
+        self.say("end")
+
+    def atom(self, atom: Any, known: Mapping[Any, int]) -> None:
+        if isinstance(atom, core.Literal):
+            self.say("literal", _aval(atom.aval))
+            self.constant(atom.val)
+        else:
+            self.say("var", known[atom])
+
+    def constant(self, value: Any) -> None:
+        """A number, or an array of them; of an array that other processes hold, its shape."""
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            self.say("elsewhere", value.dtype, value.shape)
+            return
+        array = np.asarray(
+            jax.random.key_data(value)
+            if isinstance(value, jax.Array)
+            and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+            else value
+        )
+        self.say("constant", array.dtype, array.shape)
+        self.constants.update(
+            f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes()
+        )
+        if array.dtype.kind in "iufb":
+            self.numbers += [float(f"{float(number):.7g}") for number in array.ravel()[:SHOWN]]
+
+    def value(self, value: Any) -> None:
+        """A parameter of an operation."""
+        if isinstance(value, core.ClosedJaxpr):
+            self.closed(value)
+        elif isinstance(value, core.Jaxpr):
+            self.jaxpr(value)
+        elif isinstance(value, (Mesh, AbstractMesh, Sharding, PartitionSpec)):
+            self.say("somewhere")
+        elif isinstance(value, (np.ndarray, jax.Array)):
+            self.constant(value)
+        elif isinstance(value, Mapping):
+            self.say("mapping", len(value))
+            for key in sorted(value, key=str):
+                self.say(key)
+                self.value(value[key])
+        elif isinstance(value, (tuple, list)):
+            self.say(type(value).__name__, len(value))
+            for part in value:
+                self.value(part)
+        elif isinstance(value, (set, frozenset)):
+            self.say("set", *sorted(map(str, value)))
+        elif value is None or isinstance(
+            value, (bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)
+        ):
+            self.say(type(value).__name__, value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            self.say(type(value).__name__)
+            self.value(
+                {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            )
+        elif isinstance(value, type):
+            self.say("type", value.__name__)
+        else:
+            self.say(
+                "other", type(value).__name__
+            )  # functions, whose derivatives are written out, and what has no words of its own
+
+
+@functools.lru_cache(maxsize=4096)
+def _aval(aval: Any) -> str:
+    """Shape and dtype of a value, without where it is."""
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return type(aval).__name__
+    return f"{aval.dtype}{list(aval.shape)}{' weak' if getattr(aval, 'weak_type', False) else ''}"
+
+
+#: Numbers of an optimizer that are kept to be shown.
+NUMBERS = 64
+
+
+def traced(
+    programs: Sequence[tuple[int, AnyProgram]], data: Rows | Callable[[int], Tree], seed: int
+) -> JsonObject:
+    """What is traced, as plain data."""
+    program = programs[0][1]
+    if isinstance(program, StepProgram):
+        return _of_step(program, data, seed)
+    model = first_of(program).model
+    losses = [_loss(one) for _, one in programs]
+    return {
+        "loss": {
+            "digest": _hash(
+                [(before, *one.digests) for (before, _), one in zip(programs, losses, strict=True)]
+            ),
+            "operations": dict(losses[0].operations),
+            "constants": list(losses[0].numbers),
+            "untraceable": losses[0].untraceable,
+        },
+        **_optimizer(first_of(program)),
+        "data": {"digest": _data(data)},
+        "seed": {"value": seed},
+        "model": {"digest": _hash(_shapes((model.params, model.state)))},
+        "batch": {"arrays": {str(before): _shapes(one.rows) for before, one in programs}},
+        "exchange": {"value": _exchange(program)},
+    }
+
+
+def _of_step(program: StepProgram, data: Rows | Callable[[int], Tree], seed: int) -> JsonObject:
+    """What is traced of a step that has everything inside."""
+    found = draw(program.traced.closed)
+    return {
+        "loss": {
+            "digest": _hash(found.structure),
+            "operations": dict(found.operations),
+            "constants": [],
+            "untraceable": "",
+        },
+        "optimizer": {"digest": "inside of the step", "operations": {}},
+        "lr": {"digest": _hash(found.constants), "constants": list(found.numbers[:NUMBERS])},
+        "data": {"digest": _data(data)},
+        "seed": {"value": seed},
+        "model": {"digest": _hash(_shapes(program.traced.state))},
+        "batch": {"arrays": {"0": _shapes(program.batch)}},
+        "exchange": {"value": _exchange(program)},
+    }
+
+
+def _exchange(program: AnyProgram) -> str:
+    """How islands meet, however many there are."""
+    numbers = program.plan.exchange.to_json()
+    kind = str(numbers.pop("kind"))
+    numbers.pop("islands", None)
+    return " ".join([kind, *(f"{name}={value}" for name, value in numbers.items())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loss:
+    """A loss: digests, operations, first numbers, and why its derivatives by hand are not among
+    that, where they are not.
+    """
+
+    digests: tuple[str, ...]
+    operations: Mapping[str, int]
+    numbers: tuple[float, ...] = ()
+    untraceable: str = ""
+
+
+def _loss(program: AnyProgram) -> _Loss:
+    if isinstance(program, StepProgram) or program.source is None:
+        return _Loss(digests=("not traced",), operations={})
+    closed = program.source.closed_jaxpr
+    parameters = len(jax.tree.leaves(first_of(program).model.params))
+    first = draw(closed)
+    untraceable, second = "", first
+    try:
+        differentiated = with_derivatives(closed, parameters)
+        second = first if differentiated is closed else draw(differentiated)
+    except (
+        Exception
+    ) as error:  # whatever a user's own derivative, or JAX, raises outside of the step
+        untraceable = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    return _Loss(
+        digests=(first.structure, second.structure, first.constants, second.constants),
+        operations=first.operations,
+        numbers=first.numbers[:NUMBERS],
+        untraceable=untraceable,
+    )
+
+
+def _optimizer(program: Program) -> JsonObject:
+    """What the optimizer does, and its numbers apart."""
+    params, optimizer = program.model.params, optax.with_extra_args_support(program.optimizer)
+    state = jax.eval_shape(optimizer.init, params)
+    loss = jax.ShapeDtypeStruct((), np.float32)
+    both: list[Drawn] = [
+        drawn(optimizer.init, params),
+        drawn(
+            lambda gradients, before, local, value: optimizer.update(
+                gradients, before, local, value=value
+            ),
+            params,
+            state,
+            params,
+            loss,
+        ),
+    ]
+    operations = {
+        name: sum(one.operations.get(name, 0) for one in both)
+        for name in sorted({name for one in both for name in one.operations})
+    }
+    numbers = [number for one in both for number in one.numbers]
+    return {
+        "optimizer": {
+            "digest": _hash([*(one.structure for one in both), repr(program.parts.guards)]),
+            "operations": operations,
+        },
+        "lr": {"digest": _hash([one.constants for one in both]), "constants": numbers[:NUMBERS]},
+    }
+
+
+def _data(data: Any) -> str:
+    """What examples there are."""
+    known = getattr(data, "digest", None)
+    if isinstance(known, str):
+        return known
+    first = data(0) if callable(data) else data.rows(0, [0])
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(first):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            total.update(f"{path_text(path)} {leaf.dtype} {leaf.shape} elsewhere ".encode())
+            continue
+        array = np.asarray(leaf)
+        total.update(
+            f"{path_text(path)} {array.dtype} {array.shape} ".encode()
+            + np.ascontiguousarray(array).tobytes()
+        )
+    return f"first batch {total.hexdigest()[:16]}"
+
+
+def _shapes(tree: Tree) -> list[str]:
+    return [
+        f"{path_text(path)} {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A folder that this job may write to. The first of its processes owns it for all of them.
+
+    Attributes:
+        owner: in the first process; None in the others.
+        trace: what is traced.
+        changes: what is another than before, on purpose.
+        texts: what there is to say about it.
+    """
+
+    owner: Owner | None
+    trace: JsonMapping
+    changes: tuple[Difference, ...] = ()
+    texts: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        folder: RunFolder,
+        programs: Sequence[tuple[int, Program]],
+        data: Rows | Callable[[int], Tree],
+        seed: int,
+        identity: JsonMapping,
+        allow: Sequence[str],
+        stack: contextlib.ExitStack,
+        say: Callable[[str], None],
+    ) -> Held:
+        """Takes a folder into hand until the end of `stack`; to be called by all processes of the
+        job. That it has to wait is said to `say`.
+        """
+        for wrong in unknown_names(allow, identity):
+            raise ModelError(wrong)
+        trace = traced(programs, data, seed)
+
+        def take() -> tuple[Owner, Opened]:
+            folder.check(identity, trace, allow)
+            try:
+                owner = claim(folder.checkpoints, what=str(folder.path), say=say)
+            except OSError as error:
+                raise folder.unwritable(error) from error
+            stack.callback(owner.release)
+            found = folder.open(identity, trace, allow)
+            folder.write_plan(programs[0][1].plan.to_json())
+            return owner, found
+
+        taken = first_decides("folder of the run", take)
+        if taken is None:
+            return Held(owner=None, trace=trace)
+        owner, found = taken
+        texts = [
+            f"a change on purpose, written down in {folder.manifest}: {one.text}"
+            for one in found.changes
+        ]
+        untraceable = trace["loss"]["untraceable"]
+        texts += (
+            [
+                "derivatives of the loss that are written by hand do not count for what this run"
+                f" is: they cannot be traced by themselves ({untraceable})"
+            ]
+            if untraceable
+            else []
+        )
+        texts += (
+            [
+                "what this run computes was not written down before; from now on it is what this"
+                " process traces"
+            ]
+            if found.untraced
+            else []
+        )
+        texts += (
+            [
+                f"an earlier start of the run in {folder.path} ended before its first"
+                " whole checkpoint: it begins anew. Saving more often (save_every, --save-every)"
+                " loses less"
+            ]
+            if found.known and not folder.saved()
+            else []
+        )
+        return Held(owner=owner, trace=trace, changes=found.changes, texts=tuple(texts))
