@@ -23,13 +23,13 @@ none: how much memory they share is not known so exactly.
 >>> from shardlib.machines.topology import topology
 >>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), corrections=())]
 [('margin', 1.1)]
->>> applied(topology("cpu:8"), known=())
+>>> applied(topology("cpu:8"), corrections=())
 ()
 >>> entry = Correction(
 ...     chip="h100", versions=(("jaxlib", "0.10.2"),), quantity="temporaries", factor=1.2, n=24,
 ...     median_error_before=0.2, median_error_after=0.05, held_out_error=0.07,
 ... )
->>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), known=(entry,))]
+>>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), corrections=(entry,))]
 [('margin', 1.1, 0), ('temporaries', 1.2, 24)]
 
 Efficiencies: how much of the data sheet a chip reaches.

@@ -6,7 +6,7 @@ for Adam the square root of k is the rule that follows from the noise of its nor
 (Malladi et al., arXiv:2205.10287). LARS (You et al., arXiv:1708.03888) and LAMB (arXiv:1904.00962)
 give every layer a rate of its own, by the norms of weights and updates, and reach batches of 32
 thousand. (Beyond the critical batch size more examples a step save few steps under any rule; plans
-of language models say so, `shardlib.planning.assembly.advice`.)
+of language models say so, `shardlib.planner.findings`.)
 
 >>> scaled(0.1, batch=8192, base=256, rule="linear")
 3.2
