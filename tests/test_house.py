@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,31 @@ def house() -> dict[str, Any]:
 )
 def test_figure_is_nothing(house: dict[str, Any], figure: str) -> None:
     assert not house[figure], house[figure]
+
+
+@pytest.fixture(scope="module")
+def limits() -> dict[str, Any]:
+    return tomllib.loads((read.ROOT / "pyproject.toml").read_text())["tool"]["house"]
+
+
+def test_code_keeps_within_its_budgets(limits: dict[str, Any]) -> None:
+    code = {part: figures["code"] for part, figures in read.sizes(read.PACKAGE).items()}
+    assert code.keys() == limits["budgets"].keys()
+    assert {part: lines for part, lines in code.items() if lines > limits["budgets"][part]} == {}
+
+
+def test_modules_hang_together_as_promised(limits: dict[str, Any]) -> None:
+    shape = read.shape(read.PACKAGE)
+    assert shape["fillers in 1,000 names"] <= limits["fillers"]
+    assert shape["modules with one importer, %"] <= limits["one-importer"]
+
+
+def test_lines_of_code_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        '"""Says.\n\nMore."""\n\n# why\nx = (\n    1\n)\n\n\ndef f():\n    """One."""\n    return x\n'
+    )
+    assert read.code_lines(file) == 5
 
 
 def test_cut_classes_are_found(tmp_path: Path) -> None:

@@ -402,42 +402,45 @@ def _contradictions(config: TransformerConfig) -> list[str]:
         failures.append(
             "latent attention carries rotary positions; learned_positions must be false"
         )
-    if experts and experts.per_token > experts.count:
+    return failures + (_contradicted_experts(config, experts) if experts else [])
+
+
+def _contradicted_experts(config: TransformerConfig, experts: Experts) -> list[str]:
+    failures: list[str] = []
+    if experts.per_token > experts.count:
         failures.append(f"a token cannot visit {experts.per_token} of {experts.count} experts")
-    if experts and experts.first_dense >= config.layers:
+    if experts.first_dense >= config.layers:
         failures.append(
             f"experts.first_dense {experts.first_dense} leaves no layer of {config.layers} for"
             " experts"
         )
-    elif experts and (config.layers - experts.first_dense) % experts.every:
+    elif (config.layers - experts.first_dense) % experts.every:
         failures.append(
             f"experts.every {experts.every} does not divide the"
             f" {config.layers - experts.first_dense} layers after the first dense ones"
         )
-    if experts and (experts.count % experts.groups or experts.groups_per_token > experts.groups):
+    if experts.count % experts.groups or experts.groups_per_token > experts.groups:
         failures.append(
             f"{experts.count} experts in {experts.groups} groups, {experts.groups_per_token} of"
             " them for a token, do not fit"
         )
-    if experts and experts.per_token > experts.groups_per_token * (experts.count // experts.groups):
+    if experts.per_token > experts.groups_per_token * (experts.count // experts.groups):
         failures.append(
             f"{experts.groups_per_token} groups of {experts.count // experts.groups} experts have"
             f" no {experts.per_token} experts for a token"
         )
-    if experts and min(experts.balance, experts.z_loss, experts.capacity, experts.bias_rate) < 0:
+    if min(experts.balance, experts.z_loss, experts.capacity, experts.bias_rate) < 0:
         failures.append("experts.balance, z_loss, capacity and bias_rate cannot be negative")
-    if experts and (
-        experts.sequence_capacity < 0 or (experts.sequence_capacity and experts.capacity)
-    ):
+    if experts.sequence_capacity < 0 or (experts.sequence_capacity and experts.capacity):
         failures.append(
             f"experts.sequence_capacity is {experts.sequence_capacity}; it is a number of tokens,"
             " and 0 where experts.capacity says it"
         )
-    if experts and experts.bias_rate and not experts.bias:
+    if experts.bias_rate and not experts.bias:
         failures.append(
             f"experts.bias_rate {experts.bias_rate} moves a bias; experts.bias must be true"
         )
-    if experts and config.mlp_bias:
+    if config.mlp_bias:
         failures.append("experts have no biases; mlp_bias must be false")
     return failures
 
