@@ -272,7 +272,7 @@ def compile(
 
 
 def _verified(program: Program, limits: Limits | None, options: Options | None) -> Verification:
-    """What the `verify` of a program does."""
+    """Runs the verification of a program."""
     from shardlib.frontend.verified import verified_program
 
     return verified_program(program, machine_of_plan(None, program.plan), limits, options)

@@ -134,7 +134,7 @@ def _sorted(
 
 
 def _misfits(name: str, returned: Tree, expected: Tree) -> list[str]:
-    """Where a collection is not what the model has."""
+    """Returns where a collection is not what the model has."""
 
     def spelt(tree: Tree) -> dict[str, str]:
         return {
@@ -369,7 +369,7 @@ def _in_eval_mode(module: nnx.Module) -> nnx.Module:
 
 
 def _chosen(state: nnx.State, wrt: Filter) -> Predicate:
-    """What is trained, as a filter that goes by paths."""
+    """Returns what is trained, as a filter that goes by paths."""
     if wrt is None:
         return _trained
     variables = dict(nnx.to_flat_state(state))
@@ -468,7 +468,7 @@ def _with_arrays(module: nnx.Module) -> nnx.Module:
 
 
 def _is_of_a_key(build: Callable[..., Tree]) -> bool:
-    """Whether what fails with streams of nnx makes arrays of a key of JAX."""
+    """Returns whether what fails with streams of nnx makes arrays of a key of JAX."""
     try:
         return bool(jax.tree.leaves(jax.eval_shape(build, jax.random.key(0))))
     except Exception:  # it fails for another reason, which is told
@@ -687,7 +687,7 @@ def _spelt(array: Tree) -> str:
 
 
 def bound(pair: Pair) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
-    """What makes a pure loss of the user's."""
+    """Returns what makes a pure loss of the user's."""
 
     def bind(loss: Callable[..., Tree]) -> Callable[..., Tree]:
         @_jax_compat.unsharded_variables()

@@ -84,13 +84,13 @@ def of_dims(names: LogicalAxes, rank: int, stacks: Sequence[int] = ()) -> Logica
 
 
 def holds_names(node: object) -> bool:
-    """Whether a node of a tree is a box of Linen or a variable of NNX."""
+    """Returns whether a node of a tree is a box of Linen or a variable of NNX."""
     return isinstance(node, (meta.AxisMetadata, nnx.Variable))
 
 
 def written(tree: Tree) -> list[object]:
-    """What boxes and variables say of every leaf of a tree, in the order of its leaves; None of
-    most.
+    """Returns what boxes and variables say of every leaf of a tree, in the order of its leaves;
+    None of most.
     """
     return [
         _names(holder)
@@ -121,7 +121,9 @@ def metadata_of(holder: Any) -> dict[str, Any]:
 
 
 def beside(tree: Tree, axes: Tree, what: str) -> list[object]:
-    """What a tree of names says of every leaf of a tree of arrays, in the order of its leaves."""
+    """Returns what a tree of names says of every leaf of a tree of arrays, in the order of its
+    leaves.
+    """
     places: dict[str, range] = {}
     paths: list[str] = []
     for path, holder in jax.tree_util.tree_leaves_with_path(tree, is_leaf=holds_names):
@@ -505,7 +507,7 @@ Free = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def as_it_is(value: Any) -> Any:
-    """What it is given."""
+    """Returns what it is given."""
     return value
 
 
@@ -543,7 +545,7 @@ class Model:
 
     @property
     def has_modes(self) -> bool:
-        """Whether the library knows of models that train and models that are evaluated."""
+        """True if the library knows of models that train and models that are evaluated."""
         return self.evaluating is not as_it_is
 
     def evaluated(self, loss: Callable[..., Tree]) -> PureLoss:
@@ -555,7 +557,7 @@ class Model:
 
     @cached_property
     def partition(self) -> Partition:
-        """Which of `params` are trained."""
+        """Returns which of `params` are trained."""
         return Partition.of(self.params, self.frozen)
 
 

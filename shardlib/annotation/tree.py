@@ -336,7 +336,7 @@ def planning_mesh() -> AbstractContextManager[object]:
 
 
 def rules_in_force() -> bool:
-    """Whether Flax's logical axis rules are set around the caller."""
+    """Returns whether Flax's logical axis rules are set around the caller."""
     return bool(nn.get_logical_axis_rules())
 
 
@@ -362,7 +362,9 @@ def _inside(eqn: Any) -> list[Any]:
 def ignored_constraints(
     loss: PureLoss, params: Tree, state: Tree, batch: Tree
 ) -> tuple[Finding, ...]:
-    """What Flax's logical constraints in a loss would have pinned, had rules been in force."""
+    """Returns what Flax's logical constraints in a loss would have pinned, had rules been in
+    force.
+    """
     with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
         count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
     return (

@@ -206,7 +206,7 @@ class Partition:
 
     @property
     def whole(self) -> bool:
-        """Whether all params are trained."""
+        """True if all params are trained."""
         return all(self.flags)
 
     def trained(self, params: Tree) -> Tree:
@@ -258,12 +258,12 @@ def _pruned(tree: Any) -> Any:
 
 
 def is_array(leaf: Tree) -> bool:
-    """Whether a leaf is an array, or stands for one."""
+    """Returns whether a leaf is an array, or stands for one."""
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
 
 
 def is_plain(leaves: Sequence[Tree]) -> bool:
-    """Whether all leaves are arrays or floats: then all of them are trained."""
+    """Returns whether all leaves are arrays or floats: then all of them are trained."""
     return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
 
 
@@ -332,7 +332,7 @@ class Parts:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is not trained though it is a number."""
+        """Returns what is not trained though it is a number."""
         numbers = [
             f"{self.paths[index]} = {leaf!r}"
             for index, leaf in self.kept.items()
@@ -356,8 +356,8 @@ class Parts:
 
 
 def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
-    """What an initialiser makes, with `jax.ShapeDtypeStruct` in the place of arrays and all other
-    leaves as they are.
+    """Returns what an initialiser makes, with `jax.ShapeDtypeStruct` in the place of arrays and all
+    other leaves as they are.
     """
     seen: list[tuple[Any, list[Any]]] = []
 
@@ -378,8 +378,9 @@ SHOWN = 60
 
 
 def static_difference(left: PyTreeDef, right: PyTreeDef) -> str:
-    """What tells the forms of two pytrees apart; "" where only static parts differ that were made
-    anew: functions of the same code, and objects of the same type that compare by identity.
+    """Returns what tells the forms of two pytrees apart; "" where only static parts differ that
+    were made anew: functions of the same code, and objects of the same type that compare by
+    identity.
     """
     if left == right:
         return ""
@@ -529,7 +530,9 @@ def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
 
 @diagnostic
 def base_is_trained(trained: Mapping[Path, object]) -> tuple[Finding, ...]:
-    """What the user should know who has adapters beside a base, and did not say what to train."""
+    """Returns what the user should know who has adapters beside a base, and did not say what to
+    train.
+    """
     adapters = [path for path, variable in trained.items() if isinstance(variable, nnx.LoRAParam)]
     others = len(trained) - len(adapters)
     if not adapters or not others:
@@ -552,7 +555,7 @@ def base_is_trained(trained: Mapping[Path, object]) -> tuple[Finding, ...]:
 
 
 def _listed(leaves: Mapping[Path, Leaf], kinds: Mapping[Path, str]) -> str:
-    """What there is, by kind."""
+    """Returns what there is, by kind."""
     groups: dict[str, list[str]] = {}
     for path in leaves:
         groups.setdefault(kinds.get(path, ""), []).append(_dotted(path))

@@ -70,7 +70,7 @@ OUTER, FROZEN = "outer.params.", "frozen."
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where an array comes from.
+    """The source of an array.
 
     Attributes:
         path: in the checkpoint.
@@ -82,8 +82,8 @@ class Origin:
 
 
 def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
-    """Where an array of one island comes from; of parameters, the outer ones where there are
-    some.
+    """Returns where an array of one island comes from; of parameters, the outer ones where there
+    are some.
     """
     if islands == 1:
         return Origin(path=path)
@@ -99,7 +99,7 @@ def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
 def as_one_island(
     arrays: Mapping[str, Spec], target: Mapping[str, Tree], islands: int
 ) -> dict[str, Spec]:
-    """What a checkpoint would hold of one of its islands alone."""
+    """Returns what a checkpoint would hold of one of its islands alone."""
     if islands == 1:
         return dict(arrays)
     found = {
@@ -197,12 +197,12 @@ class Source:
 
     @property
     def keeps(self) -> bool:
-        """Whether parameters are outer in it."""
+        """True if parameters are outer in it."""
         return keeps_outer(self.about.arrays)
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Returns how messages call it."""
         return f"the checkpoint of step {self.about.step}"
 
     def read(
@@ -230,8 +230,8 @@ class Source:
 def residuals(
     source: Source, names: Sequence[str], islands: int, first: ResidualState, step: int
 ) -> ResidualState:
-    """What is kept of gradients: that of the checkpoint where it has some, and what there is before
-    the first step where not.
+    """Returns what is kept of gradients: that of the checkpoint where it has some, and what there
+    is before the first step where not.
     """
     return ResidualState(
         step=np.int32(step),
@@ -242,8 +242,8 @@ def residuals(
 
 
 def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict[str, Tree]:
-    """What is on the way between islands, by the fields that have it; nothing where islands do not
-    meet with a delay.
+    """Returns what is on the way between islands, by the fields that have it; nothing where islands
+    do not meet with a delay.
     """
     flying = like.exchange
     if not isinstance(flying, FlyingState):
@@ -290,7 +290,7 @@ def _paths(source: Source, field: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def _one(array: jax.Array, islands: int) -> Tree:
-    """What one island has of an array of all, abstract, and alike on all."""
+    """Returns what one island has of an array of all, abstract, and alike on all."""
     assert isinstance(array.sharding, NamedSharding)
     first, *others = array.sharding.spec
     inner = tuple(axis for axis in first if axis != ISLAND.name) if isinstance(first, tuple) else ()
@@ -311,7 +311,7 @@ def _repeated(one: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def keeps(state: State) -> bool:
-    """Whether parameters are outer in a state."""
+    """Returns whether parameters are outer in a state."""
     return has_outer(state)
 
 
@@ -340,7 +340,7 @@ def told(source: Source, wanted: State, *, new_optimizer: bool) -> Finding:
 
 
 def _start(source: Source) -> str:
-    """Where islands start: how far back their last meeting is, where that is known."""
+    """Returns where islands start: how far back their last meeting is, where that is known."""
     if not source.keeps:
         return "the mean of the islands' parameters"
     plan, _ = source.about.read_plan()
@@ -479,8 +479,8 @@ def _trained(
 def _models(
     source: Source, target: Mapping[str, Tree], paths: list[str], islands: int
 ) -> list[dict[str, Any]]:
-    """What the models of the islands go on with: an island that was saved with its own, others with
-    that of the first.
+    """Returns what the models of the islands go on with: an island that was saved with its own,
+    others with that of the first.
     """
     count, found = source.islands, [dict[str, Any]() for _ in range(islands)]
     stored = {path: origin(path, source.about.arrays, count).path for path in paths}
@@ -493,7 +493,7 @@ def _models(
 
 
 def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int) -> Any:
-    """What is outer."""
+    """Returns what is outer."""
     if isinstance(like.exchange, ResidualState):
         raise CheckpointError(
             f"{source.name} goes on with compressed gradients, and the first of what they keep is"

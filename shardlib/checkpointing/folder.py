@@ -42,7 +42,7 @@ _FILE = re.compile(r"(\d{6,18})\.json", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What an owner says of itself.
+    """The owner's own record of itself.
 
     Attributes:
         token: a random number, of this claim alone.
@@ -56,7 +56,7 @@ class Claim:
 
 
 def taken(draft: Path, target: Path) -> bool:
-    """Whether a draft has become the file of a number; it does so for one process alone."""
+    """Returns whether a draft has become the file of a number; it does so for one process alone."""
     try:
         os.link(draft, target)
     except FileExistsError:
@@ -116,7 +116,7 @@ def numbers(place: Path) -> list[int]:
 
 
 def read_claim(path: Path) -> Claim | None:
-    """Who an owner is; None where that cannot be read."""
+    """Returns who an owner is; None where that cannot be read."""
     try:
         data: dict[str, Any] = json.loads(text_of(path))
         who = Who(**data.pop("who"))
@@ -142,7 +142,7 @@ def text_of(path: Path) -> str:
 
 
 def described(place: Path) -> Claim | None:
-    """Who owned a folder last, and has not given it back; None where nobody has. Nothing is
+    """Returns who owned a folder last, and has not given it back; None where nobody has. Nothing is
     judged.
     """
     with contextlib.suppress(OSError):
@@ -212,7 +212,7 @@ class Owner:
 
     @property
     def held(self) -> bool:
-        """Whether it has not been given back."""
+        """True if it has not been given back."""
         return self._give_back.alive
 
     def require(self) -> None:
@@ -342,8 +342,8 @@ def _release(state: _State) -> None:
 def _is_free(
     place: Path, number: int, what: str, seconds: float, say: Callable[[str], None] | None
 ) -> bool:
-    """Whether the owner with the highest number has given back or is dead; False where there is a
-    higher one by now.
+    """Returns whether the owner with the highest number has given back or is dead; False where
+    there is a higher one by now.
     """
     file, signs = place / file_name(number), place / file_name(number, "beat")
     if text_of(signs).startswith(RELEASED):
@@ -470,8 +470,8 @@ class Folder:
         return tuple(sorted(int(entry.name) for entry in entries if _whole(entry)))
 
     def taken(self, step: int) -> str:
-        """Why a checkpoint of a step cannot be written, and what helps; nothing where there is room
-        for it.
+        """Returns why a checkpoint of a step cannot be written, and what helps; nothing where there
+        is room for it.
         """
         place = self.checkpoint(step)
         if not (place.exists() or _is_link(place)):
@@ -505,7 +505,7 @@ class Folder:
                 )
 
     def checkpoint(self, step: int) -> epath.Path:
-        """Where the checkpoint of a step is."""
+        """Returns where the checkpoint of a step is."""
         return self.path / str(step)
 
     def set_aside(self, step: int) -> str:
@@ -562,8 +562,8 @@ def _step(name: str) -> int | None:
 
 
 def _whole(entry: epath.Path) -> bool:
-    """Whether an entry is a folder that Orbax has finished; what cannot be looked at is not, and no
-    link is, which gives one checkpoint two steps.
+    """Returns whether an entry is a folder that Orbax has finished; what cannot be looked at is
+    not, and no link is, which gives one checkpoint two steps.
     """
     # with it comes JAX, which processes that only watch need not load
     import orbax.checkpoint as ocp
@@ -579,7 +579,7 @@ def _whole(entry: epath.Path) -> bool:
 
 
 def _is_link(entry: epath.Path) -> bool:
-    """Whether an entry is a link; object stores have none."""
+    """Returns whether an entry is a link; object stores have none."""
     return "://" not in str(entry) and Path(entry).is_symlink()
 
 

@@ -69,7 +69,7 @@ def in_form(tensor: np.ndarray, form: str, shape: Shape) -> np.ndarray:
 
 
 def _joins(param: Shape, tensor: Sequence[int]) -> bool:
-    """Whether neighbouring dims joined give the dims of a tensor."""
+    """Returns whether neighbouring dims joined give the dims of a tensor."""
     at = 0
     for size in tensor:
         joined = 1
@@ -237,7 +237,7 @@ def words(path: str) -> Counter[str]:
 
 
 def likeness(one: Counter[str], other: Counter[str]) -> float:
-    """How much two paths have in common, 0 to 1 (the coefficient of Dice)."""
+    """Returns how much two paths have in common, 0 to 1 (the coefficient of Dice)."""
     total = sum(one.values()) + sum(other.values())
     return 2 * sum((one & other).values()) / total if total else 0.0
 
@@ -260,7 +260,7 @@ _TABLES = ("embed", "position")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a parameter is in the files.
+    """Location of a parameter in the files.
 
     Attributes:
         names: of the tensors; several are stacked along the first dim.
@@ -418,8 +418,8 @@ def _is_table(template: str) -> bool:
 
 
 def _usual(forms: Mapping[str, tuple[tuple[str, ...], bool]], matrices: set[str]) -> set[str]:
-    """How those matrices lie whose shapes say it; where that is one form, square ones can be
-    trusted to lie so, too.
+    """Returns how those matrices lie whose shapes say it; where that is one form, square ones can
+    be trusted to lie so, too.
     """
     return {found[0] for one, (found, _) in forms.items() if one in matrices and len(found) == 1}
 

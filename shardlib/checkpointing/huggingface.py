@@ -67,7 +67,7 @@ INDEX_LIMITS = Limits(bytes=1 << 27)
 
 @dataclass(frozen=True, kw_only=True)
 class _Index:
-    """What an index has: tensor -> file."""
+    """The mapping from tensors to files of an index."""
 
     weight_map: Mapping[str, str]
 
@@ -191,7 +191,7 @@ Part = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How one parameter of one layer lies in a tensor.
+    """Storage form of one parameter of one layer in a tensor.
 
     Attributes:
         dims: "ours -> theirs", a letter a dim, dims that the file joins with dots between.
@@ -223,8 +223,8 @@ class Form:
         return tuple(math.prod(full[letter] for letter in dim) for dim in self.theirs)
 
     def places(self, shape: Sequence[int], part: Part) -> list[np.ndarray]:
-        """Which places of each dim of the file a part of ours takes, in the order of the letters of
-        the dim.
+        """Returns which places of each dim of the file a part of ours takes, in the order of the
+        letters of the dim.
         """
         full, sizes, wanted = (
             self._full(shape),
@@ -280,7 +280,7 @@ class Form:
 
 
 def _neighbours(size: int) -> np.ndarray:
-    """Where in neighbouring pairs the dims of two halves are: 0, 2, 4, ..., 1, 3, 5, ..."""
+    """Returns where in neighbouring pairs the dims of two halves are: 0, 2, 4, ..., 1, 3, 5, ..."""
     return np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
 
 
@@ -295,7 +295,7 @@ def _neighbours(size: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Where a parameter is in the files.
+    """Location of a parameter in the files.
 
     Attributes:
         name: of the tensor, with `{layer}` and `{expert}`; parameters with `{expert}` have a dim of
@@ -579,12 +579,12 @@ class Located:
 
     @property
     def lead(self) -> int:
-        """How many dims are of layers and experts."""
+        """Returns how many dims are of layers and experts."""
         return (self.layers is not None) + ("{expert}" in self.tensor.name)
 
     @property
     def form(self) -> Form:
-        """How the other dims lie in a tensor."""
+        """Returns how the other dims lie in a tensor."""
         return self.tensor.form
 
     @property
@@ -828,7 +828,7 @@ def matched(
 
 
 def _spellings(table: Names, name: str) -> list[str]:
-    """How files may spell a name, the usual way first."""
+    """Returns how files may spell a name, the usual way first."""
     usual, *others = table.starts
     if not name.startswith(usual) or not others:
         return [name, name.replace("lm_head.", "language_model.lm_head.")]

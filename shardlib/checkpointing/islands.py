@@ -51,12 +51,14 @@ def islands_in(arrays: Mapping[str, Spec]) -> int:
 
 
 def keeps_outer(arrays: Mapping[str, Spec]) -> bool:
-    """Whether a checkpoint has outer parameters."""
+    """Returns whether a checkpoint has outer parameters."""
     return any(path.startswith("outer.params.") for path in arrays)
 
 
 def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
-    """Whether a checkpoint has as many islands as a state, and outer parameters where that has."""
+    """Returns whether a checkpoint has as many islands as a state, and outer parameters where that
+    has.
+    """
     exchange = state.exchange if isinstance(state, IslandsState) else None
     if not isinstance(state, TrainState | IslandsState):
         return True
@@ -73,7 +75,7 @@ def _has(arrays: Mapping[str, Spec], name: str) -> bool:
 
 
 def has_outer(state: State) -> bool:
-    """Whether a state has outer parameters."""
+    """Returns whether a state has outer parameters."""
     kept = state.exchange if isinstance(state, IslandsState) else None
     return isinstance(kept, OuterState) and bool(kept.params)
 
@@ -86,7 +88,7 @@ def without_optimizer(state: State) -> State:
 
 
 def is_of_optimizer(path: str) -> bool:
-    """Whether an array is of the state of an optimizer, or of what comes with it."""
+    """Returns whether an array is of the state of an optimizer, or of what comes with it."""
     return path.removeprefix(OF_ISLANDS).partition(".")[0] in _OPTIMIZER
 
 

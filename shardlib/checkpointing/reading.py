@@ -129,7 +129,7 @@ class About:
 
 @dataclass(frozen=True, kw_only=True)
 class _Array:
-    """What a document has of one array."""
+    """The entry of one array in a document."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -221,7 +221,7 @@ def of_step(about: About, step: int) -> About:
 
 
 def checked_extra(extra: JsonMapping) -> JsonObject:
-    """What JSON makes of `extra`, so that later changes to it change nothing."""
+    """Returns what JSON makes of `extra`, so that later changes to it change nothing."""
     try:
         return dict(json.loads(json.dumps(dict(extra))))
     except (TypeError, ValueError) as error:
@@ -260,8 +260,8 @@ class _Handler(ArrayHandler):
 
 
 def _in_memory(leaf: Any) -> jax.Array:
-    """What is on disk as an array in memory of the host where the devices read that by themselves:
-    theirs is the training's.
+    """Returns what is on disk as an array in memory of the host where the devices read that by
+    themselves: theirs is the training's.
     """
     if not isinstance(leaf, DiskArray):
         return leaf
@@ -274,7 +274,9 @@ def _in_memory(leaf: Any) -> jax.Array:
 
 
 def registry(first: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
-    """What Orbax writes a state with that is partly on disk, or in some of several processes."""
+    """Returns what Orbax writes a state with that is partly on disk, or in some of several
+    processes.
+    """
     handler = _Handler(first)
     found = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
     found.add(DiskArray, handler, override=True, ignore_warnings=True)

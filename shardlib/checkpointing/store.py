@@ -65,7 +65,7 @@ from shardlib.untrusted.data import JsonMapping, JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a checkpoint gave back.
+    """A restored checkpoint.
 
     Attributes:
         step: the step that it was saved at.
@@ -172,7 +172,7 @@ _managers = ocp.checkpoint_managers
 
 @dataclass(kw_only=True)
 class _Info:
-    """What Orbax's policies look at."""
+    """The facts about a checkpoint that Orbax's policies look at."""
 
     step: int
     time: datetime.datetime

@@ -33,7 +33,7 @@ SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What a checkpoint says of an array.
+    """The description of an array in a checkpoint.
 
     Attributes:
         shape: elements per dim; of random keys, of their integers.
@@ -64,7 +64,7 @@ def named_leaves(tree: Tree) -> dict[str, Tree]:
 
 
 def is_key(leaf: Tree) -> bool:
-    """Whether an array, concrete or abstract, holds typed random keys."""
+    """Returns whether an array, concrete or abstract, holds typed random keys."""
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -74,7 +74,7 @@ def key_name(leaf: Tree) -> str:
 
 
 def spec_of(leaf: Tree) -> Spec:
-    """What a checkpoint says of an array, concrete or abstract."""
+    """Returns what a checkpoint says of an array, concrete or abstract."""
     raw = raw_abstract(leaf)
     return Spec(shape=tuple(raw.shape), dtype=str(raw.dtype), key=_generator(leaf))
 
@@ -238,7 +238,7 @@ def shortened(names: list[str]) -> str:
 
 
 def said(error: Exception) -> str:
-    """What an error says on one line, shortened."""
+    """Returns what an error says on one line, shortened."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
 

@@ -89,8 +89,8 @@ _STEP, _MIX, _LAST = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D04
 
 
 def shuffled_indices(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where some positions of an epoch lead, in a permutation of `count` numbers: int64, of the
-    same shape.
+    """Returns where some positions of an epoch lead, in a permutation of `count` numbers: int64, of
+    the same shape.
 
     That of many numbers is never written down: a Feistel network permutes the next power of four,
     and is walked until it is back in range (Black and Rogaway, "Ciphers with arbitrary finite
@@ -387,7 +387,7 @@ Batch = Mapping[str, Any]
 
 
 class Rows(Protocol):
-    """What a loader reads: `TokenDataset`, or anything else with these."""
+    """Examples that a loader reads: `TokenDataset`, or anything else with these."""
 
     @property
     def fields(self) -> tuple[str, ...]: ...
@@ -531,7 +531,7 @@ def batch_size(batch: Batch) -> int:
 
 
 class _Schedule:
-    """Which batch, and how many examples before it, a step has."""
+    """The batch of a step, and the number of examples before it."""
 
     def __init__(
         self, dataset: Rows, batch: Batch | Callable[[int], Batch], start: int, position: int | None

@@ -148,8 +148,8 @@ def _files(path: str | Path | Files | None) -> tuple[Files, str]:
 def _kind(
     files: Files, listed: Sequence[FileInfo], format_name: str | None
 ) -> tuple[str, tuple[FileInfo, ...]]:
-    """What the files are, and which of them: all, or with an asked kind those whose names are of
-    it.
+    """Returns what the files are, and which of them: all, or with an asked kind those whose names
+    are of it.
     """
     kinds = {info: KINDS.get(Path(info.name).suffix.lower(), "text") for info in listed}
     counts = Counter(kinds.values())

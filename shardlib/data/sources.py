@@ -86,7 +86,7 @@ class PathFiles:
 
     @property
     def local(self) -> bool:
-        """Whether they are files of this machine."""
+        """True if they are files of this machine."""
         return "://" not in self.root
 
     def listing(self) -> tuple[FileInfo, ...]:
@@ -236,8 +236,8 @@ class Lock:
         )
 
     def take(self, *, shared: bool = False, wait: bool = True) -> bool:
-        """Whether the lock is now held; changes a lock that is held already, which others may come
-        before.
+        """Returns whether the lock is now held; changes a lock that is held already, which others
+        may come before.
         """
         if fcntl is None:
             return True
@@ -478,7 +478,7 @@ class CachedFiles:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What was noticed until now."""
+        """Returns what was noticed until now."""
         return tuple(self._found.values())
 
     def listing(self) -> tuple[FileInfo, ...]:
@@ -563,8 +563,8 @@ class CachedFiles:
             raise
 
     def _whole(self, entry: Entry, info: FileInfo) -> bool:
-        """Whether there is a copy of what the source has now; its bytes are hashed at its first use
-        by this object.
+        """Returns whether there is a copy of what the source has now; its bytes are hashed at its
+        first use by this object.
         """
         try:
             recorded, status = (
@@ -882,7 +882,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class _Failed:
-    """What a thread raised; Grain would write a remark of its own into the message."""
+    """The exception of a thread; Grain would write a remark of its own into the message."""
 
     error: Exception
 

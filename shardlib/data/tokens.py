@@ -368,7 +368,7 @@ def _arrays_digest(entry: _Found) -> str:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What makes tokens of text.
+    """Converter of text to tokens.
 
     Two more attributes are used where an object has them: `end`, the token put after every
     document, and `unknown`, the token that stands for text outside of the vocabulary, which is
@@ -735,7 +735,7 @@ MANIFEST = Limits(bytes=1 << 20, depth=8)
 
 @dataclass(frozen=True, kw_only=True)
 class _Manifest:
-    """What of a manifest is used; see `shardlib.data.tokens`."""
+    """The parts of a manifest that are used; see `shardlib.data.tokens`."""
 
     tokens: int
     documents: int
@@ -785,7 +785,7 @@ def checked(folder: Path) -> JsonObject | str:
 
 
 def _lying(folder: Path, manifest: JsonMapping) -> str:
-    """Whether documents lie outside of the tokens; empty where they do not."""
+    """Returns whether documents lie outside of the tokens; empty where they do not."""
     rows = rows_of(folder)
     inside = (
         (rows["start"] >= 0)
@@ -887,7 +887,7 @@ def open_store(
 
 
 def _keys(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the store is of, and the same with sizes and times of all files."""
+    """Returns what the store is of, and the same with sizes and times of all files."""
     origin = [FORMAT, source.files.root, source.reading, tokenizer.identity, tokenizer.vocab_size]
     files = [[info.name, info.size, info.modified] for info in source.listed]
     return tuple(
@@ -897,7 +897,7 @@ def _keys(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
 
 
 def _why(cache: Path, origin: str, folder: Path, damage: str, name: str) -> list[Finding]:
-    """Why a store is made where there is one already."""
+    """Returns why a store is made where there is one already."""
     if folder.exists():
         return [
             Finding(

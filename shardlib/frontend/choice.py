@@ -94,7 +94,8 @@ def with_allowed(
 
 
 def wanted(refine: int | None, framework: str | None, pin: PinMapping | None = None) -> int:
-    """How many plans to compile; none of a framework, which runs its own programs, or of islands.
+    """Returns how many plans to compile; none of a framework, which runs its own programs, or of
+    islands.
 
     Args:
         framework: the training framework; None for programs of shardlib.

@@ -159,7 +159,7 @@ class _Call:
 
 
 def _chosen(argnums: Argnums, wrt: Filter) -> tuple[nnx.DiffState, ...]:
-    """What is differentiated, and of each argument the filter; None for all."""
+    """Returns what is differentiated, and of each argument the filter; None for all."""
     if isinstance(wrt, nnx.DiffState):
         return (wrt,)
     every = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
@@ -288,7 +288,7 @@ def _of_objects(
 
 
 def _place(places: dict[int, Any], argnum: int, path: Any, leaf: Any) -> Any:
-    """Where a leaf of an argument is in the state of all arguments."""
+    """Returns where a leaf of an argument is in the state of all arguments."""
     return places.get(id(leaf), (0, argnum, *path_parts(path)))
 
 
@@ -305,7 +305,7 @@ def _filled(
 
 
 def _trained(params: Tree, wrt: Filter) -> Partition:
-    """Which leaves of params are trained."""
+    """Returns which leaves of params are trained."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable)
     if wrt is None:
         return Partition(flags=(True,) * len(jax.tree.leaves(params)))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def exchange_of(plan: Plan | None, pin: PinMapping | Pins | None) -> Exchange:
-    """How islands meet, as a plan that is given says it, or else pins.
+    """Returns how islands meet, as a plan that is given says it, or else pins.
 
     Args:
         plan: None for none.
@@ -64,7 +64,7 @@ def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
 
 
 def problem_on_islands(model: TracedModel, now: int, islands: int) -> Problem:
-    """What the planner takes of one of so many islands."""
+    """Returns what the planner takes of one of so many islands."""
     described = model.traced.problem.batch
     leaves, structure = jax.tree.flatten(abstract(model.batch))
     whole = [

@@ -67,7 +67,7 @@ def _parameters(traced: Traced) -> int:
 
 
 def interleaving_of(traced: Traced, plan: Plan) -> Interleaving:
-    """What a traced loss does otherwise where fused dims are interleaved."""
+    """Returns what a traced loss does otherwise where fused dims are interleaved."""
     names, problem = _colouring(traced, plan).forward, traced.problem
     return interleaving(
         problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced)

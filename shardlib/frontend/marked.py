@@ -68,8 +68,8 @@ class SingleLoss:
 
     @property
     def leaves(self) -> tuple[tuple[str, str], ...]:
-        """Where its arrays belong, to the "params", the "frozen" params or the "batch", and their
-        paths there.
+        """Returns where its arrays belong, to the "params", the "frozen" params or the "batch", and
+        their paths there.
         """
         frozen = self.model.model.frozen
         places = {at: ("frozen" if path in frozen else "params", path) for path, at in self.params}
@@ -297,7 +297,7 @@ def total_problem(traced: TracedStep) -> Problem:
 
 @diagnostic
 def _uncounted(traced: TracedStep) -> tuple[Finding, ...]:
-    """What the problem leaves out."""
+    """Returns what the problem leaves out."""
     if not traced.unmarked.unknown:
         return ()
     return (
@@ -505,7 +505,7 @@ class MarkedStep:
 
     @property
     def unstaged(self) -> str:
-        """Why the step has no pipeline stages; "" where it may have some."""
+        """Returns why the step has no pipeline stages; "" where it may have some."""
         if len(self.losses) > 1:
             return f"it marks {len(self.losses)} losses"
         [loss] = list(self.losses)
@@ -522,7 +522,7 @@ class MarkedStep:
 
     @property
     def unsharded(self) -> str:
-        """Why the step has no context and expert axes; "" where it may have them."""
+        """Returns why the step has no context and expert axes; "" where it may have them."""
         if not self.traced.others:
             return ""
         return f"{', '.join(sorted(self.traced.others))} is called outside of the marked losses"
@@ -541,7 +541,7 @@ class MarkedStep:
 
     @diagnostic
     def _in_one_piece(self, plan: Plan) -> tuple[Finding, ...]:
-        """What the plan counts in microbatches, and the step does for the whole batch."""
+        """Returns what the plan counts in microbatches, and the step does for the whole batch."""
         taken = [self.traced.paths[at] for at in self.traced.unmarked.gradients]
         if plan.microbatches == 1 or not taken:
             return ()
@@ -580,8 +580,8 @@ def _planned_named(traced: TracedStep, problem: Problem) -> TracedStep:
 
 
 def _together(every: list[Rows], losses: tuple[SingleLoss, ...]) -> Rows:
-    """How several losses depend on the rows of the batch, as one: the first is the loss, all else
-    are metrics.
+    """Returns how several losses depend on the rows of the batch, as one: the first is the loss,
+    all else are metrics.
     """
     several = len(losses) > 1
     found: list[tuple[str, Dependence]] = []
@@ -654,8 +654,8 @@ def _as_given(one: ParameterLayout, path: str, frozen: bool) -> ParameterLayout:
 
 
 def _in_place(loss: SingleLoss, program: Program) -> InPlace:
-    """What takes the place of the call of a loss: operands -> value, auxiliary results, gradients
-    of the trained leaves.
+    """Returns what takes the place of the call of a loss: operands -> value, auxiliary results,
+    gradients of the trained leaves.
     """
     parts, form = program.parts, loss.found.form
     if parts.run.kept is not None:

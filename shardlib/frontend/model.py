@@ -205,7 +205,7 @@ def traced_again(model: TracedModel, batch: Tree, batch_axes: Tree) -> Traced:
 
 
 def state_stays(model: Model, traced: Traced) -> bool:
-    """Whether a step leaves all state of a model as it is."""
+    """Returns whether a step leaves all state of a model as it is."""
     count, parameters, program = (
         len(jax.tree.leaves(model.state)),
         len(jax.tree.leaves(model.params)),

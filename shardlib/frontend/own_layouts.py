@@ -98,7 +98,9 @@ class Layouts:
         return found
 
     def kind(self, name: str) -> str:
-        """Which kind of mesh axes shards a colour: "batch", "sequence", "expert" or "tensor"."""
+        """Returns which kind of mesh axes shards a colour: "batch", "sequence", "expert" or
+        "tensor".
+        """
         if name == self.colouring.batch_colour:
             return "batch"
         if name == self.colouring.named_sequence:
@@ -107,7 +109,7 @@ class Layouts:
         return "expert" if name in experts else "tensor"
 
     def stored(self, one: _Coloured) -> bool:
-        """Whether a layout is one of an array without rows of the batch, as weights are."""
+        """Returns whether a layout is one of an array without rows of the batch, as weights are."""
         return self.colouring.batch_colour not in one.colours
 
     def axes(self) -> tuple[dict[str, str], list[str]]:
@@ -321,7 +323,9 @@ def findings(
     honour: str,
     search: Callable[[Pins], Plan],
 ) -> tuple[Finding, ...]:
-    """What became of the layouts of a program: one finding, or none where it brings none."""
+    """Returns what became of the layouts of a program: one finding, or none where it brings
+    none.
+    """
     if not layouts:
         return ()
     own = Layouts.of(layouts, colour(problem))
@@ -386,7 +390,7 @@ def _without(pin: PinMapping | Pins | None, pins: Mapping[str, Any]) -> Pins:
 
 
 def _difference(plan: Plan, other: Plan) -> str:
-    """How much longer a step of another plan takes."""
+    """Returns how much longer a step of another plan takes."""
     before, after = plan.estimate.step_seconds, other.estimate.step_seconds
     more = after - before
     if abs(more) <= 1e-3 * before:

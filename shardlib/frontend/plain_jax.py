@@ -153,7 +153,7 @@ def _of_plan(plan: Plan) -> list[str]:
 
 
 def _of_model(model: TracedModel, plan: Plan) -> list[str]:
-    """What of a model and its loss such a file has no form for."""
+    """Returns what of a model and its loss such a file has no form for."""
     loss, rows = _whole(model), model.traced.problem.rows
     reading = loss.read(len(jax.tree.leaves(model.model.params)))
     interleaved = interleaving_of(model.traced, plan)
@@ -180,7 +180,7 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
 
 
 def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
-    """What of a step beside its losses such a file has no form for."""
+    """Returns what of a step beside its losses such a file has no form for."""
     marks = [name for name, _ in plain.named(plain.flatten(traced.closed)) if name[:5] == "loss."]
     outside = [one for one in _all(traced.program) if one.call is None]
     facts = {
@@ -283,8 +283,8 @@ def _all(program: Program) -> Iterator[Equation]:
 
 
 def _values(program: Program, names: Mapping[str, str]) -> Values:
-    """What a file calls the values that it can reach: those of a loss, or of a step outside of its
-    losses, and of layers under a scan or under rematerialisation.
+    """Returns what a file calls the values that it can reach: those of a loss, or of a step outside
+    of its losses, and of layers under a scan or under rematerialisation.
     """
     found: dict[tuple[str, int], tuple[str, tuple[int, ...], str]] = {}
 

@@ -420,7 +420,7 @@ class Parallel:
         return self._of(state, batch)[1]
 
     def __call__(self, state: Tree, batch: Tree) -> Tree:
-        """What the function gives, on the devices of its plan."""
+        """Calls the function on the devices of its plan."""
         result, program = self._of(state, batch)
         held = jax.tree.map(_placed, state, program.state)
         return result(*program.step(held, batch))

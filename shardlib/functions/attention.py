@@ -111,7 +111,7 @@ def check(
 
 
 def _no_numbers(numbers: Mapping[str, float]) -> list[str]:
-    """What is wrong with factors: scale may be any number, softcap none below 0."""
+    """Returns what is wrong with factors: scale may be any number, softcap none below 0."""
     wrong: list[str] = []
     for name, value in numbers.items():
         try:
@@ -168,7 +168,7 @@ Bias = Alibi | RelativeBias
 
 @dataclass(frozen=True, kw_only=True)
 class BiasForm:
-    """How a bias is made of its array.
+    """Computation of a bias from its array.
 
     Attributes:
         kind: "alibi" or "relative".
@@ -181,7 +181,7 @@ class BiasForm:
     both: bool = False
 
     def of(self, array: jax.Array, distance: jax.Array) -> jax.Array:
-        """What is added to scores, [N, ...] float32.
+        """Returns what is added to scores, [N, ...] float32.
 
         Args:
             array: slopes [N], or a table [buckets, N].
@@ -278,11 +278,11 @@ def distance_buckets(
 
 
 class Form(Protocol):
-    """What a custom call computes: a frozen value."""
+    """The computation of a custom call: a frozen value."""
 
     @property
     def kind(self) -> str:
-        """What planning calls it."""
+        """The name of the custom call in planning."""
         ...
 
 
@@ -332,7 +332,7 @@ Operand = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """What a call of `attention` computes.
+    """The computation of a call of `attention`.
 
     Attributes:
         scale: what products of queries and keys are multiplied by.
@@ -358,7 +358,7 @@ class Attention:
 
     @property
     def kind(self) -> str:
-        """What planning calls it."""
+        """The name of the custom call in planning."""
         return "attention"
 
 
@@ -466,7 +466,7 @@ class Operands:
 
 
 def attend(form: Attention, *arrays: jax.Array) -> jax.Array:
-    """What one device computes, for the arrays of a custom call."""
+    """Returns what one device computes, for the arrays of a custom call."""
     operands = Operands.of(form, arrays)
     groups, (batch, seq, heads) = operands.value.shape[2], operands.queries[0].shape[:3]
     queries = [
@@ -515,7 +515,7 @@ def mask_of(
     global_layer: jax.Array | None,
     documents: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array | None:
-    """Which keys queries see, [S, T], or [B, 1, 1, S, T] with documents; None for all.
+    """Returns which keys queries see, [S, T], or [B, 1, 1, S, T] with documents; None for all.
 
     Args:
         rows, columns: positions of queries and of keys, [S, T] each.

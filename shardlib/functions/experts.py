@@ -65,7 +65,7 @@ def unbound_axis(error: Exception) -> str:
 
 
 def found_axes(trace: Callable[[tuple[str, ...]], Any]) -> Any:
-    """What a trace gives, with the axes bound that it asks for.
+    """Returns what a trace gives, with the axes bound that it asks for.
 
     Args:
         trace: names of axes to bind -> anything.
@@ -82,7 +82,7 @@ def found_axes(trace: Callable[[tuple[str, ...]], Any]) -> Any:
 
 
 def mapped_finding(names: Sequence[str]) -> tuple[Finding, ...]:
-    """What the user should know of axes that were bound."""
+    """Returns what the user should know of axes that were bound."""
     if not names:
         return ()
     return (
@@ -188,7 +188,7 @@ def _effects(effects: Any, names: Collection[str]) -> Any:
 
 
 def _meaning(eqn: Eqn) -> Callable[..., Any]:
-    """What a collective computes where its axis has one member."""
+    """Returns what a collective computes where its axis has one member."""
     name, params = eqn.primitive.name, eqn.params
     if name in _SAME or (name != "axis_index" and params.get("tiled")):
         return lambda *arrays: arrays
@@ -224,7 +224,7 @@ CUDNN_STEP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a kernel is asked for.
+    """Features that a kernel must have.
 
     Attributes:
         queries, keys: positions of both.
@@ -253,8 +253,8 @@ class Wanted:
 
     @staticmethod
     def by(form: Attention, arrays: Sequence[Operand]) -> Wanted:
-        """What a call asks for, by its operands or their abstract values. Whether a window counts
-        may be known only later: there are two kernels then.
+        """Returns what a call asks for, by its operands or their abstract values. Whether a window
+        counts may be known only later: there are two kernels then.
         """
         operands = Operands.of(form, arrays)
         return Wanted(
@@ -276,8 +276,8 @@ class Wanted:
         return max(self.width, self.value_width)
 
     def why_not(self, kind: Kind) -> str:
-        """Why a kernel cannot compute it; empty where it can, on chips that take heads of the
-        width.
+        """Returns why a kernel cannot compute it; empty where it can, on chips that take heads of
+        the width.
         """
         if kind == "blocks":
             return ""
@@ -317,7 +317,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertForm:
-    """What experts compute.
+    """The computation of experts.
 
     Attributes:
         activation: a name of `ACTIVATIONS`.
@@ -347,11 +347,11 @@ class ExpertForm:
 
     @property
     def kind(self) -> str:
-        """What planning calls it."""
+        """The name of the custom call in planning."""
         return "dropless" if self.capacity is None else "capacity"
 
     def activated(self, hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
-        """What the second matmul of an expert reads.
+        """Returns what the second matmul of an expert reads.
 
         Args:
             hidden: result of the first matmul, [..., F].
@@ -362,7 +362,7 @@ class ExpertForm:
 
     @property
     def scope(self) -> str:
-        """What pricing knows its operations by; empty where it needs no name."""
+        """Returns what pricing knows its operations by; empty where it needs no name."""
         return "" if self.capacity is None else CAPPED
 
     def slots(self, *, tokens: int, per_token: int, experts: int) -> int:
@@ -410,8 +410,8 @@ def visit(
 
 
 def visited(form: ExpertForm, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What one device computes, for the arrays of a custom call: x, weights, chosen, up, down, and
-    gate where the form is gated; see `visit`.
+    """Returns what one device computes, for the arrays of a custom call: x, weights, chosen, up,
+    down, and gate where the form is gated; see `visit`.
     """
     x, weights, chosen, *parameters = arrays
     per_token = chosen.shape[-1]

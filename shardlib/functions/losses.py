@@ -64,7 +64,7 @@ class MarkedLoss:
 
     @property
     def constants(self) -> int:
-        """How many operands of a call come before the leaves: arrays of no trace."""
+        """Returns how many operands of a call come before the leaves: arrays of no trace."""
         return len(self.jaxpr.constvars)
 
     @property
@@ -167,7 +167,7 @@ def _computed(form: MarkedLoss, *operands: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedMeanForm:
-    """What a weighted mean computes."""
+    """The computation of a weighted mean."""
 
     kind: str = "weighted-mean"
 

@@ -17,7 +17,7 @@ from shardlib.functions.attention import marked
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """What `balance_loss` computes."""
+    """The computation of `balance_loss`."""
 
     kind: str = "balance"
 
@@ -184,7 +184,7 @@ def _best(ranking: jax.Array, k: int) -> jax.Array:
 
 
 def _hot(chosen: jax.Array, count: int) -> jax.Array:
-    """Whether a choice is an expert: [..., K] -> [..., K, E]."""
+    """Returns whether a choice is an expert: [..., K] -> [..., K, E]."""
     return chosen[..., None] == jnp.arange(count, dtype=chosen.dtype)
 
 

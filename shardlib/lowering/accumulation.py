@@ -72,7 +72,7 @@ def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """How a batch is divided.
+    """The division of a batch into microbatches.
 
     Attributes:
         shardings: of each array of the batch, a tree like it.
@@ -250,7 +250,7 @@ class Once:
 
     @property
     def reductions(self) -> GradientReductions:
-        """How gradients are reduced."""
+        """Returns how gradients are reduced."""
         return self.placing.reductions
 
     @property
@@ -266,7 +266,9 @@ class Once:
         }
 
     def zeros(self) -> Sums:
-        """Where partial sums go, [*lengths of loops, devices, ...], each device's at the device."""
+        """Returns where partial sums go, [*lengths of loops, devices, ...], each device's at the
+        device.
+        """
         return self.laid_out(
             {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in self.abstract.items()}
         )
@@ -310,7 +312,9 @@ class Once:
 
 
 def once(traced: LossJaxpr, placing: Placing) -> Once | None:
-    """What can be reduced once a step; None where the plan does otherwise, or nothing can."""
+    """Returns what can be reduced once a step; None where the plan does otherwise, or nothing
+    can.
+    """
     mesh, reductions = placing.mesh, placing.reductions
     if reductions.when != IN_LAST:
         return None

@@ -123,7 +123,7 @@ def _structure(found: Tree, wanted: Tree) -> list[str]:
 
 
 def _kind(tree: Tree, other: Tree) -> str:
-    """What a tree is, in words that tell it from another one without arrays that differ."""
+    """Describes a tree, in words that tell it from another one without arrays that differ."""
     return (
         ("None" if tree is None else f"a {type(tree).__name__}")
         if type(tree) is not type(other)
@@ -257,7 +257,7 @@ def _containers(batch: Tree) -> str:
 
 
 def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
-    """What a leaf is, where that is not what was asked; 64-bit host numbers stand for what JAX
+    """Describes a leaf that does not match the request; 64-bit host numbers stand for what JAX
     makes of them.
     """
     shape = tuple(np.shape(leaf))

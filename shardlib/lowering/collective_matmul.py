@@ -56,12 +56,12 @@ class Matmul:
 
     @property
     def path(self) -> str:
-        """Where it stands."""
+        """Returns where it stands."""
         return self.use.equation.path
 
     @property
     def key(self) -> Source:
-        """Where placements have the layout of the activation."""
+        """Returns where placements have the layout of the activation."""
         return f"{self.path}/operand", 1 - self.use.operand
 
 
@@ -96,7 +96,7 @@ def matmuls(loss: LossReading) -> tuple[Matmul, ...]:
 
 
 def operands(matmuls_read: Sequence[Matmul]) -> dict[Source, Source]:
-    """Where placements have the layouts of activations -> what makes them."""
+    """Returns where placements have the layouts of activations -> what makes them."""
     return {matmul.key: matmul.source for matmul in matmuls_read if matmul.source is not None}
 
 
@@ -124,8 +124,8 @@ def _same(program: Program, number: int) -> tuple[Any, ...]:
 def found_in(
     matmul: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], size: int
 ) -> Found | None:
-    """How a loop can take the place of a matmul under a plan; None where its operands and result
-    are sharded otherwise.
+    """Returns how a loop can take the place of a matmul under a plan; None where its operands and
+    result are sharded otherwise.
     """
     activation, result = placements.get(matmul.key), placements.get((matmul.path, 0))
     if activation is None or result is None:
@@ -180,7 +180,7 @@ def found_in(
 
 
 def _whole_elsewhere(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
-    """Whether nothing but its own dims, and the one that the weight is sharded along, is
+    """Returns whether nothing but its own dims, and the one that the weight is sharded along, is
     sharded.
     """
     return not any(
@@ -261,7 +261,8 @@ class Ring:
     def folded(
         self, array: jax.Array, work: Callable[[Made | None, jax.Array, jax.Array], Made]
     ) -> Made:
-        """What is made of the pieces of all devices, one after the other, the own one first.
+        """Returns what is made of the pieces of all devices, one after the other, the own one
+        first.
 
         Args:
             work: (what is made so far, None at first; number of a device; its piece) -> what is
@@ -335,7 +336,7 @@ class Ring:
         return jnp.asarray(self.order, jnp.int32)[place % self.ways]
 
     def _passed(self, array: jax.Array, far: int) -> jax.Array:
-        """What the neighbour has."""
+        """Returns what the neighbour has."""
         return jax.lax.ppermute(
             array,
             self.axis,
@@ -545,7 +546,7 @@ def loops(
     placements: Mapping[Source, Layout],
     machine: Machine,
 ) -> dict[str, Together]:
-    """What runs in place of matmuls, by path of each."""
+    """Returns what runs in place of matmuls, by path of each."""
     size = machine.ways((TENSOR,))
     if size == 1:
         return {}

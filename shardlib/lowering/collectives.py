@@ -42,7 +42,7 @@ Collectives = Callable[[jax.Array], jax.Array]
 
 
 class GradientExchange(Protocol):
-    """How partial sums of a gradient are exchanged, inside a manual region."""
+    """Exchange of the partial sums of a gradient, inside a manual region."""
 
     @property
     def dtype(self) -> np.dtype | None:
@@ -51,7 +51,7 @@ class GradientExchange(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether every device keeps something of its partial sums for the next step."""
+        """True if every device keeps something of its partial sums for the next step."""
         ...
 
     def __call__(
@@ -101,7 +101,7 @@ Cuts = dict[int, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the reduction of gradients runs on.
+    """The mesh and the backend that the reduction of gradients runs on.
 
     Attributes:
         mesh: the mesh of the program.
@@ -125,7 +125,7 @@ class Machine:
         return size
 
     def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
-        """How each dim is sharded, as JAX says it."""
+        """Returns how each dim is sharded, as JAX says it."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
     def manual(
@@ -255,7 +255,7 @@ Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequen
 
 
 def is_eight_bit(dtype: jax.typing.DTypeLike | None) -> TypeGuard[np.dtype]:
-    """Whether a dtype needs scales."""
+    """Returns whether a dtype needs scales."""
     return dtype is not None and jnp.dtype(dtype).itemsize == 1
 
 
@@ -447,7 +447,7 @@ def require_products(plan: Plan) -> None:
 
 
 def is_real(leaf: Tree) -> bool:
-    """Whether an array holds real floating-point numbers."""
+    """Returns whether an array holds real floating-point numbers."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

@@ -100,8 +100,8 @@ class Pins:
 
 
 def follows(planned: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
-    """Whether the layout that is asked of a result is that of the operation, but for partial sums
-    that are scattered.
+    """Returns whether the layout that is asked of a result is that of the operation, but for
+    partial sums that are scattered.
 
     That the partitioner does right in every form there is; where other axes move as well, not in
     all of them.
@@ -127,8 +127,8 @@ class Contraction(Protocol):
         ...
 
     def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
-        """Whether gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
-        result, and rounded after that.
+        """Returns whether gradients of operands of dtype `read` are summed in the wider dtype
+        `wide` of the result, and rounded after that.
         """
         ...
 
@@ -440,7 +440,7 @@ class Reshaped:
 
 @dataclass(frozen=True, kw_only=True)
 class Interleaving:
-    """What a program does otherwise where fused dims are interleaved.
+    """The operations of a program that change where fused dims are interleaved.
 
     Attributes:
         ways: parts of every piece.
@@ -858,8 +858,8 @@ class Use:
         return pins.scattered(position, gradient).astype(activation.dtype)
 
     def sums_in(self, wide: np.dtype, read: np.dtype) -> bool:
-        """Whether gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
-        result, and rounded after that.
+        """Returns whether gradients of operands of dtype `read` are summed in the wider dtype
+        `wide` of the result, and rounded after that.
 
         Args:
             wide: dtype of the result.

@@ -308,7 +308,7 @@ def times(leaf: jax.Array, factor: float) -> jax.Array:
 
 
 def part_of_value(aval: Aval, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
-    """What a microbatch gets of a value."""
+    """Returns what a microbatch gets of a value."""
     shape = tuple(aval.shape)
     if handed.dim is not None:
         shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
@@ -421,7 +421,7 @@ def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contributio
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edits:
-    """What changes in the program of a microbatch.
+    """Changes to the program of a microbatch.
 
     Attributes:
         parts: number of microbatches.
@@ -440,7 +440,7 @@ class Edits:
 
     @staticmethod
     def of(proof: Proof, parts: int, full_loss: Whole, draws: Mapping[str, Draw]) -> Edits:
-        """What must be changed in a loss whose terms are sums over rows."""
+        """Returns what must be changed in a loss whose terms are sums over rows."""
         analysis = proof.analysis
         assert analysis is not None
         states = len(full_loss.names.states)
@@ -467,7 +467,7 @@ class Edits:
 
     @property
     def values(self) -> tuple[Handed, ...]:
-        """What is handed in, each once."""
+        """Unique whole-batch values passed to every microbatch."""
         return tuple(
             dict.fromkeys(
                 (
@@ -610,7 +610,7 @@ def _factor(exponent: Fraction, parts: int) -> float:
 
 
 def _result(kind: Kind, parts: int) -> float | Handed | str:
-    """What makes the mean over microbatches of a result that of the whole batch."""
+    """Returns what makes the mean over microbatches of a result that of the whole batch."""
     if kind.vouched:
         return "vouched"
     if kind.family == "data":
@@ -640,7 +640,7 @@ def _made(
     batch: Tree,
     cut: Sequence[NamedSharding],
 ) -> list[jax.Array]:
-    """What the whole batch says beforehand, and the positions of its rows where a microbatch draws.
+    """Computes the whole-batch values, and the positions of its rows where a microbatch draws.
     Nothing of it depends on parameters, so that zeros stand for these where a loop makes other
     things too.
     """
@@ -727,7 +727,7 @@ def contribution(
     share: Share,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
-    """What a microbatch contributes."""
+    """Computes the contribution of a microbatch."""
     if plan.microbatches == 1:
         return as_it_is(share.traced, share.dims, share.shardings)
     if full_loss.rows.asserted:
@@ -789,8 +789,9 @@ def contribution(
 def _asserted(
     plan: Plan, full_loss: Whole, share: Share, mesh: Mesh | AbstractMesh
 ) -> Contribution:
-    """What a microbatch contributes to a loss that the user says is a mean over rows: it draws what
-    the whole batch draws for its rows, or, where that is not known, from keys of its own.
+    """Returns what a microbatch contributes to a loss that the user says is a mean over rows: it
+    draws what the whole batch draws for its rows, or, where that is not known, from keys of its
+    own.
     """
     written = as_it_is(share.traced, share.dims, share.shardings)
     sizes = (full_loss.size, full_loss.size // plan.microbatches)

@@ -370,7 +370,7 @@ class DiskArray:
         }
 
     def placed(self, read: Mapping[Index, np.ndarray], memory_kind: str | None = None) -> jax.Array:
-        """What was read as an array on the devices.
+        """Returns what was read as an array on the devices.
 
         Args:
             memory_kind: memory of the devices; by default that of the sharding.
@@ -405,7 +405,7 @@ class DiskArray:
         self._end()
 
     def is_deleted(self) -> bool:
-        """Whether it was deleted."""
+        """Returns whether it was deleted."""
         return not self._end.alive
 
 
@@ -612,8 +612,8 @@ STORED = "shardlib: stored on disk"
 
 
 def on_disk(state: TrainState) -> dict[int, str]:
-    """What of a state rests on disk, arrays of the optimizer's state that have a parameter's shape:
-    positions among its leaves, and paths.
+    """Returns what of a state rests on disk, arrays of the optimizer's state that have a
+    parameter's shape: positions among its leaves, and paths.
     """
     shapes = shapes_of(state.params)
     owners = jax.tree_util.tree_map_with_path(
@@ -629,7 +629,7 @@ def on_disk(state: TrainState) -> dict[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What the programs are compiled for.
+    """The devices and meshes that the programs are compiled for.
 
     Attributes:
         mesh: of the devices.
@@ -845,8 +845,8 @@ AHEAD = 2
 
 
 def writer(parent: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding, ...]]:
-    """What puts arrays on disk, in a new folder below another one, and what is to be said of
-    that.
+    """Returns what puts arrays on disk, in a new folder below another one, and what is to be said
+    of that.
     """
     created = folder(parent)
     kind = in_memory(created.path)

@@ -50,7 +50,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """How rows are multiplied.
+    """The form of a grouped matmul.
 
     Attributes:
         kind: "ragged" for `jax.lax.ragged_dot`, "blocks" for blocks of rows.
@@ -459,8 +459,8 @@ def _rounds(axes: Where, counts: jax.Array, assignments: int) -> jax.Array:
 
 
 def _kept(form: ExpertForm, axes: Where, chosen: jax.Array, count: int) -> jax.Array:
-    """Which assignments [N, K] an expert takes: the first of all devices' tokens, which are in the
-    order of the devices; all first choices are before all second ones.
+    """Returns which assignments [N, K] an expert takes: the first of all devices' tokens, which are
+    in the order of the devices; all first choices are before all second ones.
     """
     tokens, per_token = chosen.shape
     keys = (chosen + count * jnp.arange(per_token, dtype=jnp.int32)).T.reshape(-1)
@@ -578,7 +578,7 @@ def _for_me(axes: Where, queue: Queue) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pieces:
-    """What goes between a device and every other one in a round: int32 [X] each.
+    """Pieces exchanged between a device and every other one in a round: int32 [X] each.
 
     Attributes:
         first: place of the first row that this device sends to each.
@@ -695,7 +695,7 @@ KEPT = "shardlib_expert_rows"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What devices do in a round.
+    """The work of devices in a round.
 
     Attributes:
         form: what experts compute.
@@ -882,8 +882,8 @@ def routed(
     down: jax.Array,
     gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `shardlib.functions.experts.visit` computes, inside of a region that is manual over the
-    axes of `axes`.
+    """Returns what `shardlib.functions.experts.visit` computes, inside of a region that is manual
+    over the axes of `axes`.
 
     Rows of features travel to their experts and home, weights of experts and tokens do not. It is
     differentiated from outside of the region, as `jax.shard_map` does it: gradients of what devices
@@ -917,7 +917,7 @@ _HIDDEN = {"up": 2, "down": 1, "gate": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """How one operand of experts comes, and how it is used.
+    """Layout and use of one operand of experts.
 
     Attributes:
         rest: how it is sharded as it comes.
@@ -988,7 +988,7 @@ class Matrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """How a call is sharded.
+    """The sharding of a call.
 
     Attributes:
         form: what experts compute.
@@ -1014,7 +1014,7 @@ class Placed:
         chosen: jax.Array,
         *parameters: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """What one device does, inside of the manual region."""
+        """Returns what one device does, inside of the manual region."""
 
         def run(
             x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
@@ -1051,8 +1051,8 @@ def on_their_devices(
     placements: Mapping[tuple[str, int], Layout],
     machine: Machine,
 ) -> Callable[..., Sequence[jax.Array]] | None:
-    """What takes the place of a call of experts; None where that is left to automatic partitioning,
-    which gathers all tokens.
+    """Returns what takes the place of a call of experts; None where that is left to automatic
+    partitioning, which gathers all tokens.
 
     Args:
         parameters: layouts of the parameters that the operands are; None for others.
@@ -1100,7 +1100,9 @@ def _placed(
     grouped: Grouped,
     machine: Machine,
 ) -> Placed:
-    """How a call is sharded, see `on_their_devices`; `tokens` is the layout of its tokens."""
+    """Returns how a call is sharded, see `on_their_devices`; `tokens` is the layout of its
+    tokens.
+    """
     form = site.call.form
     shared, hidden = _axes_of_matrices(site, parameters[3], machine)
     along = (
@@ -1154,7 +1156,9 @@ def _axes_of_matrices(
 
 
 def _grouped(plan: Plan, machine: Machine) -> Grouped:
-    """How rows are multiplied with the matrices of their groups: TPUs have a kernel for it."""
+    """Returns how rows are multiplied with the matrices of their groups: TPUs have a kernel for
+    it.
+    """
     try:
         tpu = topology(plan.topology).chip.vendor == "google"
     except ShardlibError:  # a topology of the user's

@@ -219,7 +219,7 @@ EACH, IN_LAST, DEFERRED = "each microbatch", "in the last", "deferred"
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReduction:
-    """How the gradient of one parameter is reduced.
+    """The reduction of the gradient of one parameter.
 
     Attributes:
         path: of the parameter.
@@ -239,7 +239,7 @@ class GradientReduction:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReductions:
-    """How all gradients of a step are reduced.
+    """The reductions of all gradients of a step.
 
     Attributes:
         parameters: for every parameter of the loss, in its order; None for frozen ones.
@@ -262,12 +262,12 @@ class GradientReductions:
 
 
 def exchange_of(plan: Plan) -> GradientExchange:
-    """How a plan exchanges partial sums."""
+    """Returns how a plan exchanges partial sums."""
     return InDtype(Precision.of(plan).wire)
 
 
 def moment(plan: Plan, exchange: GradientExchange) -> str:
-    """When a plan reduces the gradients that can wait; see `EACH`."""
+    """Returns when a plan reduces the gradients that can wait; see `EACH`."""
     if exchange.keeps and (plan.mesh["stage"] > 1 or plan.zero >= 2):
         raise PlanError(
             "a gradient exchange that keeps what it does not send needs gradients that are reduced"
@@ -288,7 +288,7 @@ def gradient_reductions(
     machine: Machine,
     together: Collection[str],
 ) -> GradientReductions:
-    """How a plan reduces the gradients of a loss."""
+    """Returns how a plan reduces the gradients of a loss."""
     when, exchange = moment(plan, machine.exchange), machine.exchange
     layouts = [without_axes(plan.parameters[i], ("stage",)) for i in order]
     partial: dict[int, set[str]] = {}
@@ -333,7 +333,7 @@ def _partial(
 
 
 def _shares_memory(plan: Plan) -> bool:
-    """Whether the devices are simulated ones of one process: all that counts there is the number of
-    collectives, and XLA's CPU compiler combines all-reduces and no reduce-scatters.
+    """Returns whether the devices are simulated ones of one process: all that counts there is the
+    number of collectives, and XLA's CPU compiler combines all-reduces and no reduce-scatters.
     """
     return all(link.kind == "memory" for _, links in plan.placement for link in links)

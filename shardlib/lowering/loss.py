@@ -78,7 +78,7 @@ class EquationPaths:
         return EquationPaths(run=frozenset(run), closed=frozenset(closed))
 
     def is_closed(self, path: str) -> bool:
-        """Whether an op belongs to something closed."""
+        """Returns whether an op belongs to something closed."""
         parts = path.split("/")
         return any("/".join(parts[:end]) in self.closed for end in range(1, len(parts) + 1))
 
@@ -378,7 +378,7 @@ def interleaving(
     program: Program,
     parameters: int,
 ) -> Interleaving:
-    """What a loss does otherwise under a plan."""
+    """Returns what a loss does otherwise under a plan."""
     shards = plan.mesh["tensor"]
     cut = {
         (value, dim): (name, sizes)
@@ -447,7 +447,7 @@ class _Reading:
     refused: set[Group] = field(default_factory=set)
 
     def read(self) -> Interleaving:
-        """What is done otherwise; `refused` gains what cannot be."""
+        """Returns what is done otherwise; `refused` gains what cannot be."""
         graph = self.graph
         leaves = graph.inputs[: self.parameters]
         taken = {
@@ -598,8 +598,8 @@ def _scaled(sizes: Sizes, inner: int) -> Sizes:
 
 
 def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
-    """Whether an op treats all positions of a factor alike: what looks positions up, and what makes
-    them from their number, does not.
+    """Returns whether an op treats all positions of a factor alike: what looks positions up, and
+    what makes them from their number, does not.
     """
     read, written = (
         sum(not result for result, _, _ in shared),
@@ -664,7 +664,9 @@ def apart(
 
 
 def fullest_stage(plan: Plan, count: int) -> int:
-    """How many of a number of layers the stage has that has the most; all where there are none."""
+    """Returns how many of a number of layers the stage has that has the most; all where there are
+    none.
+    """
     virtual = plan.virtual_stages if plan.mesh["stage"] > 1 else 1
     return virtual * math.ceil(count / (plan.mesh["stage"] * virtual))
 
@@ -763,7 +765,7 @@ def unused_loops(
     params: ParameterShardings,
     placements: Placements,
 ) -> tuple[Finding, ...]:
-    """What the user should know when a plan has loops over the tensor axis, and the program
+    """Returns what the user should know when a plan has loops over the tensor axis, and the program
     none.
     """
     if plan.collective_matmul != "loop" or (
@@ -786,8 +788,8 @@ def unused_loops(
 
 
 def lost_placements(count: int) -> Finding:
-    """What the user should know when the loss of a microbatch is another program than the loss of
-    the batch.
+    """Returns what the user should know when the loss of a microbatch is another program than the
+    loss of the batch.
     """
     return Finding(
         code="placements-lost",

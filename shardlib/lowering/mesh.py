@@ -281,7 +281,7 @@ def _grid(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
 
 
 def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
-    """How many slices each mesh axis spans: the outermost axes take them.
+    """Returns how many slices each mesh axis spans: the outermost axes take them.
 
     >>> _across_slices((1, 2, 8, 1, 1, 4), 4)
     (1, 2, 2, 1, 1, 1)
@@ -307,7 +307,7 @@ HOST = "pinned_host"
 
 
 def in_host_memory(value: Value) -> bool:
-    """Whether a value is in memory of the host."""
+    """Returns whether a value is in memory of the host."""
     return jax.typeof(value).memory_space == jax.memory.Space.Host
 
 
@@ -538,8 +538,8 @@ def optimizer_shardings(
 
 
 def batch_path(path: KeyPath) -> str:
-    """How plans and errors call an array of the batch: "batch.tokens", or "batch" where it is one
-    array.
+    """Returns how plans and errors call an array of the batch: "batch.tokens", or "batch" where it
+    is one array.
     """
     return ".".join(filter(None, ("batch", path_text(path))))
 

@@ -27,8 +27,8 @@ DEVICE = "device"
 
 
 def reachable(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the devices of a mesh have host memory at hand; abstract ones are taken to have
-    it.
+    """Returns whether the devices of a mesh have host memory at hand; abstract ones are taken to
+    have it.
     """
     return isinstance(mesh, AbstractMesh) or all(
         HOST in {memory.kind for memory in device.addressable_memories()}

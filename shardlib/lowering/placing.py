@@ -200,7 +200,7 @@ Placements = Mapping[tuple[str, int], Layout]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placing:
-    """How the values of a traced loss are laid out.
+    """Layouts of the values of a traced loss.
 
     Attributes:
         plan: the decisions.
@@ -229,7 +229,9 @@ class Placing:
     interleaving: Interleaving = AS_WRITTEN
 
     def machine(self, mesh: Mesh | AbstractMesh) -> Machine:
-        """Where regions of a mesh run, and how partial sums of gradients are exchanged there."""
+        """Returns where regions of a mesh run, and how partial sums of gradients are exchanged
+        there.
+        """
         return machine_of(self.plan, mesh, self.reductions.exchange)
 
     def start(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -310,7 +312,7 @@ class Placing:
 
     @cached_property
     def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
-        """What runs in place of operations outside of manual regions."""
+        """Returns what runs in place of operations outside of manual regions."""
         return self._functions(self.mesh)
 
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
@@ -327,7 +329,7 @@ class Placing:
 
     @cached_property
     def _finds_gathered(self) -> bool:
-        """Whether backward passes find activations gathered. XLA for GPUs makes one of the gathers
+        """True if backward passes find activations gathered. XLA for GPUs makes one of the gathers
         of an activation by itself, and keeps less.
         """
         plan = self.plan
@@ -344,8 +346,8 @@ class Placing:
     def _whole(
         self, functions: Mapping[str, Any]
     ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
-        """What is gathered at once: shapes of kernels, and tables, without those that some function
-        gathers.
+        """Returns what is gathered at once: shapes of kernels, and tables, without those that some
+        function gathers.
         """
         uses_by_path = {**self.uses, **self.loss.sliced, **self.loss.added}
         uses = [uses_by_path[path] for path in functions]
@@ -355,7 +357,7 @@ class Placing:
         )
 
     def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
-        """What runs instead of the operations that use parameters, by path.
+        """Returns what runs instead of the operations that use parameters, by path.
 
         Nothing where the compiler is left to reduce gradients (`GradientReductions.explicit`).
         """
@@ -378,8 +380,8 @@ class Placing:
         return replacements | self._slices(mesh, machine) | self._sums(mesh, machine)
 
     def _sums(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
-        """What runs instead of additions of matrices that nothing else uses, where the batch alone
-        shards activations.
+        """Returns what runs instead of additions of matrices that nothing else uses, where the
+        batch alone shards activations.
         """
         batch = {layout[0] for _, layout in self.plan.batch_layouts if len(layout)}
         if manual_axes(mesh) or len(batch) != 1:
@@ -398,7 +400,9 @@ class Placing:
         return {path: function for path, function in reductions.items() if function is not None}
 
     def _slices(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
-        """What runs instead of slices of parameters, of which all slices can be taken so."""
+        """Returns what runs instead of slices of parameters, of which all slices can be taken
+        so.
+        """
         uses = self.loss.sliced
         gathers = {
             path: gathered_slice(use, self.parameter(use, mesh), machine)
@@ -536,7 +540,7 @@ class Placing:
         )
 
     def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
-        """What runs in place of custom calls, by path, with results laid out as planned."""
+        """Returns what runs in place of custom calls, by path, with results laid out as planned."""
         machine = self.machine(mesh)
         substitutes = {
             path: substitute(

@@ -29,7 +29,7 @@ MODE = "auto"
 
 
 class Layouts(NamedTuple):
-    """How the arrays of a loss, or of a step around its losses, are sharded.
+    """Shardings of the arrays of a loss, or of a step around its losses.
 
     Attributes:
         parameters: path of a parameter -> its shape, and how it is sharded: stored, its gradient,
@@ -423,7 +423,9 @@ def _traced_step(step: Any, state: Any, batch: Any) -> tuple[Program, Any]:
 
 
 def _in_place(marked: _Marked, layouts: Layouts, mesh: Any) -> Callable[..., list[Any]]:
-    """What computes a marked loss by the plan: arrays -> value, auxiliary results, gradients."""
+    """Returns what computes a marked loss by the plan: arrays -> value, auxiliary results,
+    gradients.
+    """
     trained = [kind == "params" for kind, _ in layouts.leaves]
     if trained != list(marked.trained):
         raise ValueError(
@@ -911,7 +913,7 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
         return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
 
     def inside(path: Sequence[Any]) -> bool:
-        """Whether a path ends with the array of a variable of NNX."""
+        """Returns whether a path ends with the array of a variable of NNX."""
         return bool(path) and str(path[-1]) in (".value", ".raw_value")
 
     return [

@@ -99,7 +99,7 @@ BuildOption = Any
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Where a program runs, and what belongs to it beside a plan and a loss.
+    """The devices that a program runs on, and what belongs to it beside a plan and a loss.
 
     Attributes:
         devices: exactly the devices to use; by default the first ones that JAX sees.
@@ -130,7 +130,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoss:
-    """What planning knows of a loss.
+    """The planned loss: its trace, colours and layouts.
 
     Attributes:
         traced: the loss traced for the global batch; None where it was not.
@@ -163,7 +163,7 @@ class Part:
 
     @property
     def lost(self) -> bool:
-        """Whether the layouts of the plan are not those of this loss."""
+        """True if the layouts of the plan are not those of this loss."""
         return bool(self.findings)
 
 
@@ -514,7 +514,7 @@ class Program:
 
     @property
     def _several(self) -> Dispatch | DiskStep | None:
-        """What runs a step that is several programs; None where it is one."""
+        """Returns what runs a step that is several programs; None where it is one."""
         return (
             self._dispatch
             if self.programs is not None
@@ -551,7 +551,7 @@ class Program:
         )
 
     def _update(self, made: Made) -> Update:
-        """What stages that are programs of their own leave to be done, compiled."""
+        """Returns what stages that are programs of their own leave to be done, compiled."""
         if self.disk is not None:
             step = self._with_disk(made)
             step.prepare()
@@ -575,7 +575,7 @@ class Program:
 
     @cached_property
     def _on_disk(self) -> DiskStep:
-        """Where stages are programs of their own, for the first state alone."""
+        """Returns where stages are programs of their own, for the first state alone."""
         return self._with_disk(self.batch)
 
     def _with_disk(self, batch: Tree) -> DiskStep:
@@ -957,8 +957,8 @@ def _contribution(
     shapes: Tree,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
-    """What a microbatch contributes to the loss of the batch; the loss as it is where nothing is
-    known of its rows.
+    """Returns what a microbatch contributes to the loss of the batch; the loss as it is where
+    nothing is known of its rows.
     """
     if planned.rows is None or planned.traced is None:
         return as_it_is(part.traced, part.dims, part.shardings)
@@ -983,7 +983,7 @@ def _step_parts(
     guards: Guards | None,
     mesh: Mesh | AbstractMesh,
 ) -> StepParts:
-    """What a step is made of."""
+    """Returns what a step is made of."""
     return StepParts(
         run=run,
         optimizer=store.optimizer,

@@ -51,7 +51,7 @@ _DRAWS: frozenset[str] = frozenset(
 
 
 def draws(jaxpr: Jaxpr) -> bool:
-    """Whether a program, or anything it calls, draws random numbers."""
+    """Returns whether a program, or anything it calls, draws random numbers."""
     return any(
         eqn.primitive.name in _DRAWS or any(map(draws, subjaxprs(eqn)))
         for eqn in open_jaxpr(jaxpr)[0].eqns
@@ -59,7 +59,7 @@ def draws(jaxpr: Jaxpr) -> bool:
 
 
 def is_key(leaf: Tree) -> bool:
-    """Whether an array, concrete or abstract, holds typed random keys."""
+    """Returns whether an array, concrete or abstract, holds typed random keys."""
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -507,8 +507,8 @@ def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
-    """What guards carry from step to step (`shardlib.lowering.step`); None where they
-    carry no such thing.
+    """State that guards carry from step to step (`shardlib.lowering.step`); None for each that is
+    not carried.
 
     Attributes:
         scale: the loss is multiplied by it before gradients are taken, float32 scalar.
@@ -566,7 +566,7 @@ class TrainState:
 
     @property
     def inference(self) -> dict[str, Tree]:
-        """What an evaluation needs, parameters and model state."""
+        """Returns what an evaluation needs, parameters and model state."""
         return {"params": self.params, "model_state": self.model_state}
 
     @property
@@ -584,7 +584,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """What the first half of a step found: a pytree, for the second half.
+    """Results of the first half of a step: a pytree, for the second half.
 
     Attributes:
         params: gradients of the trained parameters, a tree like them, sharded as the optimizer

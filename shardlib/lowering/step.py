@@ -108,7 +108,7 @@ class Evaluation:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What was noticed in all that has been evaluated so far."""
+        """Returns what was noticed in all that has been evaluated so far."""
         return tuple(
             dict.fromkeys(
                 finding for program in self.programs.values() for finding in program.findings
@@ -307,7 +307,7 @@ class Guards:
             raise_all(PlanError, "the guards are not usable", failures)
 
     def first(self) -> GuardState:
-        """What they carry before the first step."""
+        """Returns what they carry before the first step."""
         return GuardState(
             scale=None if self.scale is None else jnp.float32(self.scale),
             good=None if self.scale is None else jnp.int32(0),
@@ -315,7 +315,7 @@ class Guards:
         )
 
     def after(self, state: GuardState, finite: Value) -> GuardState:
-        """What they carry after a step with gradients that are finite, or not.
+        """Returns what they carry after a step with gradients that are finite, or not.
 
         Args:
             state: before the step.
@@ -359,7 +359,7 @@ class Checked:
         return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
 
     def metrics(self, state: GuardState) -> Metrics:
-        """What they say of the step, which began with a state."""
+        """Returns what they say of the step, which began with a state."""
         found = {"gradient_norm": self.norm, "skipped": 1 - self.wanted.astype(jnp.int32)}
         return found if state.scale is None else {**found, "loss_scale": state.scale}
 
@@ -570,7 +570,7 @@ class StepParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Store:
-    """How parameters and the optimizer's state are stored.
+    """Storage of parameters and of the optimizer's state.
 
     Attributes:
         params, trained: shardings of all parameters, and of the trained ones.
@@ -593,7 +593,7 @@ class Store:
 
     @property
     def parameters(self) -> int:
-        """How many parameters there are."""
+        """Returns how many parameters there are."""
         return len(jax.tree.leaves(self.params.compute))
 
 
@@ -603,7 +603,7 @@ def store_of(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
 ) -> Store:
-    """How a plan stores the parameters of a model and the state of an optimizer."""
+    """Returns how a plan stores the parameters of a model and the state of an optimizer."""
     params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
     trained, cuts = model.partition.trained(model.params), params.of(model.partition)
     in_dtypes = stored(optimizer, trained, precision)
@@ -781,7 +781,7 @@ def init_function(
 
 
 def nothing_kept(kept: Kept) -> Kept:
-    """What devices keep before the first step: zeros."""
+    """Returns what devices keep before the first step: zeros."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
 
 

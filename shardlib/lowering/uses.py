@@ -51,7 +51,7 @@ from shardlib.tracing.program import (
 
 
 def looked_up(program: Program, parameters: int) -> frozenset[int]:
-    """Which parameters are tables, read by lookups or slices of rows and nothing else? Their
+    """Parameters that are tables, read by lookups or slices of rows and nothing else. Their
     gathered form is not needed for the backward pass.
 
     A slice of rows of which devices have shards makes XLA's partitioner permute rows between
@@ -69,7 +69,7 @@ def looked_up(program: Program, parameters: int) -> frozenset[int]:
 
 
 def _of_rows(program: Program, equation: Equation) -> bool:
-    """Whether an equation takes some rows of an array, and all that these have."""
+    """Returns whether an equation takes some rows of an array, and all that these have."""
     if equation.name not in ("slice", "dynamic_slice"):
         return False
     before, after = (program.avals[n].shape for n in (equation.inputs[0], equation.outputs[0]))
@@ -128,7 +128,7 @@ def _find_casts(
 
 
 def _entered(equation: Equation) -> Program | None:
-    """What runs in an equation whose operands are the inputs of that, one by one."""
+    """Returns what runs in an equation whose operands are the inputs of that, one by one."""
     if equation.name in REMAT:
         return flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
     if equation.name == "scan":
@@ -137,7 +137,7 @@ def _entered(equation: Equation) -> Program | None:
 
 
 def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
-    """Which slices of which scans are layers of a stacked parameter?
+    """Maps slices of scans to the stacked parameters of which they are layers.
 
     Returns:
         Path under which a slice reaches `place` -> index of the parameter; only for parameters that
@@ -278,8 +278,8 @@ def _follow_spread(
 
 
 def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
-    """What the result of an equation is a view of, for views of its operands; None where it is
-    none.
+    """Returns what the result of an equation is a view of, for views of its operands; None where it
+    is none.
 
     Args:
         operands: views of its operands; None where one is none.
@@ -418,7 +418,7 @@ class Site:
     views: tuple[View | None, ...]
 
     def key(self, operand: int) -> Source:
-        """Where placements have the layout of an operand."""
+        """Returns where placements have the layout of an operand."""
         return f"{self.call.path}/operand", operand
 
 
@@ -430,8 +430,8 @@ def sites(walked: Iterable[Step]) -> dict[str, Site]:
 
 
 def operands(sites: Mapping[str, Site]) -> dict[Source, Source]:
-    """Where placements have the layouts of all operands, and of results of attention -> what makes
-    them.
+    """Returns where placements have the layouts of all operands, and of results of attention ->
+    what makes them.
 
     Results of attention come laid out by heads; what reads them, and keeps them for the backward
     pass, has them as the plan does.
@@ -452,8 +452,8 @@ def operands(sites: Mapping[str, Site]) -> dict[Source, Source]:
 
 
 def custom_operands(walked: Iterable[Step]) -> dict[Source, Source]:
-    """Where placements have the layouts of the operands of functions with a derivative of their own
-    that multiply matrices -> what makes them.
+    """Returns where placements have the layouts of the operands of functions with a derivative of
+    their own that multiply matrices -> what makes them.
 
     Such a function runs as it is, with rules that no layout can be given inside; so it gets its
     operands as the plan has them in use.
@@ -561,7 +561,7 @@ def _begun(
 
 
 def _makers(program: Program, call: Call) -> tuple[Source | None, ...]:
-    """What makes the results of a call."""
+    """Returns what makes the results of a call."""
     makers = {
         number: result_path(equation, index)
         for equation in program.equations
@@ -619,7 +619,7 @@ def _inside(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossReading:
-    """What is known of a loss.
+    """Facts about a traced loss.
 
     Attributes:
         program: the loss, flattened.
@@ -691,8 +691,8 @@ class LossReading:
 
     @cached_property
     def operands(self) -> Mapping[Source, Source]:
-        """Where placements have the layouts of operands of custom calls, and of functions with a
-        derivative of their own that multiply matrices -> what makes them.
+        """Returns where placements have the layouts of operands of custom calls, and of functions
+        with a derivative of their own that multiply matrices -> what makes them.
         """
         return operands(self.calls) | custom_operands(self.steps)
 
@@ -719,7 +719,9 @@ class LossJaxpr:
         return flatten(self.closed_jaxpr)
 
     def read(self, parameters: int) -> LossReading:
-        """What is known of the loss, whose first inputs are so many parameters; read once."""
+        """Returns what is known of the loss, whose first inputs are so many parameters; read
+        once.
+        """
         return self._readings.setdefault(
             parameters, LossReading(program=self.program, parameters=parameters)
         )
@@ -769,7 +771,9 @@ def trace_loss(
 
 
 def same_program(first: LossJaxpr, second: LossJaxpr) -> bool:
-    """Whether two traces have the same equations in the same places, whatever their shapes."""
+    """Returns whether two traces have the same equations in the same places, whatever their
+    shapes.
+    """
     return [(e.path, e.name) for e in first.program.equations] == [
         (e.path, e.name) for e in second.program.equations
     ]

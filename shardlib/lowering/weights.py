@@ -94,7 +94,7 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
 
 
 def _in_order(cuts: Cuts, order: Sequence[int]) -> Cuts:
-    """How a value is sharded whose dims are put in another order."""
+    """Returns how a value is sharded whose dims are put in another order."""
     return {position: cuts[dim] for position, dim in enumerate(order) if dim in cuts}
 
 
@@ -147,7 +147,9 @@ def gather_updated(
 
 
 def _on_cpu(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a program's devices are the CPU's; those of an abstract mesh are not known."""
+    """Returns whether a program's devices are the CPU's; those of an abstract mesh are not
+    known.
+    """
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
@@ -197,8 +199,8 @@ LARGE = 10
 
 
 def outgrows(use: Use) -> bool:
-    """Whether the result of a contraction of a weight takes far more memory than its activation,
-    and is made once in a step or microbatch: the logits.
+    """Returns whether the result of a contraction of a weight takes far more memory than its
+    activation, and is made once in a step or microbatch: the logits.
     """
     result = use.equation.eqn.outvars[0].aval
     once = "body" not in use.equation.path.split("/")
@@ -244,7 +246,7 @@ LANES, SUBLANES = 128, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How the partial sums of one gradient become the gradient that the optimizer reads.
+    """The reduction of the partial sums of one gradient to the gradient that the optimizer reads.
 
     Attributes:
         scattered: dims of the operand that the stored gradient is sharded along, beyond what shards
@@ -446,8 +448,8 @@ class Apart:
         return cotangent
 
     def marks(self, machine: Machine) -> tuple[PartitionSpec, ...]:
-        """How the marks of partial sums are sharded that are made before the gradient of the
-        activation is handed on (`large_cotangents.py`); none where they may wait: compilers for
+        """Returns how the marks of partial sums are sharded that are made before the gradient of
+        the activation is handed on (`large_cotangents.py`); none where they may wait: compilers for
         TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
         devices exchange the gradient of the activation.
         """
@@ -457,7 +459,7 @@ class Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class OperandCuts:
-    """How the operands of a weight's gradient are sharded inside the region.
+    """Shardings of the operands of a weight's gradient inside the region.
 
     Attributes:
         activation: cuts of the activation.
@@ -471,8 +473,8 @@ class OperandCuts:
 
 
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
-    """How a weight in use is sharded; None where the batch is sharded along one of its dims, or a
-    dim of the parameter is none of the operand's.
+    """Returns how a weight in use is sharded; None where the batch is sharded along one of its
+    dims, or a dim of the parameter is none of the operand's.
     """
     weight_cuts: Cuts = {
         dim: parameter.compute[source]
@@ -514,7 +516,7 @@ def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | N
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """Which dims of a contraction are one.
+    """The dims of a contraction that correspond.
 
     Attributes:
         own: result dim -> activation dim, of those that the weight does not have.
@@ -683,7 +685,7 @@ def reduced_contraction(
 
 
 def is_lookup(equation: Equation) -> bool:
-    """Whether a gather takes whole rows of a matrix: `table[indices]`."""
+    """Returns whether a gather takes whole rows of a matrix: `table[indices]`."""
     numbers, table = equation.params["dimension_numbers"], equation.eqn.invars[0].aval
     rank = equation.eqn.outvars[0].aval.ndim
     return (

@@ -61,8 +61,8 @@ MATRICES = {
 
 
 class LowRank(nnx.Module):
-    """What an adapter adds to the products with the matrices of a stack of layers; nothing as long
-    as B is zero.
+    """The term that an adapter adds to the products with the matrices of a stack of layers; zero as
+    long as B is.
 
     Args:
         matrix: of the layers, [layers, in..., out...].
@@ -208,8 +208,8 @@ class FeedForward(nnx.Module):
 
 
 class RouterBias(nnx.Variable[jax.Array]):
-    """What is added to the scores of experts for choosing alone: no parameter, for it has no
-    gradient (arXiv:2408.15664).
+    """The bias that is added to the scores of experts for choosing alone: not a parameter, for it
+    has no gradient (arXiv:2408.15664).
     """
 
 
@@ -436,7 +436,7 @@ def _kept_yarn(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a layer sees.
+    """Positions and masks that a layer sees.
 
     Attributes:
         window: keys that a query sees, itself included; 0 for all before it.

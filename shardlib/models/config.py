@@ -39,7 +39,7 @@ LAYERS, SIZE = 100_000, 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the training length.
+    """Scaling of rotary frequencies beyond the training length.
 
     Attributes:
         kind: "linear" (arXiv:2306.15595), "llama3" (Llama 3.1 model card) or "yarn"
@@ -273,7 +273,7 @@ class TransformerConfig:
         return self.latent.rope_dim if self.latent else self.head_dim
 
     def is_global(self, layer: int) -> bool:
-        """Whether a layer sees the whole sequence."""
+        """Returns whether a layer sees the whole sequence."""
         return not self.sliding_window or bool(
             self.global_every and (layer + 1) % self.global_every == 0
         )
@@ -537,7 +537,7 @@ class EncoderDecoderConfig:
 
     @property
     def block(self) -> TransformerConfig:
-        """What norms, feed-forward layers and experts of a block look at."""
+        """Returns what norms, feed-forward layers and experts of a block look at."""
         return TransformerConfig(
             name=self.name,
             vocab_size=self.vocab_size,
@@ -559,7 +559,7 @@ class EncoderDecoderConfig:
         )
 
     def pattern(self, interval: int) -> tuple[bool, ...]:
-        """Which of the layers that are repeated have experts."""
+        """Returns which of the layers that are repeated have experts."""
         if self.experts is None or interval == 0:
             return (False,)
         return (True,) if interval == 1 else tuple(layer == 1 for layer in range(interval))

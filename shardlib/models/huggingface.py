@@ -157,7 +157,7 @@ ACTIVATIONS_BY_NAME: Mapping[str, str] = {
 
 
 def decoder(keys: Keys, **special: Json) -> JsonObject:
-    """What all families with rotary positions and a gated feed-forward share."""
+    """Returns what all families with rotary positions and a gated feed-forward share."""
     embed, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
     theta, scaling = _rope(keys)
     return {

@@ -506,7 +506,7 @@ def _find(spec: str, module_name: str, function_name: str) -> Callable[[], Any]:
 
 
 def _no_function(module: ModuleType, module_name: str, name: str) -> str:
-    """What a module has in place of a function of a name."""
+    """Returns what a module has in place of a function of a name."""
     if hasattr(module, name):
         kind = type(getattr(module, name)).__name__
         return f"{name!r} of {module_name} is of the type {kind}, and no function"
@@ -556,7 +556,7 @@ def described(config: TransformerConfig | EncoderDecoderConfig) -> JsonObject:
 def _candidates(
     config: TransformerConfig | EncoderDecoderConfig,
 ) -> Iterator[tuple[str, JsonObject]]:
-    """What each family would say of a transformer."""
+    """Returns what each family would say of a transformer."""
     if isinstance(config, EncoderDecoderConfig):
         yield "switch_transformers", _switch(config)
         return
@@ -579,7 +579,7 @@ def _compared(
 
 
 def _decoder(config: TransformerConfig) -> JsonObject:
-    """What all families with rotary positions share."""
+    """Returns what all families with rotary positions share."""
     scaling = {"rope_scaling": _scaling(config.rope_scaling)} if config.rope_scaling else {}
     return {
         "vocab_size": config.vocab_size,

@@ -181,7 +181,7 @@ def this_process() -> Who:
 
 
 def boot() -> str:
-    """Which boot of this machine this is; empty where the system does not say."""
+    """Returns which boot of this machine this is; empty where the system does not say."""
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -189,7 +189,7 @@ def boot() -> str:
 
 
 def lives(who: Who) -> bool | None:
-    """Whether a process lives; None where that cannot be known here."""
+    """Returns whether a process lives; None where that cannot be known here."""
     here = this_process()
     if (
         not who.boot
@@ -225,8 +225,8 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started; "" where it has ended and nobody has asked how; None where there
-    is none to be seen [proc(5), fields 3 and 22 of stat].
+    """Returns when a process was started; "" where it has ended and nobody has asked how; None
+    where there is none to be seen [proc(5), fields 3 and 22 of stat].
     """
     try:
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

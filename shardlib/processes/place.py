@@ -87,12 +87,12 @@ class Place:
 
     @property
     def hosts_differ(self) -> bool:
-        """Whether some of the processes are on other hosts."""
+        """True if some of the processes are on other hosts."""
         return self.processes > self.host_processes
 
     @property
     def automatic(self) -> bool:
-        """Whether JAX finds out the rest."""
+        """True if JAX finds out the rest."""
         return not self.processes
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _common(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What may be said whoever starts the processes."""
+    """Returns what may be said whoever starts the processes."""
     texts = {
         field: (name, environ[name])
         for field, name in (
@@ -307,7 +307,7 @@ ENDED = "ended"
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a process says of itself.
+    """The last sign of life of a process.
 
     Attributes:
         rank: number of the process.
@@ -514,7 +514,7 @@ STOPPING: tuple[signal.Signals, ...] = tuple(
 
 
 class StopRequest:
-    """Whether somebody wants the run to stop, and who.
+    """A request that the run stops, and its origin.
 
     Attributes:
         reason: name of the signal, "SIGTERM"; empty as long as nobody does.
@@ -538,7 +538,9 @@ class StopRequest:
 
 
 def _unheard(number: signal.Signals) -> bool:
-    """Whether somebody wants a signal not to end this process: `nohup` has SIGHUP ignored."""
+    """Returns whether somebody wants a signal not to end this process: `nohup` has SIGHUP
+    ignored.
+    """
     return number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -583,8 +585,8 @@ class _AtOnce:
 
 @contextlib.contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in
-    order; inside, `stop_requests` takes over.
+    """Ends the run in order on a request to stop while it plans and compiles, with nothing to save
+    yet; inside, `stop_requests` takes over.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

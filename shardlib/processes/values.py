@@ -155,7 +155,7 @@ def _replicated(mesh: Mesh) -> Any:
 
 
 def _readable_by_owners(leaf: Any) -> bool:
-    """Whether each owner of a device of a mesh has the whole array."""
+    """Returns whether each owner of a device of a mesh has the whole array."""
     return (
         isinstance(leaf, jax.Array)
         and isinstance(leaf.sharding, NamedSharding)
@@ -190,7 +190,7 @@ class Channel:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this process owns a device of the mesh."""
+        """True if this process owns a device of the mesh."""
         return jax.process_index() in self.owners
 
     def send(self, make: Callable[[], bytes]) -> None:
@@ -406,8 +406,8 @@ def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECOND
 
 
 def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECONDS) -> str:
-    """What process 0 makes, in all processes; made once for each name. Alone, what this process
-    makes.
+    """Returns what process 0 makes, in all processes; made once for each name. Alone, what this
+    process makes.
 
     Args:
         seconds: how long the others wait.
@@ -425,7 +425,7 @@ def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECON
 
 
 def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """What the processes say differently, a line a key.
+    """Returns what the processes say differently, a line a key.
 
     >>> differences({0: {"plan": "a1"}, 1: {"plan": "b2"}, 2: {"plan": "a1"}})
     ['plan: a1 (processes 0 and 2), b2 (process 1)']
@@ -466,7 +466,7 @@ def processes_text(numbers: Sequence[int]) -> str:
 
 
 def _said(client: Any, folder: str, processes: int, seconds: float) -> dict[int, dict[str, str]]:
-    """What all processes have said, or those that did in time."""
+    """Returns what all processes have said, or those that did in time."""
     end = time.monotonic() + seconds
     while True:
         answers = {
@@ -491,8 +491,8 @@ def _waited(client: Any, key: str, seconds: float, what: str) -> str:
 
 
 def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int, str]:
-    """What every process says, by its number, in all processes; to be called by all, in the same
-    order. Alone, what this one says.
+    """Returns what every process says, by its number, in all processes; to be called by all, in the
+    same order. Alone, what this one says.
 
     Args:
         seconds: how long to wait for the others.
@@ -551,19 +551,25 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks for all; asking does not start JAX's devices."""
+    """Returns whether this process is the one that speaks for all; asking does not start JAX's
+    devices.
+    """
     coordination = _jax_compat.coordination()
     return coordination is None or coordination[1] == 0
 
 
 def is_alone() -> bool:
-    """Whether this process is the only one of its job; asking does not start JAX's devices."""
+    """Returns whether this process is the only one of its job; asking does not start JAX's
+    devices.
+    """
     coordination = _jax_compat.coordination()
     return coordination is None or coordination[2] == 1
 
 
 def anywhere(condition: bool, *, needed: bool, step: int = 0) -> bool:
-    """Whether this holds in any process; all of them get the same answer, at the same step."""
+    """Returns whether this holds in any process; all of them get the same answer, at the same
+    step.
+    """
     if jax.process_count() == 1:
         return condition
     if not needed or step % ASK_EVERY:
@@ -580,7 +586,7 @@ def anywhere(condition: bool, *, needed: bool, step: int = 0) -> bool:
 
 
 def options(owners: frozenset[int]) -> ocp.options.MultiprocessingOptions:
-    """How Orbax waits for other processes: by JAX's coordination service.
+    """Returns how Orbax waits for other processes: by JAX's coordination service.
 
     Its default are collectives on the devices, which must not run in a thread beside those of the
     training loop.
@@ -683,7 +689,7 @@ def without_shards(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def together_is_first() -> bool:
-    """Whether this process is the one that deletes and renames."""
+    """Returns whether this process is the one that deletes and renames."""
     return jax.process_index() == 0
 
 
@@ -698,7 +704,7 @@ def steps_of_first(steps: Sequence[int]) -> tuple[int, ...]:
 
 
 def all_well(well: bool) -> bool:
-    """Whether it went well in every process; to be called by all."""
+    """Returns whether it went well in every process; to be called by all."""
     return (
         well
         if jax.process_count() == 1
@@ -707,8 +713,8 @@ def all_well(well: bool) -> bool:
 
 
 def first_decides(name: str, decide: Callable[[], T]) -> T | None:
-    """What the first process comes to; nothing in the others, or the error that the first has come
-    to; to be called by all.
+    """Returns what the first process comes to; nothing in the others, or the error that the first
+    has come to; to be called by all.
     """
     if jax.process_count() == 1:
         return decide()

@@ -439,7 +439,7 @@ def split(
 
 
 def _again(equation: Equation, labels: dict[int, frozenset[str]]) -> bool:
-    """Whether the late part makes something again that the early part has made."""
+    """Returns whether the late part makes something again that the early part has made."""
     at_hand = all(not labels[number] for number in equation.inputs)
     return equation.name in _VIEWS or (at_hand and not has_matmul(equation.eqn))
 
@@ -478,7 +478,7 @@ def _split_loop(equation: Equation, early: set[int], late: set[int], fresh: int)
 
 
 def _second_reads(inner: Split) -> set[int]:
-    """What the late part reads."""
+    """Returns what the late part reads."""
     reads = set(inner.late)
     for step in inner.second:
         reads.update(_late_operands(step) if isinstance(step, SplitLoop) else step.inputs)

@@ -138,7 +138,7 @@ class _Builder:
         self.findings.setdefault((code, message, location), finding)
 
     def trips(self, equation: Equation, first: int) -> int:
-        """How often a while loop runs; 1 with a finding where that is not known."""
+        """Returns how often a while loop runs; 1 with a finding where that is not known."""
         count = counted_trips(equation, first)
         if count is None:
             self.note(

@@ -169,7 +169,7 @@ def layout_of(eqn: Eqn) -> OwnLayout | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """What a user's function is traced under.
+    """The mesh and the rules that a user's function is traced under.
 
     Attributes:
         mesh: the mesh in force.
@@ -232,12 +232,14 @@ def ambient_mesh() -> AbstractMesh:
 
 
 def names_axes(ambient: AbstractMesh) -> bool:
-    """Whether mesh axes or rules for them are in force around a program."""
+    """Returns whether mesh axes or rules for them are in force around a program."""
     return not ambient.empty or bool(nn.get_logical_axis_rules())
 
 
 def _settings(ambient: AbstractMesh, function: Function) -> Iterator[_Setting]:
-    """What to trace a program under, in order; names that it uses beside these are added."""
+    """Returns what to trace a program under, in order; names that it uses beside these are
+    added.
+    """
     named = [
         _planning_mesh(INNER_AXES, (kind,) * len(INNER_AXES), {})
         for kind in (AxisType.Auto, AxisType.Explicit)
@@ -275,7 +277,7 @@ def _meshes(function: Function) -> list[AbstractMesh]:
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """What a function or an object refers to."""
+    """Returns what a function or an object refers to."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif inspect.ismethod(value):
@@ -330,8 +332,8 @@ def freed(function: Function, ambient: AbstractMesh) -> Function:
 
 
 def brings_layouts(jaxpr: Jaxpr) -> bool:
-    """Whether a program that was traced as it is asks for layouts, or has them in the types of its
-    constants.
+    """Returns whether a program that was traced as it is asks for layouts, or has them in the types
+    of its constants.
     """
     body, constants = open_jaxpr(jaxpr)
     return any(map(has_layout, constants)) or any(
@@ -348,13 +350,15 @@ def brings_layouts(jaxpr: Jaxpr) -> bool:
 
 
 def has_layout(value: Any) -> bool:
-    """Whether an array, or an abstract one, has a layout over Explicit mesh axes in its type."""
+    """Returns whether an array, or an abstract one, has a layout over Explicit mesh axes in its
+    type.
+    """
     sharding = getattr(getattr(value, "aval", value), "sharding", None)
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _layouts(eqn: Eqn) -> list[Any]:
-    """What stands where an equation has layouts."""
+    """Returns what stands where an equation has layouts."""
     params = eqn.params
     several = ("in_shardings", "out_shardings", "devices")
     return [
@@ -435,7 +439,7 @@ class _Manual:
         return {axis: mesh.shape[axis] for mesh, axes, _ in self.maps for axis in axes}
 
     def called(self, function: Callable[[], Any]) -> Any:
-        """What a function gives that traces as if it stood inside of them."""
+        """Returns what a function gives that traces as if it stood inside of them."""
         results: list[Any] = []
 
         def traced() -> None:
@@ -638,7 +642,7 @@ class _Free:
         return checkpoint_name(value, name)
 
     def shard_map(self, eqn: Eqn, operands: list[Value], manual: _Manual) -> Sequence[Value]:
-        """What a `shard_map` computes for all shards together."""
+        """Returns what a `shard_map` computes for all shards together."""
         params, mesh = eqn.params, eqn.params["mesh"]
         axes = frozenset(params["newly_manual_axes"])
         sizes = {axis: mesh.shape[axis] for axis in axes}

@@ -256,7 +256,7 @@ class _Numbering:
 
 
 def _over_dims(eqn: Eqn) -> bool:
-    """Whether a reduction is over no named axis."""
+    """Returns whether a reduction is over no named axis."""
     return not any(isinstance(axis, str) for axis in eqn.params["axes"])
 
 
@@ -323,7 +323,7 @@ def subjaxprs(eqn: Eqn) -> list[Jaxpr]:
 
 
 def has_matmul(eqn: Eqn) -> bool:
-    """Whether an equation, or anything it calls, multiplies matrices or convolves."""
+    """Returns whether an equation, or anything it calls, multiplies matrices or convolves."""
     if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return True
     return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
@@ -440,7 +440,7 @@ MOST = 8
 
 
 def is_element_lookup(equation: Equation) -> bool:
-    """Whether a gather takes single elements along the last dim, a few in each row."""
+    """Returns whether a gather takes single elements along the last dim, a few in each row."""
     if equation.name != "gather":
         return False
     numbers, operand = equation.params["dimension_numbers"], equation.eqn.invars[0].aval
@@ -640,8 +640,8 @@ def _consistent(tokens: Tokens, start: int, period: int, count: int) -> tuple[in
 
 
 def _agrees(opening: Sequence[Source], later: Sequence[Source]) -> bool:
-    """Whether the first repetition fits a later one: what that takes from its predecessor, the
-    first takes from outside.
+    """Returns whether the first repetition fits a later one: what that takes from its predecessor,
+    the first takes from outside.
     """
     return all(
         a == b or (a[0] == "outside" and b[0] == "previous")
@@ -650,7 +650,7 @@ def _agrees(opening: Sequence[Source], later: Sequence[Source]) -> bool:
 
 
 def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]:
-    """Where the operands of the repetition at `start` come from, in a run that begins at
+    """Returns where the operands of the repetition at `start` come from, in a run that begins at
     `begin`.
     """
     wiring: list[Source] = []

@@ -296,7 +296,7 @@ _RECOMPUTES: ContextVar[bool] = ContextVar("shardlib_recomputes", default=False)
 
 
 def recomputes() -> bool:
-    """Whether what is traced now is rematerialised for its backward pass."""
+    """Returns whether what is traced now is rematerialised for its backward pass."""
     return _RECOMPUTES.get()
 
 
@@ -429,8 +429,8 @@ def _offloading(remat: str) -> Callable[..., Any]:
 
 
 def _saved_whole(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
-    """Whether a layer that makes nothing again saves what an operation makes: not what it read from
-    a stack, and not a value before it is pinned to a layout (see `partly.keeping`).
+    """Returns whether a layer that makes nothing again saves what an operation makes: not what it
+    read from a stack, and not a value before it is pinned to a layout (see `partly.keeping`).
     """
     return primitive.name != "sharding_constraint" and bool(_ANYTHING(primitive, *avals, **params))
 
@@ -589,7 +589,7 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """What is done to the values on the way.
+    """Callbacks on the values of a program that is re-evaluated.
 
     Attributes:
         place: called on every value that an op of the graph makes; None leaves all values alone.

@@ -40,8 +40,8 @@ Origin = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the rows of a value are: the element at flat position f over the dims start..stop looks
-    at row (f // inner) % rows.
+    """Position of the rows of a value: the element at flat position f over the dims start..stop
+    looks at row (f // inner) % rows.
 
     Attributes:
         start, stop: the dims.
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """What a value has of any of its operands.
+    """Properties that a value inherits from any operand.
 
     Attributes:
         learned: whether it depends on parameters.
@@ -85,7 +85,7 @@ _DESCENT = frozenset(name.name for name in fields(Descent))
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """What mixes rows, for messages.
+    """The operation that mixes rows, for messages.
 
     Attributes:
         why: a clause.
@@ -107,7 +107,7 @@ Trait: TypeAlias = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is known of a value.
+    """Dependence of a value on the rows of the batch.
 
     Attributes:
         family: see the module.
@@ -142,13 +142,13 @@ class Kind:
 
     @property
     def rows(self) -> Place:
-        """Where the rows are, of a "row"."""
+        """Returns where the rows are, of a "row"."""
         assert self.place is not None
         return self.place
 
     @property
     def beforehand(self) -> bool:
-        """Whether the value for the whole batch differs from that for a part of it, and can be had
+        """True if the value for the whole batch differs from that for a part of it, and can be had
         before anything is learned from.
         """
         return not self.descent.learned and (
@@ -191,7 +191,7 @@ def mixed(why: str, location: str) -> Kind:
 
 
 def data(*, tag: Tag = None, cause: Cause | None = None) -> Kind:
-    """What the whole batch says beforehand.
+    """Returns what the whole batch says beforehand.
 
     Args:
         cause: what mixes its rows; None where no operation does.
@@ -218,7 +218,7 @@ def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Frac
 
 
 def common(kinds: list[Kind]) -> dict[str, Trait]:
-    """What a result has of any of its operands."""
+    """Returns what a result has of any of its operands."""
     return {
         "learned": any(kind.descent.learned for kind in kinds),
         "weighted": any(kind.descent.weighted for kind in kinds),
@@ -290,7 +290,7 @@ class Step:
 
     @property
     def cuts(self) -> bool:
-        """Whether it is a conversion that changes values by more than a rounding: numbers to
+        """True if it is a conversion that changes values by more than a rounding: numbers to
         integers or truth values, integers to smaller ones.
         """
         if self.name != "convert_element_type":
@@ -383,7 +383,9 @@ class NotLinear(Exception):
 
 
 def fault(program: Program, positions: Sequence[int]) -> str:
-    """What is not linear in some inputs of a program, by position; empty where all of it is."""
+    """Returns what is not linear in some inputs of a program, by position; empty where all of it
+    is.
+    """
     try:
         results = _run(
             program,
@@ -398,7 +400,7 @@ def fault(program: Program, positions: Sequence[int]) -> str:
 
 
 def _run(program: Program, arguments: Sequence[int]) -> list[int]:
-    """What the results of a program are."""
+    """Returns what the results of a program are."""
     values = {number: _of(constant) for number, constant in program.constants.items()} | dict(
         zip(program.inputs, arguments, strict=True)
     )
@@ -449,8 +451,8 @@ def _called(equation: Equation, kinds: list[int]) -> list[int]:
 
 
 def _settled(turn: Callable[[list[int]], list[int]], carried: list[int]) -> list[int]:
-    """What a loop carries after any number of turns; a sum of what is linear and what is not is
-    neither.
+    """Returns what a loop carries after any number of turns; a sum of what is linear and what is
+    not is neither.
     """
     while True:
         after = [_joined(equals) for equals in zip(carried, turn(carried), strict=True)]
@@ -608,7 +610,7 @@ class Handed:
 
 
 def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -> Kind:
-    """What the whole batch says, as parts of it find it: a number, or one for each row."""
+    """Returns what the whole batch says, as parts of it find it: a number, or one for each row."""
     if kind.family == "row":
         return kind.with_(power=Fraction(0), weighted=True) if kind.descent.weighted else kind
     if kind.family not in ("data", "sum"):
@@ -643,7 +645,7 @@ SHAPED = frozenset({"random_bits", "random_split"})
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Where the rows are in the shape that is drawn from a key.
+    """Position of the rows in the shape that is drawn from a key.
 
     Attributes:
         dim: of that shape.
@@ -660,7 +662,7 @@ def _threefry() -> Any:
 
 
 def by_position(dtype: Any) -> bool:
-    """Whether keys of a dtype make every number from its position alone."""
+    """Returns whether keys of a dtype make every number from its position alone."""
     return dtype == _threefry() and bool(getattr(jax.config, "jax_threefry_partitionable", True))
 
 

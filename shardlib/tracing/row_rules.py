@@ -90,7 +90,7 @@ def _told_apart(rule: Any) -> Any:
 
 
 def _fault(walk: Walk, step: Step, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
-    """What is wrong with the derivative; empty where nothing is."""
+    """Returns what is wrong with the derivative; empty where nothing is."""
     moving = [
         index
         for index, variable in enumerate(step.one.eqn.invars)
@@ -149,7 +149,7 @@ def _fault(walk: Walk, step: Step, kinds: list[Kind], kinds_inside: list[Kind]) 
 
 
 def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: bool) -> bool:
-    """Whether an operand may have such a gradient."""
+    """Returns whether an operand may have such a gradient."""
     if gradient.family == "free":
         return gradient.zero or operand.family == "free"
     if operand.family == "row":
@@ -369,8 +369,8 @@ def declared(
 
 
 def _no_sums(kinds: list[Kind]) -> str:
-    """What is known to be wrong with a total and a weight, of which the user says that they are
-    sums over rows; empty where nothing is.
+    """Returns what is known to be wrong with a total and a weight, of which the user says that they
+    are sums over rows; empty where nothing is.
     """
     for name, kind in zip(("total", "weight"), kinds, strict=True):
         if kind.cause is not None and kind.cause.why == NOT_LINEAR:
@@ -572,7 +572,7 @@ def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
 
 
 def _entering(kind: Kind, *, over: bool) -> Kind:
-    """What is carried into the first turn."""
+    """Returns what is carried into the first turn."""
     kind = replace(kind, value=None, tag=None)
     if over and kind.family == "sum":
         return kind.with_(running=True)
@@ -582,8 +582,8 @@ def _entering(kind: Kind, *, over: bool) -> Kind:
 
 
 def _loops_by_position(step: Step, kind: Kind) -> Kind:
-    """What a loop over rows carries and changes, without looking at them: another value for each
-    row by its position.
+    """Returns what a loop over rows carries and changes, without looking at them: another value for
+    each row by its position.
     """
     if kind.family == "free" and not kind.descent.learned:
         return step.mixed("a loop over rows carries what changes from row to row", [kind])
@@ -591,7 +591,7 @@ def _loops_by_position(step: Step, kind: Kind) -> Kind:
 
 
 def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
-    """What is carried into the next turn."""
+    """Returns what is carried into the next turn."""
     if over and result.family == "sum" and not result.running:
         return step.mixed("a loop over rows carries what is no sum over them", [result])
     joined = meet(step, before, result)
@@ -806,8 +806,9 @@ def reshape(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def regrouped_alike(place: Place, step: Step) -> Place | None:
-    """Where rows are after a reshape, for both numbers of rows; None where they are elsewhere, or
-    nowhere. Of a single row any dim of size 1 could be the one: there the other trace says which.
+    """Returns where rows are after a reshape, for both numbers of rows; None where they are
+    elsewhere, or nowhere. Of a single row any dim of size 1 could be the one: there the other trace
+    says which.
     """
     places = [
         regrouped(place, step.operands[0][trace], step.results[0][trace], size)
@@ -832,7 +833,7 @@ def regrouped_alike(place: Place, step: Step) -> Place | None:
 
 
 def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | None:
-    """Where rows are after a reshape.
+    """Returns where rows are after a reshape.
 
     Returns:
         None where no dims of the result hold exactly the rows.
@@ -997,7 +998,9 @@ LOOKUPS: frozenset[str] = frozenset(
 
 
 def positional(kind: Kind) -> bool:
-    """Whether a value holds positions in the batch, which in a part of it are other numbers."""
+    """Returns whether a value holds positions in the batch, which in a part of it are other
+    numbers.
+    """
     return kind.tag is not None and "positions" in (
         kind.tag if isinstance(kind.tag, tuple) else (kind.tag,)
     )
@@ -1074,7 +1077,9 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _alongside(step: Step, index: Kind) -> bool:
-    """Whether an array that is alike for all rows has none, or one for each of the index."""
+    """Returns whether an array that is alike for all rows has none, or one for each of the
+    index.
+    """
     numbers = step.params["dimension_numbers"]
     along = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
@@ -1128,7 +1133,7 @@ def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, o
 
 
 def _indexing_by_position(step: Step, index: Kind, mapped: list[int], rows: Place) -> bool:
-    """Whether a row looks itself up."""
+    """Returns whether a row looks itself up."""
     component = mapped.index(rows.start) if rows.start in mapped else -1
     tags = index.tag if isinstance(index.tag, tuple) else (index.tag,)
     return (
@@ -1188,7 +1193,7 @@ def scatter(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _in_rows(step: Step, kinds: list[Kind]) -> bool:
-    """Whether the target has rows, in a scan over them."""
+    """Returns whether the target has rows, in a scan over them."""
     return kinds[0].family == "row" and bool(kinds[0].rows.dims)
 
 
@@ -1690,7 +1695,7 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
 
 
 def _along_others(step: Step) -> bool:
-    """Whether an operation works along one dim, and that is none of the batch."""
+    """Returns whether an operation works along one dim, and that is none of the batch."""
     axis = step.params.get("axis", step.params.get("dimension"))
     return step.name in _ALONG and axis not in step.batch_dims(0)
 

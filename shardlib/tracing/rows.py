@@ -299,7 +299,7 @@ class Analysis:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What the inputs of a loss are.
+    """Kinds of the inputs of a loss.
 
     Attributes:
         parameters, states: how many of the first inputs are parameters, and how many after these
@@ -326,7 +326,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proof:
-    """What is known of a loss that was traced for two numbers of rows.
+    """Dependence on rows of a loss that was traced for two numbers of rows.
 
     Attributes:
         rows: how its results depend on the rows.
@@ -343,7 +343,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What the results of a loss are called: the loss, then metrics, then model state."""
+    """Names of the results of a loss: the loss, then metrics, then model state."""
 
     metrics: tuple[str, ...]
     states: tuple[str, ...]
@@ -389,8 +389,8 @@ def prove_parts(
     rows: int,
     parts: int,
 ) -> Rows:
-    """How the results depend on the rows, by the trace for one of so many parts of the batch;
-    arguments as those of `prove`.
+    """Returns how the results depend on the rows, by the trace for one of so many parts of the
+    batch; arguments as those of `prove`.
     """
     number = rows // parts
     try:
@@ -420,7 +420,7 @@ def compare(
     names: Names,
     sizes: tuple[int, int],
 ) -> Proof:
-    """What two traces say."""
+    """Returns what two traces say."""
     first_program, two = flatten(first), flatten(second)
     if len(first_program.inputs) != len(two.inputs) or len(first_program.outputs) != len(
         two.outputs
@@ -459,7 +459,7 @@ def compare(
 
 
 def dependence(kind: Kind) -> Dependence:
-    """How a result of a kind depends on the rows."""
+    """Returns how a result of a kind depends on the rows."""
     notes, cause = tuple(sorted(kind.descent.notes)), kind.cause
     if kind.family == "mixed":
         assert cause is not None
@@ -506,8 +506,8 @@ def _by_row(kind: Kind, aval: Aval, rows: int) -> Dependence | None:
 
 
 def _of_state(kind: Kind) -> Dependence:
-    """How an array of the model's state depends on the rows, that is not what it was. Every part
-    of the batch begins with the state before the step, and so makes the same of it.
+    """Returns how an array of the model's state depends on the rows, that is not what it was. Every
+    part of the batch begins with the state before the step, and so makes the same of it.
     """
     if kind.family == "free" and kind.power == 0 and not kind.descent.learned:
         return Dependence(kind="constant")

@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Description:
-    """What the graph keeps of an equation: how its dims hang together, its category, its
+    """The part of an equation that the graph keeps: its factor rule, its category, its
     floating-point operations.
     """
 
@@ -382,8 +382,8 @@ _VECTORS = frozenset({"lu_pivots_to_permutation", "tridiagonal_solve"})
 
 
 def whole_dims(name: str, params: Mapping[str, Any]) -> int:
-    """How many of the last dims of the first operand of a primitive are worked on as a whole; those
-    before are a stack.
+    """Returns how many of the last dims of the first operand of a primitive are worked on as a
+    whole; those before are a stack.
     """
     return len(params["fft_lengths"]) if name == "fft" else 1 if name in _VECTORS else 2
 

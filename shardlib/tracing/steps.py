@@ -152,7 +152,7 @@ class FoundLoss:
         return value, form.results.unflatten(aux)
 
     def _ratio(self, shapes: Sequence[tuple[int, ...]]) -> Fraction:
-        """How many times as many rows arrays have as those that were traced."""
+        """Returns how many times as many rows arrays have as those that were traced."""
         return next(
             Fraction(new, old)
             for aval, shape in zip(self.form.shapes, shapes, strict=True)
@@ -412,7 +412,7 @@ _SUMS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class StateRoles:
-    """What the arrays of a state are, as numbers of the graph's inputs.
+    """Roles of the arrays of a state, as numbers of the graph's inputs.
 
     Attributes:
         weights: that the step computes with.
@@ -426,7 +426,7 @@ class StateRoles:
 
 
 def state_roles(graph: Graph, count: int, batch: frozenset[tuple[int, int]]) -> StateRoles:
-    """What each array of the state is."""
+    """Returns what each array of the state is."""
     state = graph.inputs[:count]
     used = _used(graph, state, batch)
     floats = [
@@ -602,7 +602,7 @@ class _Total:
         return None if equation.call is None else self.losses.get(equation.call.path)
 
     def _around(self, equation: Equation) -> bool:
-        """Whether a loss stands inside of a loop, a branch or the like."""
+        """Returns whether a loss stands inside of a loop, a branch or the like."""
         return any(path.startswith(f"{equation.path}/") for path in self.losses)
 
     def _needed(self, program: Program, targets: frozenset[int]) -> set[int]:
@@ -774,7 +774,7 @@ def unmarked_gradients(
 
 
 def _marked(equation: Equation, calls: set[str]) -> bool:
-    """Whether an equation is one of a marked loss, or has one inside."""
+    """Returns whether an equation is one of a marked loss, or has one inside."""
     inside = equation.call is not None and equation.call.path in calls
     return inside or any(path.startswith(f"{equation.path}/") for path in calls)
 
@@ -981,7 +981,7 @@ def _again(step: Step, shapes: tuple[Tree, Tree], described: Sequence[Described]
 
 
 def _is_pair(state: Tree, out: Any, name: str) -> bool:
-    """Whether a step returns (new state, metrics), and not the new state alone."""
+    """Returns whether a step returns (new state, metrics), and not the new state alone."""
     if isinstance(out, tuple) and len(out) == 2 and not same_form(state, out):
         return True
     if type(out) is not type(state):
@@ -993,7 +993,9 @@ def _is_pair(state: Tree, out: Any, name: str) -> bool:
 
 
 def same_form(first: Tree, second: Tree) -> bool:
-    """Whether two trees have the same form, shapes and dtypes; functions may be made anew."""
+    """Returns whether two trees have the same form, shapes and dtypes; functions may be made
+    anew.
+    """
     same = not static_difference(jax.tree.structure(first), jax.tree.structure(second))
     return same and all(
         (a.shape, a.dtype) == (b.shape, b.dtype)

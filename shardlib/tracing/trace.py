@@ -178,7 +178,9 @@ def _by_convention(batch: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAx
 
 
 def _which_rows(batch: Tree, leaves: list[Any]) -> str:
-    """How to say which arrays of a batch have rows: as many as most arrays have, for example."""
+    """Returns how to say which arrays of a batch have rows: as many as most arrays have, for
+    example.
+    """
     sizes = Counter(leaf.shape[0] for leaf in leaves if leaf.shape and not _is_raw_key(leaf))
     common_size = sizes.most_common(1)[0][0] if sizes else 0
     names = [
@@ -210,13 +212,13 @@ def _spelled(axes: Tree) -> str:
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """Whether an array may be the integers of one random key."""
+    """Returns whether an array may be the integers of one random key."""
     return leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether an array holds typed random keys: as many of them as there are rows are one for each,
-    others belong to the whole batch.
+    """Returns whether an array holds typed random keys: as many of them as there are rows are one
+    for each, others belong to the whole batch.
     """
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -368,7 +370,7 @@ def _state_bytes(
 
 
 def trainable(leaf: Leaf) -> bool:
-    """Whether a leaf could have a gradient."""
+    """Returns whether a leaf could have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -505,8 +507,8 @@ def proven_rows(
     described: Sequence[Described],
     rows: str,
 ) -> Callable[[int], Rows]:
-    """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of
-    one of them, and for 1, by that of another batch.
+    """Returns how the loss depends on the rows of the batch: for a number of microbatches, by the
+    trace of one of them, and for 1, by that of another batch.
     """
     if rows not in ("prove", "mean"):
         raise ArgumentError(
@@ -561,7 +563,7 @@ def rows_of(described: Sequence[Described]) -> tuple[tuple[int | None, ...], tup
 
 
 def result_names(out_shape: Tree) -> Names:
-    """What the results of a loss are called, for (loss, (metrics, state))."""
+    """Returns what the results of a loss are called, for (loss, (metrics, state))."""
     _, (metrics, state) = out_shape
     return Names(
         metrics=tuple(path for path, _ in named(metrics, "")),
@@ -772,7 +774,7 @@ def _trace_loss(
 
 
 def _attention_calls(closed: core.ClosedJaxpr) -> AttentionCalls:
-    """What the calls of attention ask of kernels."""
+    """Returns what the calls of attention ask of kernels."""
     calls = [
         Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)
     ]

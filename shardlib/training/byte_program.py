@@ -41,7 +41,7 @@ def byte_model(config: TrainConfig) -> TransformerConfig:
 
 
 def _machine(config: TrainConfig, console: Console) -> str:
-    """What to plan for: the topology, or as much of it as is there."""
+    """Returns what to plan for: the topology, or as much of it as is there."""
     name = config.topology or f"cpu:{cpu_devices_of_job()}"
     wanted = parse_topology(name)
     if wanted.name.startswith("cpu:"):

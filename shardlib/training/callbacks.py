@@ -34,7 +34,7 @@ EVENTS = ("begin", "step", "validation", "end")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Asks:
-    """What a callback may ask of a run.
+    """Requests that a callback may make of a run.
 
     Attributes:
         stop: reason; the run ends after this step, in order.
@@ -111,7 +111,7 @@ class Remembers(Protocol):
     """
 
     def memory(self) -> JsonMapping:
-        """What it knows, as plain data."""
+        """The state of the callback, as plain data."""
         ...
 
     def remember(self, memory: JsonMapping, /) -> None:
@@ -215,7 +215,9 @@ class Watched:
         self.metric, self.mode, self.delta, self.best = metric, mode, delta, math.nan
 
     def seen(self, numbers: Mapping[str, float]) -> bool | None:
-        """Whether the metric is better than ever; None where it is not among the numbers."""
+        """Returns whether the metric is better than ever; None where it is not among the
+        numbers.
+        """
         if self.metric not in numbers:
             return None
         value = numbers[self.metric]

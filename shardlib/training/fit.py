@@ -332,7 +332,7 @@ def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: 
 
 
 def _kept(config: TrainConfig) -> str:
-    """Where the run is kept, and how."""
+    """Returns where the run is kept, and how."""
     if config.run is None:
         return (
             "nothing of this run is kept; with --run FOLDER, a checkpoint every"
@@ -346,7 +346,7 @@ def _kept(config: TrainConfig) -> str:
 
 
 def _identity(config: TrainConfig, model: TransformerConfig) -> JsonObject:
-    """What is trained, in words, with what a model card says in place of its path."""
+    """Returns what is trained, in words, with what a model card says in place of its path."""
     fields = {name: value for name, value in asdict(model).items() if name != "name"}
     return {"model": json.loads(json.dumps(fields, default=str)), **config.identity}
 

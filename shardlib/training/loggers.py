@@ -40,7 +40,9 @@ class LoggedRun:
     words: JsonMapping = field(default_factory=dict)
 
     def place(self, name: str) -> Path:
-        """Where a logger keeps its files: a folder of the run, or else of the working directory."""
+        """Returns where a logger keeps its files: a folder of the run, or else of the working
+        directory.
+        """
         return (self.folder or Path()) / name
 
     def kept(self, name: str, make: Callable[[], str]) -> str:
@@ -63,7 +65,7 @@ class Logger(Protocol):
     """A place where numbers go. It is opened in the first process alone."""
 
     def open(self, run: LoggedRun, /) -> Sink | None:
-        """What takes records; None where the run gives it no place."""
+        """Returns what takes records; None where the run gives it no place."""
         ...
 
 

@@ -117,7 +117,7 @@ class _Sample:
 
 
 class Busy:
-    """What others use of the processors from now on."""
+    """Processor time that others use from now on."""
 
     def __init__(self, *, alone: bool = True) -> None:
         """Args: alone: whether this is the only process of its job here; of several, each would
@@ -141,7 +141,7 @@ class Busy:
 
 
 def in_words(share: float | None) -> str:
-    """Why times are not compared with a prediction; empty where the machine was quiet.
+    """Returns why times are not compared with a prediction; empty where the machine was quiet.
 
     >>> in_words(0.43), in_words(0.02)
     ('other programs used 43% of the processors', '')
@@ -186,7 +186,7 @@ FLOOR = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """When a loss is bad, and what then.
+    """The conditions of a bad loss, and the response.
 
     Attributes:
         window: losses that the next one is compared with; a spike is not looked for before there
@@ -264,7 +264,7 @@ VALIDATION = "validation"
 
 
 class Sink(Protocol):
-    """Where metrics go."""
+    """A receiver of metrics."""
 
     def write(self, record: JsonMapping) -> None:
         """Takes one record: "step" and numbers, or an "event" with "step" and whatever belongs to
@@ -333,7 +333,7 @@ class EventFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What a file of metrics holds.
+    """Contents of a file of metrics.
 
     Attributes:
         records: in the order they were written; those of steps have a number as "loss".
@@ -369,7 +369,7 @@ def read_lines(path: Path) -> Records:
 
 
 def _record(line: str) -> JsonObject | None:
-    """What a line says; None where it says nothing that a reader could count on."""
+    """Returns what a line says; None where it says nothing that a reader could count on."""
     try:
         record = json.loads(line)
         step = record["step"]
@@ -439,7 +439,7 @@ def _opened_own(path: str, flags: int) -> int:
 
 
 def _torn(path: Path) -> bool:
-    """Whether the last line of a file has no end."""
+    """Returns whether the last line of a file has no end."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

@@ -48,7 +48,7 @@ PACKAGES = ("jax", "flax", "optax")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What another process of the run meant otherwise.
+    """A setting on which another process of the run differs.
 
     Attributes:
         name: what it is called where it is allowed: "loss".
@@ -60,7 +60,7 @@ class Difference:
 
 
 def unknown_names(allow: Sequence[str], identity: JsonMapping) -> list[str]:
-    """What is wrong with the names of what may be another; nothing where nothing is."""
+    """Returns what is wrong with the names of what may be another; nothing where nothing is."""
     words = dict.fromkeys((*NAMES, *identity, UNKNOWN))
     unknown = sorted({*allow} - {*words})
     if not unknown:
@@ -79,7 +79,7 @@ def differences(
     before: JsonMapping,
     now: JsonMapping,
 ) -> list[Difference]:
-    """What of a run is not as it was traced before."""
+    """Returns what of a run is not as it was traced before."""
     others = [
         f"{name} {before.get(name, 'of an unknown version')} -> {version}"
         for name, version in now.items()
@@ -135,7 +135,7 @@ def _short(value: Mapping[str, Any]) -> str:
 
 
 def _operations(old: Any, new: Any) -> str:
-    """Which operations there are more or less of."""
+    """Returns which operations there are more or less of."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return ""
     counts = {
@@ -157,7 +157,7 @@ def _count(value: Any) -> int:
 
 
 def _numbers(old: Any, new: Any) -> str:
-    """Which numbers are others, where there are as many."""
+    """Returns which numbers are others, where there are as many."""
     if not isinstance(old, list) or not isinstance(new, list) or len(old) != len(new):
         return ""
     changed = [
@@ -254,8 +254,8 @@ def _undescribed(path: Path, why: str) -> RunError:
 def unknown_checkpoints(
     manifest: Path, saved: Sequence[int], allow: Sequence[str]
 ) -> tuple[Difference, ...]:
-    """What there is to say of checkpoints that stand in a folder without `run.json`; nothing
-    where there are none.
+    """Returns what there is to say of checkpoints that stand in a folder without `run.json`;
+    nothing where there are none.
     """
     if not saved:
         return ()
@@ -317,7 +317,7 @@ def allowed_differences(
 
 
 def _wrong(data: Any) -> str:
-    """What is wrong with the plain data of a description; nothing where it is one."""
+    """Returns what is wrong with the plain data of a description; nothing where it is one."""
     if not isinstance(data, dict):
         return "it is JSON, and no object"
     missing = [name for name in ("format", "run") if name not in data]
@@ -334,7 +334,7 @@ def _wrong(data: Any) -> str:
 
 
 def _unlike(word: str, known: Any, wanted: Any) -> list[str]:
-    """How two values differ; of objects, which of their fields do."""
+    """Returns how two values differ; of objects, which of their fields do."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         return [
             text
@@ -386,7 +386,7 @@ def unwritable(path: Path, error: OSError) -> RunError:
 
 
 def _remedy(error: OSError, what: str) -> str:
-    """What helps where something cannot be written."""
+    """Returns what helps where something cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space, or another folder"
     if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP):
@@ -418,7 +418,7 @@ def _remedy(error: OSError, what: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """How a folder was found.
+    """State of a folder when it was opened.
 
     Attributes:
         known: whether the run was there already.
@@ -443,7 +443,7 @@ class RunFolder:
 
     @property
     def manifest(self) -> Path:
-        """What is trained."""
+        """Returns what is trained."""
         return self.path / "run.json"
 
     @property
@@ -485,7 +485,7 @@ class RunFolder:
         return self.path / "heartbeat" / f"rank-{rank}.json"
 
     def heartbeats(self) -> list[Heartbeat]:
-        """What the processes of the run say, by rank."""
+        """Returns what the processes of the run say, by rank."""
         found = (
             read_heartbeat(path) for path in sorted((self.path / "heartbeat").glob("rank-*.json"))
         )
@@ -544,7 +544,7 @@ class RunFolder:
             )
 
     def identity(self) -> JsonObject | None:
-        """What is trained, as it was written down; None where there is no run."""
+        """Returns what is trained, as it was written down; None where there is no run."""
         known = read_manifest(self.manifest)
         return known["run"] if known is not None else None
 
@@ -564,7 +564,7 @@ class RunFolder:
         )
 
     def require(self) -> JsonObject:
-        """What is trained."""
+        """Returns what is trained."""
         found = self.identity() if self.path.is_dir() else None
         if found is None:
             raise MissingFileError(
@@ -625,7 +625,7 @@ class RunFolder:
     def _entry(
         self, names: Iterable[str], changes: Sequence[Difference], before: JsonMapping
     ) -> JsonObject:
-        """What is written down of changes on purpose."""
+        """Returns what is written down of changes on purpose."""
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": max(self.saved(), default=0),
@@ -658,7 +658,7 @@ RECENT = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How fast the last steps were.
+    """Speed of the last steps.
 
     Attributes:
         step_seconds: median; 0 where there is no step.
@@ -879,7 +879,7 @@ def _state(told: list[JsonObject], beats: tuple[tuple[Heartbeat, float], ...], b
 
 
 def _lives(beat: Heartbeat) -> bool:
-    """Whether there is such a process; of another machine nobody knows, and its heartbeat
+    """Returns whether there is such a process; of another machine nobody knows, and its heartbeat
     counts.
     """
     if beat.age() is None:

@@ -22,8 +22,8 @@ from shardlib.untrusted.data import SEEDS, JsonMapping, JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run is kept, watched and judged; none of it changes what is computed, except after a
-    bad loss.
+    """Settings of a run: how it is kept, watched and judged; none of them changes what is computed,
+    except after a bad loss.
 
     Attributes:
         run: folder of the run; None keeps nothing.
@@ -97,7 +97,7 @@ class Settings:
 
     @property
     def kept(self) -> Keep:
-        """Which checkpoints stay: `keep`, and what a `BestCheckpoint` keeps."""
+        """Returns which checkpoints stay: `keep`, and what a `BestCheckpoint` keeps."""
         best = self._bests()
         if not best:
             return self.keep
@@ -109,7 +109,7 @@ class Settings:
         return [one for one in self.callbacks if isinstance(one, BestCheckpoint)]
 
     def _best(self) -> list[str]:
-        """What is wrong with a best checkpoint."""
+        """Returns what is wrong with a best checkpoint."""
         best = self._bests()
         if len(best) > 1 or (best and self.keep.best is not None):
             return ["there is more than one best checkpoint: `BestCheckpoint`, `Keep(best=...)`"]
@@ -127,7 +127,7 @@ SKIPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What an operator may change about a run.
+    """Settings of a run that an operator may change.
 
     Attributes:
         data: file or folder of text; None for the Python standard library.
@@ -208,7 +208,7 @@ class TrainConfig:
             raise_all(ModelError, "the training run is not usable", failures)
 
     def _of_the_run(self) -> list[str]:
-        """What is wrong with how the run is kept and watched."""
+        """Returns what is wrong with how the run is kept and watched."""
         failures: list[str] = []
         if self.hang_seconds is not None and not self.hang_seconds > 0:
             failures.append(f"hang_seconds is {self.hang_seconds!r}; it must be positive")
@@ -226,7 +226,7 @@ class TrainConfig:
 
     @property
     def settings(self) -> Settings:
-        """How the run is kept, watched and judged."""
+        """Returns how the run is kept, watched and judged."""
         return Settings(
             run=self.run,
             save_every=self.save_every,
@@ -239,8 +239,9 @@ class TrainConfig:
 
     @property
     def identity(self) -> JsonObject:
-        """What is trained, in words: what processes of one run have in common. The model and the
-        data count by what is in them (`_identity`, `TokenDataset.digest`), not by where they are.
+        """Returns what is trained, in words: what processes of one run have in common. The model
+        and the data count by what is in them (`_identity`, `TokenDataset.digest`), not by where
+        they are.
         """
         return {
             "steps": self.steps,

@@ -194,7 +194,7 @@ MODEL = ("params.", "model_state.")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Surgery:
-    """What becomes of the arrays of a state, by path; nothing is done before `state` is called.
+    """Changes to the arrays of a state, by path; nothing is done before `state` is called.
 
     Attributes:
         program: of the changed model.
@@ -241,7 +241,7 @@ class Surgery:
 def operate(
     program: Program, state: TrainState, *, resize: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Surgery:
-    """What becomes of a state under the program of a changed model."""
+    """Returns what becomes of a state under the program of a changed model."""
     before, after = named_leaves(state), named_leaves(program.state)
     kept, resized, new, failures = list[str](), list[str](), list[str](), list[str]()
     for path, leaf in after.items():
@@ -279,7 +279,7 @@ def operate(
 
 
 def _named(path: str, names: Sequence[str]) -> bool:
-    """Whether an array is one of some parameters, or a moment of one."""
+    """Returns whether an array is one of some parameters, or a moment of one."""
     return any(path.endswith(f".{name}") for name in names)
 
 

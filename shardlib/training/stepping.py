@@ -113,7 +113,7 @@ BatchOf = Callable[[int], Tree]
 
 
 def opened(data: Rows | BatchOf, *, ahead: int = 2) -> Opens:
-    """What opens streams of some data."""
+    """Returns what opens streams of some data."""
     if callable(data):
         return lambda batch, start: _Ahead(data, start, ahead)
     return lambda batch, start: Loader(data, batch, start=start, ahead=ahead)
@@ -148,14 +148,14 @@ class _Ahead:
 
 
 def is_idle(program: object) -> bool:
-    """Whether this process owns no device of a program's mesh."""
+    """Returns whether this process owns no device of a program's mesh."""
     mesh = None if jax.process_count() == 1 else getattr(program, "mesh", None)
     return isinstance(mesh, Mesh) and jax.process_index() in idle_processes(mesh.devices.flat)
 
 
 def idle_text(program: Program | StepProgram) -> str:
-    """Which processes own no device of a program's mesh, on which hosts, and the fastest plan that
-    leaves none idle; empty where all own one. To be called by all processes.
+    """Returns which processes own no device of a program's mesh, on which hosts, and the fastest
+    plan that leaves none idle; empty where all own one. To be called by all processes.
     """
     plan, mesh = program.plan, program.mesh
     idle = idle_processes(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
@@ -242,8 +242,8 @@ def named_metrics(metrics: Tree) -> dict[str, Tree]:
 
 
 def meetings(plan: Plan, step: int) -> dict[str, int]:
-    """How often islands have met, what they sent having arrived, by name; nothing where there is
-    one.
+    """Returns how often islands have met, what they sent having arrived, by name; nothing where
+    there is one.
     """
     exchange = plan.exchange
     if isinstance(exchange, Exact):
@@ -312,7 +312,7 @@ class Records:
             ) from error
 
     def _read(self, folder: RunFolder, step: int) -> None:
-        """What the folder has of the steps until now."""
+        """Returns what the folder has of the steps until now."""
         lines = read_lines(folder.metrics)
         known = {done: one for done, one in by_step(lines.records).items() if done <= step}
         self.losses = {done: record["loss"] for done, record in known.items()}
@@ -380,7 +380,7 @@ def in_order(by_step: Mapping[int, float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """What a run is to do.
+    """The task of a run.
 
     Attributes:
         programs: (steps before it, program), each of any kind (`states.programs`), the first from
@@ -418,7 +418,7 @@ class Task:
 
     @property
     def words(self) -> JsonMapping:
-        """What is trained, and under which plan, as plain data."""
+        """Returns what is trained, and under which plan, as plain data."""
         plan = self.program.plan
         return {
             **self.identity,
@@ -431,7 +431,7 @@ class Task:
         }
 
     def meant(self, trace: JsonMapping | None) -> dict[str, str]:
-        """What a process is about to do, as far as all processes must do the same.
+        """Returns what a process is about to do, as far as all processes must do the same.
 
         Args:
             trace: what is traced (`shardlib.training.identity.traced`); None where the run has
@@ -455,7 +455,7 @@ class Task:
         }
 
     def _saving(self) -> str:
-        """When checkpoints are saved, in words."""
+        """Returns when checkpoints are saved, in words."""
         settings = self.settings
         if settings.run is None:
             return "nothing"
@@ -566,7 +566,7 @@ def require_judged(task: Task) -> None:
 
 
 def has_limit(program: Program | IslandsProgram | StepProgram) -> bool:
-    """Whether a program has a guard that leaves spikes out."""
+    """Returns whether a program has a guard that leaves spikes out."""
     if isinstance(program, StepProgram):
         return False
     guard = first_of(program).state.guard
@@ -619,11 +619,11 @@ class Saving:
         self.checkpoints.prepare(self.task.program)
 
     def found(self) -> bool:
-        """Whether there is a checkpoint."""
+        """Returns whether there is a checkpoint."""
         return bool(self.checkpoints.steps())
 
     def kept(self) -> bool:
-        """Whether there is a checkpoint, once the save that is under way has ended."""
+        """Returns whether there is a checkpoint, once the save that is under way has ended."""
         self.checkpoints.wait()
         return self.found()
 
@@ -639,7 +639,7 @@ class Saving:
             return self.checkpoints.restore(self.task.program, parameters_only=True)
 
     def due(self, step: int) -> bool:
-        """Whether to save after a step; all processes agree."""
+        """Returns whether to save after a step; all processes agree."""
         if step == self.saved:
             return False
         settings = self.task.settings
@@ -702,7 +702,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Equipment:
-    """What a run keeps open.
+    """Resources that a run keeps open.
 
     Attributes:
         folder: of the run; None where nothing is kept.
@@ -846,7 +846,7 @@ class Watching:
         return self._call("step", step, numbers, state)
 
     def due(self, step: int) -> bool:
-        """Whether a validation is due after a step."""
+        """Returns whether a validation is due after a step."""
         asked = self.task.settings.validation
         return asked is not None and (step % asked.every == 0 or step == self.task.steps)
 
@@ -873,7 +873,7 @@ class Watching:
         self.display.say(f"the run ends after step {step} of {self.task.steps}: {self.reason}")
 
     def memory(self) -> JsonObject:
-        """What callbacks know, as plain data."""
+        """Returns what callbacks know, as plain data."""
         return {name: dict(one.memory()) for name, one in self._remembering().items()}
 
     def remember(self, memory: JsonMapping) -> None:
@@ -1098,7 +1098,7 @@ class Loop:
             records.skipped(one.step, numbers["skipped"])
 
     def _judged(self, step: int, loss: float, skipped: bool) -> bool:
-        """Whether the loop goes on from here; if not, it has gone back."""
+        """Returns whether the loop goes on from here; if not, it has gone back."""
         verdict = self.judge.skip() if skipped else self.judge.see(loss)
         if verdict in ("go", "warn"):
             if verdict == "warn":

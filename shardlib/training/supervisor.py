@@ -62,7 +62,7 @@ SEARCH_EVERY = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How long a run is helped.
+    """Limits of restarts of a run.
 
     Attributes:
         restarts: starts in a row that save nothing new, after the first.
@@ -235,7 +235,9 @@ class _Sign:
         )
 
     def missing(self, seconds: float) -> bool:
-        """Whether there is none for so long; before the first one, for ten times as long."""
+        """Returns whether there is none for so long; before the first one, for ten times as
+        long.
+        """
         beat = self._read()
         silent = self._observer.silent(self._pid, beat)
         if beat is None:
@@ -267,7 +269,7 @@ def _copy(source: IO[str], lines: deque[str]) -> None:
 
 
 def why(code: int, lines: Sequence[str]) -> str:
-    """Why a process ended, in words."""
+    """Returns why a process ended, in words."""
     if code == HUNG:
         return "hung, and ended itself"
     if any("RESOURCE_EXHAUSTED" in line for line in lines):

@@ -176,7 +176,7 @@ def with_parts(loss: UserLoss) -> UserLoss:
 
 
 def is_metric(value: object) -> bool:
-    """Whether a metric knows itself how it is put together, as those of `clu` do."""
+    """Returns whether a metric knows itself how it is put together, as those of `clu` do."""
     return callable(getattr(value, "merge", None)) and callable(getattr(value, "compute", None))
 
 
@@ -288,7 +288,7 @@ _Rows = tuple[Tree, tuple[int | None, ...], int]
 
 
 class Evaluates(Protocol):
-    """What evaluates a loss on a batch of any number of rows."""
+    """Anything that evaluates a loss on a batch of any number of rows."""
 
     def evaluate(self, state: Tree, batch: Tree) -> Mapping[str, Tree]:
         """Metrics of a batch by name, "loss" among them."""
@@ -344,7 +344,7 @@ class Validator:
 
 
 def validator(asked: Validation, program: AnyProgram) -> Validator:
-    """What validates states of a program."""
+    """Returns what validates states of a program."""
     if asked.average and not isinstance(program, Program):
         raise ModelError(
             "the average of parameters is validated of programs of shardlib.compile alone\nTry:"

@@ -116,7 +116,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a program communicates and how long its compiler thinks it computes.
+    """The communication of a program, and the computing time that its compiler estimates.
 
     Attributes:
         found: every collective instruction with its executions.
@@ -514,7 +514,7 @@ class Module:
 
     @property
     def aliased(self) -> int:
-        """How many results of the program take the place of an argument."""
+        """Returns how many results of the program take the place of an argument."""
         start = self.header.find("input_output_alias=")
         return (
             len(
@@ -689,8 +689,8 @@ def result_shape(instruction: Instruction) -> str:
 
 
 def continued(instruction: Instruction, body: Computation) -> bool:
-    """Whether this is a later piece of a collective that TPU fusions carry along: only the piece
-    that starts it counts.
+    """Returns whether this is a later piece of a collective that TPU fusions carry along: only the
+    piece that starts it counts.
 
     The pieces share a `chain_id`; the first feeds a custom call AsyncCollectiveStart, the last one
     AsyncCollectiveDone.
@@ -760,7 +760,7 @@ def _bound(condition: Computation, module: Module) -> tuple[int, int | None] | N
 
 
 def _outside(inner: Instruction | None, operands: list[Instruction | None]) -> Instruction | None:
-    """What a value inside a fusion is outside of it, when it is a parameter."""
+    """Returns what a value inside a fusion is outside of it, when it is a parameter."""
     if (
         inner is not None
         and inner.opcode == "parameter"
@@ -793,7 +793,7 @@ def _start(loop: Instruction, around: Computation, module: Module, index: int) -
 
 
 def _source(value: Instruction | None, around: Computation) -> Instruction | None:
-    """What a value is a copy of."""
+    """Returns what a value is a copy of."""
     while value is not None and value.opcode in _PASSED and value.operands:
         value = around.by_name.get(value.operands[0])
     return value
@@ -924,7 +924,7 @@ class Turn(_Kept):
     before: Turn | None = None
 
     def parameter(self, number: int, index: int | None) -> Numbers:
-        """What the loop begins with, or what the turn before handed on."""
+        """Returns what the loop begins with, or what the turn before handed on."""
         if self.before is None:
             return value(self.module, self.loop.operands[0], self.outside, index)
         root = self.computation.root
@@ -941,14 +941,14 @@ class AnyTurn(_Kept):
     outside: Scope
 
     def parameter(self, number: int, index: int | None) -> Numbers:
-        """What the loop begins with, where every turn hands it on as it is."""
+        """Returns what the loop begins with, where every turn hands it on as it is."""
         if index is None or not _handed_on(self.computation, index):
             raise UnknownError
         return value(self.module, self.loop.operands[0], self.outside, index)
 
 
 def _handed_on(body: Computation, index: int) -> bool:
-    """Whether a loop hands on an element of what it carries as it is."""
+    """Returns whether a loop hands on an element of what it carries as it is."""
     root = body.root
     if root is None or root.opcode != "tuple" or index >= len(root.operands):
         return False
@@ -1086,7 +1086,7 @@ def turns(
 def taken(
     conditional: Instruction, scopes: Sequence[Scope], module: Module
 ) -> tuple[int, ...] | None:
-    """How often each branch of a conditional is taken; None where the text does not say."""
+    """Returns how often each branch of a conditional is taken; None where the text does not say."""
     branches, counts = conditional.branches, [0] * len(conditional.branches)
     if not scopes or not branches or not conditional.operands:
         return None

@@ -98,8 +98,8 @@ def verify_islands(
 def abstract_meetings(
     exchange: Several, program: Program
 ) -> tuple[Meeting | GradientExchange | IslandCall, ...]:
-    """What islands run beside steps, whose devices need not be here: of compressed gradients the
-    exchange of most steps; with a delay what each island runs alone, as copies cross.
+    """Returns what islands run beside steps, whose devices need not be here: of compressed
+    gradients the exchange of most steps; with a delay what each island runs alone, as copies cross.
     """
     mesh = abstract_mesh_of_all(program.mesh, exchange.islands)
     if isinstance(exchange, Compressed):
@@ -112,7 +112,7 @@ def abstract_meetings(
 def _compiled(
     compiled: Compiled, traffic: Traffic, compile_target: Target, mesh: MeshShape, machine: Topology
 ) -> CompiledStep:
-    """What the compiler made of a meeting."""
+    """Returns what the compiler made of a meeting."""
     return CompiledStep(
         device_bytes=compiled.memory,
         collectives=timed(traffic, mesh, machine),
@@ -141,7 +141,7 @@ def _together(met: Sequence[CompiledStep]) -> CompiledStep:
 
 @diagnostic
 def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator[Finding]:
-    """What crosses between islands, and was not planned, or is wider than promised."""
+    """Returns what crosses between islands, and was not planned, or is wider than promised."""
     crossing = [
         collective for collective in found if ISLAND.name in collective.axes or not collective.axes
     ]

@@ -467,7 +467,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a compilation may take.
+    """Limits of a compilation.
 
     Attributes:
         seconds: wall time.
@@ -481,7 +481,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What a compiler made.
+    """The result of a compilation.
 
     Attributes:
         text: the optimised program.
@@ -502,7 +502,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why there is no compiled program.
+    """The reason why there is no compiled program.
 
     Attributes:
         kind: "out-of-memory" (of the device), "compile-error", "compiler-abort", "compile-timeout"
@@ -654,7 +654,7 @@ def _outcome(result: dict[str, Any], folder: Path, seconds: float, log: str) -> 
 
 
 def failed(failure: Failure, plan: Plan) -> Finding:
-    """Why there is no compiled step."""
+    """Returns why there is no compiled step."""
     if failure.kind == "out-of-memory":
         parts = sorted(
             dataclasses.asdict(plan.estimate.device_bytes).items(), key=lambda part: -part[1]
@@ -689,8 +689,8 @@ _NEEDED = (
 
 
 def out_of_memory_text(message: str) -> str:
-    """What a compiler says about memory that does not suffice, in one line: the sums, then the
-    largest buffers where it names them.
+    """Returns what a compiler says about memory that does not suffice, in one line: the sums, then
+    the largest buffers where it names them.
     """
     sums = next((match for form in _NEEDED if (match := form.search(message))), None)
     what = f" for {sums['what']}" if sums and sums.re.groups == 3 else ""

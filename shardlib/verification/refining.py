@@ -48,7 +48,9 @@ def search_counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int
 
 @diagnostic
 def refine_findings(record: Refined, chosen: int) -> list[Finding]:
-    """What refinement changed: another plan than predicted, plans that were cut, the bound."""
+    """Returns what refinement changed: another plan than predicted, plans that were cut, the
+    bound.
+    """
     findings: list[Finding] = []
     first, best = record.trials[0], record.trials[chosen]
     if chosen and first.survived:
@@ -180,7 +182,7 @@ class _Bench:
 
     @property
     def bounded(self) -> bool:
-        """Whether fewer plans survived than wanted when the compilations were used up."""
+        """True if fewer plans survived than wanted when the compilations were used up."""
         return len(self.survivors) < self.wanted and len(self.trials) >= COMPILATIONS * self.wanted
 
     @property
@@ -227,7 +229,7 @@ class _Bench:
         self.trials.append(trial)
 
     def _hopeless(self, policy: str, peak_bytes: float) -> bool:
-        """Whether plans like it were out of memory and this one is no leaner."""
+        """Returns whether plans like it were out of memory and this one is no leaner."""
         if policy not in self._too_much:
             return False
         return (

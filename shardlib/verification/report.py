@@ -32,7 +32,7 @@ from shardlib.verification.timelines import Scheduled
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """What a compiler made of a training step.
+    """The compiled program of a training step.
 
     Attributes:
         device_bytes: bytes per device: "arguments", "outputs", "aliased", "temporaries", "peak".
@@ -110,7 +110,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no finding of severity "error"."""
+        """True if there is no finding of severity "error"."""
         return not any(finding.severity == "error" for finding in self.findings)
 
     def to_json(self) -> str:
@@ -176,7 +176,7 @@ def counts(collectives: tuple[Collective, ...]) -> dict[Key, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """What of a report is compared."""
+    """The parts of a report that are compared."""
 
     collectives: tuple[Collective, ...]
 
@@ -327,7 +327,7 @@ def _collective_lines(verification: Verification) -> list[str]:
 
 
 def _copied(exchange: Exchange, met: tuple[Collective, ...]) -> tuple[Collective, ...]:
-    """What crosses between islands in no program."""
+    """Returns what crosses between islands in no program."""
     if not (isinstance(exchange, DiLoCo) and exchange.delay):
         return ()
     return tuple(c for c in met if ISLAND.name in c.axes)
@@ -369,7 +369,7 @@ RESHARDING = ("all-to-all", "collective-permute")
 def traffic(
     plan: Plan, topology: Topology, compiled: CompiledStep, found: Sequence[Found]
 ) -> Iterable[Finding]:
-    """Which collectives did nobody plan, which planned ones are missing?"""
+    """Finds collectives that were not planned, and planned ones that are missing."""
     promised, real = totals(plan.estimate.collectives), totals(compiled.collectives)
     noise = NOISE * max(sum(promised.values()), sum(real.values()), 1)
     merged = _whole_reductions(plan, promised, real, noise, tiles=topology.chip.vendor == "google")
@@ -487,8 +487,8 @@ def _split(text: str) -> Key:
 
 
 def _narrower(size: int, due: int, matching: Sequence[Found]) -> bool:
-    """Whether a reduction moves a half or a quarter of what was planned, in a type of 16 bits or
-    fewer.
+    """Returns whether a reduction moves a half or a quarter of what was planned, in a type of 16
+    bits or fewer.
     """
     ratio = size / due
     small = bool(matching) and all(

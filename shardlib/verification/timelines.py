@@ -331,8 +331,8 @@ def _ticks(
 def _start(
     module: Module, hops: Mapping[str, Mapping[str, Computation]], events: list[Event]
 ) -> float:
-    """When the first tick begins: with the first instruction of its loop, or, where the compiler
-    has taken it out of the loop, of its stage.
+    """Returns when the first tick begins: with the first instruction of its loop, or, where the
+    compiler has taken it out of the loop, of its stage.
     """
     first = next(event for event in events if any(event.name in names for names in hops.values()))
     around = next(names[first.name] for names in hops.values() if first.name in names)
@@ -349,8 +349,8 @@ def _start(
 
 
 def _last(module: Module, events: list[Event], after: float, before: float) -> float:
-    """When the work of a last tick is done that hands nothing on: with the last instruction of a
-    stage, before the next group of microbatches hands on something.
+    """Returns when the work of a last tick is done that hands nothing on: with the last instruction
+    of a stage, before the next group of microbatches hands on something.
     """
     inside = {
         instruction.name
@@ -500,7 +500,7 @@ class _OverlapReader:
             return ()
 
     def _multiplies(self, instruction: Instruction) -> bool:
-        """Whether an instruction computes a matmul."""
+        """Returns whether an instruction computes a matmul."""
         if instruction.opcode in ("dot", "convolution"):
             return True
         if instruction.opcode == "custom-call":

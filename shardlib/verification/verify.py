@@ -87,7 +87,7 @@ def read_compiled(
     step: ExportedStep,
     program: Compiled,
 ) -> tuple[CompiledStep, Traffic]:
-    """What a compiled program is, and the collectives that it runs."""
+    """Reads a compiled program, and the collectives that it runs."""
     module = parse(program.text)
     traffic = read_traffic(module, mesh, step.arguments, compile_target.positions)
     compiled = CompiledStep(

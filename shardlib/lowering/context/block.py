@@ -44,7 +44,7 @@ FAR = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Where some tokens stand.
+    """Positions and documents of some tokens.
 
     Attributes:
         position: in the sequence, [S].
@@ -71,7 +71,7 @@ jax.tree_util.register_dataclass(
 
 @dataclass(frozen=True, kw_only=True)
 class Offsets:
-    """What distances add to scores.
+    """Biases that depend on distance, added to scores.
 
     Attributes:
         form: how.
@@ -82,7 +82,7 @@ class Offsets:
     array: Value
 
     def of(self, query: Tokens, key: Tokens) -> Value:
-        """What is added to scores, [N, Q, K] float32."""
+        """Returns what is added to scores, [N, Q, K] float32."""
         return self.form.of(self.array, key.position[None, :] - query.position[:, None])
 
     def back(self, query: Tokens, key: Tokens, cotangent: Value) -> Value:
@@ -101,7 +101,7 @@ jax.tree_util.register_dataclass(Offsets, data_fields=["array"], meta_fields=["f
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """How far a query sees.
+    """The mask of attention: which keys a query sees.
 
     Attributes:
         causal: whether it sees no later position.
@@ -116,7 +116,7 @@ class Sight:
     offsets: Offsets | None = None
 
     def added(self, query: Tokens, key: Tokens) -> Value | None:
-        """What is added to scores, [N, Q, K]; None for nothing."""
+        """Returns what is added to scores, [N, Q, K]; None for nothing."""
         return None if self.offsets is None else self.offsets.of(query, key)
 
     def offsets_back(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
@@ -135,8 +135,8 @@ class Sight:
         return jnp.where(self.window > 0, self.window, FAR)
 
     def seen(self, query: Tokens, key: Tokens) -> Value | None:
-        """Which keys are seen, [Q, K], or [B, Q, K] where there are documents; None where all
-        are.
+        """The mask of keys that are seen, [Q, K], or [B, Q, K] where there are documents; None
+        where all are.
         """
         far = query.position[:, None] - key.position[None, :]
         conditions = [far >= 0] if self.causal else []
@@ -178,7 +178,7 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a program is given of a sight.
+    """Arrays of a mask that a program takes as arguments.
 
     Attributes:
         window: see `Sight`; None where the program knows it.
@@ -214,7 +214,7 @@ NOTHING = -1e30
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How scores are made.
+    """Scale, cap and mask of scores.
 
     Attributes:
         scale: what products of queries and keys are multiplied by.
@@ -276,7 +276,7 @@ jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fie
 
 @dataclass(frozen=True, kw_only=True)
 class Incoming:
-    """What comes back to queries, of their attention to all keys.
+    """The cotangent of queries' attention to all keys.
 
     Attributes:
         total: logarithm of the sum of exponentials, [B, Q, H].
@@ -290,7 +290,7 @@ class Incoming:
 
     @classmethod
     def of(cls, result: Value, total: Value, cotangent: Value) -> Incoming:
-        """What comes back for a result.
+        """Returns what comes back for a result.
 
         Args:
             result: of attention to all keys, [B, Q, H, V].

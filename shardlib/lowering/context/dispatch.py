@@ -45,7 +45,7 @@ from shardlib.propagation.contractions import returned, shared
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How heads are sharded.
+    """The sharding of heads.
 
     Attributes:
         axes: mesh axes that shard the heads of queries.
@@ -82,8 +82,8 @@ class Heads:
 
 
 def computed(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout]) -> bool:
-    """Whether a call of attention is computed by a program for many devices; else its equations
-    are left to automatic partitioning.
+    """Returns whether a call of attention is computed by a program for many devices; else its
+    equations are left to automatic partitioning.
     """
     exchanged = plan.context in ("ring", "ulysses")
     return (
@@ -173,7 +173,7 @@ BLOCKS = (512, 256, LANES)
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What computes attention on one device.
+    """The kernel that computes attention on one device.
 
     Attributes:
         kind: one of `shardlib.graph`.
@@ -193,7 +193,8 @@ class Kernels:
         sight: Sight = ALL_BEFORE,
         documents: bool = False,
     ) -> str:
-        """Why a kernel cannot be used for arrays of these shapes and dtypes; empty where it can.
+        """Returns why a kernel cannot be used for arrays of these shapes and dtypes; empty where it
+        can.
 
         Args:
             query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a
@@ -503,7 +504,7 @@ class Exchange:
         )
 
     def of_heads(self, offsets: Offsets) -> Offsets:
-        """What distances add to the scores of this device's share of the heads."""
+        """Returns what distances add to the scores of this device's share of the heads."""
         each = offsets.array.shape[-1] // self.group
         first = jax.lax.axis_index(self.cut.axis) % self.group * each
         local = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
@@ -514,8 +515,8 @@ class Exchange:
         return self._all_to_all(array, 1, 2)
 
     def whole(self, array: Value) -> Value:
-        """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N,
-        ...].
+        """Returns what all neighbours have, one after the other: [B, S / N, ...] -> [B, S group /
+        N, ...].
         """
         return jax.lax.all_gather(
             array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups
@@ -569,7 +570,7 @@ def _positions(cut: Cut, local: int) -> Value:
 def around_devices(
     site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine
 ) -> Callable[..., Sequence[Value]] | None:
-    """What takes the place of a call of attention; None where that is left to automatic
+    """Returns what takes the place of a call of attention; None where that is left to automatic
     partitioning, which gathers keys and values.
 
     Returns:
@@ -666,7 +667,7 @@ def _exchanged(
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What one device does.
+    """The computation of one device.
 
     Attributes:
         form: what is computed.

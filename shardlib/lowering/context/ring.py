@@ -196,8 +196,8 @@ class Ring:
         return stays[0], *home, *stays[1:]
 
     def turns(self, local: int) -> tuple[int, ...]:
-        """How far keys and values have come in every turn in which some device sees some of them,
-        of `local` positions a device.
+        """Returns how far keys and values have come in every turn in which some device sees some of
+        them, of `local` positions a device.
         """
         return tuple(
             number
@@ -209,7 +209,9 @@ class Ring:
         )
 
     def _met(self, device: int, owner: int, local: int) -> bool:
-        """Whether any query of a device sees any key of another, by the runs that they have."""
+        """Returns whether any query of a device sees any key of another, by the runs that they
+        have.
+        """
         length = local // self.cut.runs
         distances = [
             query_run - key_run
@@ -250,7 +252,7 @@ class Ring:
         )
 
     def _tokens(self, number: Index, local: int, segments: Value | None = None) -> Tokens:
-        """Where the tokens stand that have come `number` devices far."""
+        """Returns where the tokens stand that have come `number` devices far."""
         return Tokens(
             position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local),
             document=segments,
@@ -279,7 +281,7 @@ class Ring:
 
 
 def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
-    """What goes around."""
+    """Arrays that go around."""
     return (key, value) if segments is None else (key, value, segments)
 
 

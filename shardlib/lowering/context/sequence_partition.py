@@ -166,7 +166,7 @@ class Cut:
         return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])
 
     def passed(self, array: Value, far: int = 1) -> Value:
-        """What the device `far` numbers before this one has."""
+        """Returns what the device `far` numbers before this one has."""
         return self._sent(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
 
     def numbers(self, device: Number) -> tuple[Number, ...]:

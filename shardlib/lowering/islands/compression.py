@@ -80,7 +80,7 @@ class Gradient:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """What a device holds."""
+        """Returns what a device holds."""
         return self.state.shard_shape(self.shape)
 
     @property
@@ -121,7 +121,7 @@ class Gradient:
 
     @property
     def _split(self) -> int:
-        """Where dims of columns begin."""
+        """Returns where dims of columns begin."""
         return split(self.shape, self.stacked)
 
 
@@ -132,8 +132,8 @@ class Gradient:
 def quantised(
     by: Quantised, islands: int, sums: Sequence[Value]
 ) -> tuple[list[Value], list[Value]]:
-    """What is sent of gradients. Who sums a part of them rounds the mean as well, and keeps what
-    that leaves out.
+    """Returns what is sent of gradients. Who sums a part of them rounds the mean as well, and keeps
+    what that leaves out.
 
     Args:
         by: dtype and block.
@@ -156,7 +156,7 @@ def quantised(
 def signs(
     gradients: Sequence[Gradient], islands: int, sums: Sequence[Value]
 ) -> tuple[list[Value], list[Value]]:
-    """What is sent of gradients: their signs, times the mean of their absolute numbers."""
+    """Returns what is sent of gradients: their signs, times the mean of their absolute numbers."""
     scales = [_scale(*one) for one in zip(gradients, sums, strict=True)]
     mine = [_signs(one, scale) for one, scale in zip(sums, scales, strict=True)]
     bits = [_bits(one) for one in sums]
@@ -207,7 +207,7 @@ SHIFT, LEAST = 1e-6, 1e-30
 def low_rank(
     gradients: Sequence[Gradient], sums: Sequence[Value], factors: Sequence[Value]
 ) -> tuple[list[Value], list[Value], list[Value]]:
-    """What is sent of gradients."""
+    """Returns what is sent of gradients."""
     found = [_sent(*one) for one in zip(gradients, sums, factors, strict=True)]
     means, residuals, after = (list(one) for one in zip(*found, strict=True))
     return means, residuals, after
@@ -265,7 +265,7 @@ def largest(
     residuals: Sequence[Value],
     momenta: Sequence[Value],
 ) -> tuple[list[Value], list[Value], list[Value]]:
-    """What is sent of gradients."""
+    """Returns what is sent of gradients."""
     us = [by.momentum * u + g for g, u in zip(gradients, momenta, strict=True)]
     vs = [v + u for v, u in zip(residuals, us, strict=True)]
     places = [_places(v, by.sent(math.prod(v.shape), stage)) for v in vs]
@@ -286,7 +286,7 @@ def largest(
 
 
 def _places(array: Value, count: int) -> Value:
-    """Where the largest numbers are; always as many."""
+    """Returns where the largest numbers are; always as many."""
     flat = jnp.abs(array.reshape(-1))
     if count == flat.shape[0]:
         return jnp.arange(count, dtype=jnp.int32)
@@ -311,7 +311,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GradientExchange:
-    """What happens to the gradients of islands between the halves of a step.
+    """The exchange of the gradients of islands, between the halves of a step.
 
     Attributes:
         exchange: how they are compressed.
@@ -421,7 +421,7 @@ class GradientExchange:
 
     @property
     def means(self) -> list[NamedSharding]:
-        """How what all islands update by is sharded: alike on all."""
+        """Returns how what all islands update by is sharded: alike on all."""
         return [NamedSharding(self.mesh, one.state.spec) for one in self.gradients]
 
     @cached_property
@@ -489,7 +489,7 @@ class CompressedStep:
     mesh: Mesh
 
     def first(self) -> ResidualState:
-        """What is kept before the first step."""
+        """Returns what is kept before the first step."""
         residual, momentum, factors = self.exchanges[0].first()
         return ResidualState(
             step=np.int32(0), residual=residual, momentum=momentum, factors=factors

@@ -155,8 +155,8 @@ def _on(mesh: Mesh | AbstractMesh, sharding: jax.sharding.Sharding | None) -> Na
 
 
 def delivered(rows: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """What every island has of all: each device sends what it holds to the device in its place on
-    every other island. Nothing waits for the copies but what uses them.
+    """Returns what every island has of all: each device sends what it holds to the device in its
+    place on every other island. Nothing waits for the copies but what uses them.
     """
     places = [_sharding(one) for one in rows]
     return [[_copied(one, place) for one in rows] for place in places]
@@ -270,12 +270,12 @@ class Packing(IslandCall):
 
 
 def over_all(call: IslandCall) -> NamedSharding:
-    """How rows of all devices of an island are sharded: each has its own."""
+    """Returns how rows of all devices of an island are sharded: each has its own."""
     return NamedSharding(call.mesh, PartitionSpec(tuple(call.mesh.axis_names)))
 
 
 def wire(call: IslandCall) -> jax.ShapeDtypeStruct:
-    """What an island sends of a fragment, abstract."""
+    """Returns what an island sends of a fragment, abstract."""
     kind = call.exchange.wire
     count = sum(spaces(kind, [math.prod(shape) for shape in shards(call)]))
     dtypes = {"float32": jnp.float32, "bfloat16": jnp.uint16}
@@ -302,8 +302,8 @@ def shards(call: IslandCall) -> list[tuple[int, ...]]:
 
 
 class Arriving(IslandCall):
-    """What an island does when the outer gradients of all are there. All islands add them up in the
-    same order, so that what is outer stays alike, bit for bit.
+    """The outer update of an island once the outer gradients of all are there. All islands add them
+    up in the same order, so that the outer state stays alike, bit for bit.
     """
 
     donated = 3
@@ -408,7 +408,7 @@ class DelayedProgram(IslandsProgram):
         flying_of(state)
 
     def _between(self, state: IslandsState, step: int) -> IslandsState:
-        """What is done after a step: what has arrived, and what is sent."""
+        """Returns what is done after a step: what has arrived, and what is sent."""
         flying = flying_of(state)
         if flying.sent_at and step >= int(flying.sent_at) + self.exchange.delay:
             state = self._arrived(state)
@@ -470,13 +470,13 @@ class DelayedProgram(IslandsProgram):
 
     @staticmethod
     def _rows(calls: Sequence[Calls], sent: Sequence[list[jax.Array]]) -> list[jax.Array]:
-        """What each island sends, as it crosses."""
+        """Returns what each island sends, as it crosses."""
         return [packing(own)[0][0] for (_, packing, _), own in zip(calls, sent, strict=True)]
 
     def _local(
         self, arrays: Sequence[jax.Array], places: Sequence[int], number: int
     ) -> list[jax.Array]:
-        """What an island holds of some arrays that are alike on all."""
+        """Returns what an island holds of some arrays that are alike on all."""
         specs = jax.tree.leaves(self.programs[number].parts.params.state)
         return [local(arrays[place], specs[place]) for place in places]
 
@@ -519,7 +519,7 @@ class DelayedProgram(IslandsProgram):
 
 
 def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> tuple[Calls, ...]:
-    """What an island runs for each fragment."""
+    """Returns what an island runs for each fragment."""
 
     def made(about: list[Shared]) -> Calls:
         return (
@@ -532,13 +532,15 @@ def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> t
 
 
 def checked_calls(exchange: DiLoCo, program: Program) -> tuple[IslandCall, ...]:
-    """What an island runs beside steps and what its devices could communicate in, abstract."""
+    """Returns what an island runs beside steps and what its devices could communicate in,
+    abstract.
+    """
     every = calls_of(exchange, program, program.mesh)
     return tuple(one for sending, _, arriving in every for one in (sending, arriving))
 
 
 def flying_of(state: IslandsState) -> FlyingState:
-    """What is outer, and what is on the way."""
+    """Returns what is outer, and what is on the way."""
     if not isinstance(state.exchange, FlyingState):
         raise StateError(
             "the state has nothing that is on the way between islands, and the program meets with a"

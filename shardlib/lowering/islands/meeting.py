@@ -199,7 +199,7 @@ Update = Callable[[Shards, Shards, Shards], tuple[Shards, Shards, Shards]]
 
 
 def update_of(exchange: Meets, meeting: int) -> Update:
-    """What a device does at a meeting."""
+    """Returns what a device does at a meeting."""
     if isinstance(exchange, Gossip):
         return partial(_averaged, exchange, meeting)
     return partial(_outer_step, exchange)
@@ -274,7 +274,7 @@ def abstract_mesh_of_all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMes
 
 
 def stacked_sharding(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """How the stacked array of all islands is sharded."""
+    """Returns how the stacked array of all islands is sharded."""
     first, *others = sharding.spec or (None,)
     inner = () if first is None else (first,) if isinstance(first, str) else tuple(first)
     return NamedSharding(mesh, PartitionSpec((ISLAND.name, *inner), *others))
@@ -321,7 +321,7 @@ def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def held(array: jax.Array, mesh: Mesh) -> list[jax.Array]:
-    """What the devices of one island hold of an array."""
+    """Returns what the devices of one island hold of an array."""
     found = {shard.device: shard.data for shard in array.addressable_shards}
     return [found[device] for device in mesh.devices.flat if device in found]
 
@@ -369,7 +369,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Meeting:
-    """What islands do when they meet.
+    """The outer step of islands.
 
     Attributes:
         exchange: how they meet.

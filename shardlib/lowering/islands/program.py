@@ -316,7 +316,7 @@ class Landed(Protocol):
     """Parameters of which some are there."""
 
     def there(self, runs: tuple[Run, ...]) -> bool:
-        """Whether all of these are, or never will be."""
+        """Returns whether all of these are, or never will be."""
         ...
 
     def run(self, path: str, number: int) -> np.ndarray:
@@ -470,7 +470,7 @@ class StagedGradients:
 
     @property
     def _shared(self) -> bool:
-        """Whether all layers use some parameter."""
+        """True if all layers use some parameter."""
         return bool(self._opening.pipeline.cut.roles.shared)
 
     @cached_property
@@ -510,7 +510,7 @@ class _Arriving:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class OuterState:
-    """What belongs to all islands, on the devices of each.
+    """State that belongs to all islands, on the devices of each.
 
     Attributes:
         step: number of steps that every island has done, int32 of the host.
@@ -526,7 +526,7 @@ class OuterState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class FlyingState(OuterState):
-    """What belongs to all islands, and what is on the way between them.
+    """State that belongs to all islands, and outer gradients in flight between them.
 
     Attributes:
         sent: the outer gradients that every island sent last, one island after the other along the
@@ -542,7 +542,7 @@ class FlyingState(OuterState):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ResidualState:
-    """What was not sent of gradients, and what compresses the next ones.
+    """Residuals of gradients that were not sent, and the state that compresses the next ones.
 
     Attributes:
         step: number of steps that every island has done, int32 of the host.
@@ -585,7 +585,7 @@ class IslandsState:
 
 
 def outer_of(state: IslandsState) -> OuterState:
-    """What is outer of a state."""
+    """Returns what is outer of a state."""
     if not isinstance(state.exchange, OuterState):
         raise StateError(
             "the state has residuals of compressed gradients, and the program meets\nTry:"
@@ -648,7 +648,7 @@ def require_islands(state: object, islands: int) -> None:
 
 
 def outer_shardings(mesh: Mesh, states: Sequence[NamedSharding]) -> list[NamedSharding]:
-    """How what is outer is sharded: alike on all islands."""
+    """Returns how what is outer is sharded: alike on all islands."""
     return [NamedSharding(mesh, one.spec) for one in states]
 
 
@@ -675,7 +675,7 @@ def _parameters(
 def abstract_outer(
     mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[jax.ShapeDtypeStruct]
 ) -> OuterState:
-    """What is outer, abstract, with shardings."""
+    """Returns what is outer, abstract, with shardings."""
     shardings = outer_shardings(mesh, states) if trained else []
     outer = [
         jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
@@ -689,7 +689,7 @@ def abstract_outer(
 def first_outer(
     mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[Sequence[jax.Array]]
 ) -> OuterState:
-    """What is outer before the first step."""
+    """Returns what is outer before the first step."""
     params = _parameters(mesh, states, trained) if trained else []
     zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in params]
     return OuterState(step=np.int32(0), params=params, momentum=zeros)
@@ -786,7 +786,7 @@ class IslandsProgram:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What the plan has to say, and what lowering noticed."""
+        """Returns what the plan has to say, and what lowering noticed."""
         return tuple(dict.fromkeys((*self.plan.findings, *self.programs[0].findings)))
 
     def init(self, seed: Seed = 0) -> IslandsState:
@@ -960,7 +960,7 @@ class IslandsProgram:
 
     @property
     def _meets(self) -> Meets:
-        """How islands that train apart meet."""
+        """Returns how islands that train apart meet."""
         assert not isinstance(self.exchange, Compressed)
         return self.exchange
 
@@ -980,7 +980,7 @@ class IslandsProgram:
         return abstract_outer(self.mesh, self._states, trained if self.exchange.keeps else [])
 
     def _first(self, states: tuple[TrainState, ...]) -> Any:
-        """What is outer before the first step."""
+        """Returns what is outer before the first step."""
         trained = [self._trained(one) for one in states] if self.exchange.keeps else []
         return first_outer(self.mesh, self._states, trained)
 
@@ -1138,7 +1138,7 @@ def _by_path(value: Tree, state: IslandsState) -> Tree:
 
 
 def _outer(stored: dict[str, Tree], like: IslandsState) -> Any:
-    """What is outer, as the program holds it: numbers on the host, and lists."""
+    """Returns what is outer, as the program holds it: numbers on the host, and lists."""
     found: dict[str, Tree] = {}
     for name, value in stored.items():
         asked = getattr(like.exchange, name)
@@ -1171,7 +1171,7 @@ def _alike(leaves: Sequence[Any], mesh: Mesh) -> Any:
 
 
 def _over_all(value: Tree, mesh: Mesh) -> Tree:
-    """What is outer with numbers of the host on the devices of all islands."""
+    """Returns what is outer with numbers of the host on the devices of all islands."""
     whole = NamedSharding(mesh, PartitionSpec())
 
     def put(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, neede
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a chunk works with through a step.
+    """Arrays that a chunk works with through a step.
 
     Attributes:
         stacks: of each stacked parameter the chunk's layers, trained ones first, [room, ...].
@@ -157,7 +157,7 @@ class Work:
 
     @cached_property
     def _reads(self) -> set[int]:
-        """What is read before the layers (first chunk), or after them (last chunk)."""
+        """Returns what is read before the layers (first chunk), or after them (last chunk)."""
         cut, reads = self.cut, set[int]()
         if not self.first:
             reads |= needed(cut.before, cut.entering)[1]
@@ -177,7 +177,7 @@ class Work:
         ]
 
     def _before(self, resident: Held, derived: Values, micro: Index) -> Arrays:
-        """What comes from before the layers."""
+        """Returns what comes from before the layers."""
         env = self._env(resident, derived, micro)
         evaluate_equations(self.cut.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.cut.entering]
@@ -201,7 +201,7 @@ class Work:
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
     def _env(self, resident: Held, derived: Values, micro: Index) -> Values:
-        """What equations of a microbatch read."""
+        """Returns what equations of a microbatch read."""
         used = {
             number: self._used(number, leaf)
             for number, leaf in {**resident.kept, **derived}.items()
@@ -231,7 +231,7 @@ class Work:
         return self.placing.enter(inputs.index(number), leaf) if number in inputs else leaf
 
     def _known(self) -> Values:
-        """What is made from nothing."""
+        """Returns what is made from nothing."""
         cut = self.cut
         numbers = [number for number in cut.kept if not cut.labels[number]]
         env: Values = dict(cut.program.constants)

@@ -74,7 +74,7 @@ PARAMETERS, FROZEN, STATE, BATCH, KEY = "parameters", "frozen parameters", "stat
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the operands of the loop are, by position.
+    """Roles of the operands of the loop, by position.
 
     Attributes:
         weights, tables, drawn: positions among the scanned operands.
@@ -122,7 +122,7 @@ def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation
 
 
 def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int]) -> Roles:
-    """What the operands of the loop over layers are."""
+    """Returns what the operands of the loop over layers are."""
     constants, carried = scan_counts(loop.params)
     scanned = {
         k: _role(number, labels[number], alone, k, loop)
@@ -318,7 +318,7 @@ def cut(
 def _kinds(
     inputs: int, parameters: int, state: int, keys: Collection[int], frozen: Collection[int]
 ) -> list[Labels]:
-    """What each input of a loss is, see `cut`."""
+    """Returns what each input of a loss is, see `cut`."""
 
     def kind(position: int) -> str:
         if position in frozen:
@@ -371,7 +371,7 @@ Body = Callable[[Carry, Tree], tuple[Carry, Arrays]]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What the layers of a chunk save.
+    """Values that the layers of a chunk save.
 
     Attributes:
         policy: remat policy.
@@ -384,13 +384,13 @@ class Saved:
     offloaded: bool = False
 
     def followed(self, layers: int) -> int:
-        """How many of so many layers follow the policy."""
+        """Returns how many of so many layers follow the policy."""
         if self.policy == "none":
             return 0
         return layers if self.count is None else min(layers, self.count)
 
     def ways(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
-        """What becomes of a layer that follows the policy, and of one that does not."""
+        """Returns what becomes of a layer that follows the policy, and of one that does not."""
         following, saving_all = (
             partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
             for policy in (self.policy, "none")
@@ -441,7 +441,9 @@ def as_loop(
 def written_out(
     body: Body, saved: Saved, layers: int, carry: Carry, scanned: Sequence[Tree]
 ) -> tuple[Carry, Arrays]:
-    """What `as_loop` gives, with the layers written out; `scanned` may be given layer by layer."""
+    """Returns what `as_loop` gives, with the layers written out; `scanned` may be given layer by
+    layer.
+    """
     body = _named(body) if saved.offloaded else body
     following, saving_all = (wrap(body) for wrap in saved.ways(prevent_cse=True))
     count, exits = saved.followed(layers), list[Arrays]()
@@ -483,7 +485,7 @@ class Linearised:
 
     @property
     def stashed(self) -> Arrays:
-        """What depends on the microbatch."""
+        """Returns what depends on the microbatch."""
         return [self.saved[number] for number in self.kept]
 
     def pull(self, stashed: Arrays) -> Callable[[Arrays], Tree]:
@@ -506,7 +508,7 @@ class Linearised:
         return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], passed)
 
     def _wants(self, stashed: Arrays) -> Arrays:
-        """What the backward pass wants."""
+        """Returns what the backward pass wants."""
         values = {**self.saved, **dict(zip(self.kept, stashed, strict=True))}
         return [values[number] for number in self.order]
 
@@ -532,7 +534,7 @@ class Linearised:
 
 
 def is_floating(leaf: Leaf) -> bool:
-    """Whether gradients flow through an array."""
+    """Returns whether gradients flow through an array."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -541,7 +543,7 @@ def is_floating(leaf: Leaf) -> bool:
 
 
 def layer_of(stack: Value, slot: Index, layer: Index) -> Value:
-    """What a layer has in a slot.
+    """Returns what a layer has in a slot.
 
     Args:
         stack: [slots, layers, ...].
@@ -702,7 +704,7 @@ class Gathered:
         )[0]
 
     def zeros(self, lead: tuple[int, ...]) -> Arrays:
-        """Where partial sums go, [*lead, ...], each device's at the device."""
+        """Returns where partial sums go, [*lead, ...], each device's at the device."""
         return no_sums(self.uses, self.mesh, lead)
 
     def walk(self, walk: Walk, sums: Sequence[Value]) -> Walk:
@@ -715,7 +717,7 @@ class Gathered:
 def no_sums(
     uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
 ) -> Arrays:
-    """Where partial sums go, [*lead, ...], each device's at the device."""
+    """Returns where partial sums go, [*lead, ...], each device's at the device."""
     zeros = [
         (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
     ]
@@ -762,8 +764,8 @@ def operand(use: Deferred) -> int:
 
 
 def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
-    """What can be gathered beforehand; None where nothing can, or where gradients do not wait
-    for the end of the step.
+    """Returns what can be gathered beforehand; None where nothing can, or where gradients do not
+    wait for the end of the step.
     """
     if placing.reductions.when != DEFERRED:
         return None
@@ -816,7 +818,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
 def _only_read_by(
     weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]
 ) -> bool:
-    """Whether all that a layer makes of a weight are operands of certain operations."""
+    """Returns whether all that a layer makes of a weight are operands of certain operations."""
     derived, views = {weight}, {equation.path for equation in made_by}
     for equation in body.equations:
         if derived.intersection(equation.inputs):
@@ -841,7 +843,7 @@ def _only_read_by(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """What a chunk works with, on one stage.
+    """Operands of a chunk, on one stage.
 
     Attributes:
         weights: of each stacked parameter the chunk's layers, [layers, ...].
@@ -905,7 +907,9 @@ class Chunk:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Which weights get a gradient in every tick, as positions among those of `Operands`."""
+        """Returns which weights get a gradient in every tick, as positions among those of
+        `Operands`.
+        """
         return tuple(
             k
             for k, position in enumerate(self.cut.roles.weights)
@@ -913,8 +917,8 @@ class Chunk:
         )
 
     def run(self, operands: Operands, activations: Arrays, sums: Arrays | None = None) -> Arrays:
-        """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers
-        of the layers' own results, [all layers, ...].
+        """Returns what leaves the chunk, for what enters it: the carry, what travels with it, and
+        buffers of the layers' own results, [all layers, ...].
 
         Args:
             sums: arrays whose gradients are the partial sums for what is gathered beforehand,
@@ -980,7 +984,7 @@ class Chunk:
         return [*final, *activations[carried : carried + len(roles.activations)], *buffers]
 
     def _wanted(self, operands: Operands) -> Gradients:
-        """What gradients are taken of."""
+        """Returns what gradients are taken of."""
         return Gradients(
             weights=[operands.weights[k] for k in self.own],
             shared=operands.shared,
@@ -988,7 +992,7 @@ class Chunk:
         )
 
     def _no_sums(self) -> Arrays:
-        """Where partial sums of one microbatch go, [layers, ...] or layer by layer."""
+        """Returns where partial sums of one microbatch go, [layers, ...] or layer by layer."""
         if self.known is None:
             return []
         return (
@@ -1111,7 +1115,7 @@ class Ends:
         }
 
     def zeros(self) -> Arrays:
-        """Where partial sums go, each device's at the device."""
+        """Returns where partial sums go, each device's at the device."""
         return no_sums(self.uses, self.mesh)
 
     def walk(self, walk: Walk, ready: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
@@ -1166,7 +1170,7 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRemat:
-    """What the layers of the fullest stage save.
+    """Rematerialisation of the layers of the fullest stage.
 
     Attributes:
         policy: remat policy.
@@ -1187,11 +1191,11 @@ class StageRemat:
 
     @property
     def alike(self) -> Saved:
-        """What the layers of every chunk save, where all chunks are one program."""
+        """Returns what the layers of every chunk save, where all chunks are one program."""
         return self._saved(math.ceil(self.count / self.virtual))
 
     def of_chunk(self, number: int, layers: int) -> Saved:
-        """What the layers of one chunk save, where it has a program of its own."""
+        """Returns what the layers of one chunk save, where it has a program of its own."""
         rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
         missing = self.layers // self.virtual - layers
         return self._saved(max(0, rematerialised - missing))
@@ -1203,7 +1207,7 @@ class StageRemat:
 def stage_remat(
     plan: Plan, cut: Cut, program: Program, loss: LossReading, paths: Sequence[str]
 ) -> StageRemat:
-    """What the layers of the stages of a plan save."""
+    """Returns what the layers of the stages of a plan save."""
     fullest = fullest_stage(plan, cut.layers)
     policies = apart(plan, program, loss, paths)
     uniform = StageRemat(

@@ -143,7 +143,7 @@ SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """What the loss makes once from trained parameters, or the gradients of it.
+    """Values that the loss makes once from trained parameters, or their gradients.
 
     Attributes:
         outside: what is read outside of the layers, by number of the value.
@@ -159,7 +159,7 @@ class Made:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What the loss makes once, and no gradient flows through.
+    """Values that the loss makes once, and that no gradient flows through.
 
     Attributes:
         constant: arrays that all layers use.
@@ -193,7 +193,7 @@ class Sums:
     reductions: GradientReductions
 
     def zeros(self, leaf: Leaf, lead: tuple[int, ...] = ()) -> Value:
-        """Where gradients of an array are summed, [*lead, ...]."""
+        """Returns where gradients of an array are summed, [*lead, ...]."""
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
     def empty(self, derived: Made) -> Carry:
@@ -338,7 +338,7 @@ class Pipeline:
 
     @cached_property
     def sums(self) -> Sums:
-        """What it sums up over microbatches."""
+        """Returns what it sums up over microbatches."""
         return Sums(
             cut=self.cut,
             stages=self.stages,
@@ -348,7 +348,7 @@ class Pipeline:
         )
 
     def outside(self) -> Walk:
-        """How values are placed outside of the layers."""
+        """Returns how values are placed outside of the layers."""
         return replace(self.around.walk(loose=not self.exact), apart=self.remat.outside)
 
     def dealt(self, stack: Value) -> Value:
@@ -467,7 +467,7 @@ class Pipeline:
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
     def _held(self, derived: Made, fixed: Fixed) -> Held:
-        """What stages hold through all ticks, but for what belongs to microbatches."""
+        """Returns what stages hold through all ticks, but for what belongs to microbatches."""
         resident = Held(
             weights=derived.stacks,
             tables=fixed.tables,
@@ -538,7 +538,7 @@ def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Edges:
-    """What may happen at the ends of a pipeline in some ticks.
+    """Work that may happen at the ends of a pipeline in some ticks.
 
     Attributes:
         opening: microbatches begin: they enter the first stage, or backward, come back to the last
@@ -580,7 +580,7 @@ class Ticks:
         self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
 
     def _left(self, left: Arrays) -> Arrays:
-        """What left the last stage, as it is cut outside of the layers."""
+        """Returns what left the last stage, as it is cut outside of the layers."""
         return [
             self.stages.handed_out(leaf, k)
             for leaf, k in zip(left, self.stages.leaving, strict=True)
@@ -645,8 +645,8 @@ class Ticks:
         }, moved
 
     def _entering(self, tick: Any, edges: Edges) -> Arrays:
-        """What enters the first stage at a tick, whole on every stage; zeros where that goes on
-        with an older microbatch.
+        """Returns what enters the first stage at a tick, whole on every stage; zeros where that
+        goes on with an older microbatch.
         """
         if not edges.opening:
             return [
@@ -663,7 +663,9 @@ class Ticks:
         )
 
     def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
-        """What enters the first stage for a microbatch; by default nobody wants partial sums."""
+        """Returns what enters the first stage for a microbatch; by default nobody wants partial
+        sums.
+        """
         env = self._env(outside, micro)
         evaluate_equations(self.cut.before, env, self._walk(sums))
         return [
@@ -744,7 +746,9 @@ class Ticks:
         ]
 
     def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
+        """Returns what `make` makes, or zeros where it is not wanted; all devices agree on
+        which.
+        """
         shapes = jax.eval_shape(make)
         return jax.lax.cond(
             condition,
@@ -919,7 +923,7 @@ class Ticks:
         )
 
     def _start(self) -> Carry:
-        """What ticks hand on, sums apart."""
+        """Returns what ticks hand on, sums apart."""
         stages, count = self.stages, self.table.stages
         like = replace(self.held, ready=self._unready()) if self.rounds else self.held
 
@@ -959,7 +963,7 @@ class Ticks:
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
     def _collected(self, tick: Any, collected: Arrays, left: Arrays) -> Arrays:
-        """What has left the last stage, [microbatches, ...], after a tick."""
+        """Returns what has left the last stage, [microbatches, ...], after a tick."""
         micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
 
         def more(collected: Arrays, left: Arrays) -> Arrays:

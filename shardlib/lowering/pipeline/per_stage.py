@@ -123,7 +123,7 @@ class ChunkPrograms:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What the programs of a chunk are given, abstract and with shardings.
+    """Inputs of the programs of a chunk, abstract and with shardings.
 
     Attributes:
         held: see `Held`.
@@ -323,7 +323,7 @@ def _both(
 
 
 def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
-    """What leaves one stage as it enters another."""
+    """Returns what leaves one stage as it enters another."""
     specs = [
         leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         for leaf in leaves
@@ -368,7 +368,7 @@ class Dealing:
 
     @property
     def plain(self) -> bool:
-        """Whether a stack of layers, sharded over the stages, is dealt already."""
+        """True if a stack of layers, sharded over the stages, is dealt already."""
         return self.virtual == 1 and self.layers % self.stages == 0
 
     def first(self, chunk: int) -> int:
@@ -453,7 +453,7 @@ class Places:
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *tail))
 
     def cuts(self, sharding: NamedSharding) -> bool:
-        """Whether the stages cut the leading dim, and they alone."""
+        """Returns whether the stages cut the leading dim, and they alone."""
         lead = sharding.spec[0] if len(sharding.spec) else None
         return (lead if isinstance(lead, tuple) else (lead,)) == self.axis
 
@@ -472,14 +472,14 @@ class Places:
         )
 
     def like(self, leaf: jax.ShapeDtypeStruct, stage: int) -> jax.ShapeDtypeStruct:
-        """What one stage has of an abstract array."""
+        """Returns what one stage has of an abstract array."""
         assert isinstance(leaf.sharding, NamedSharding)
         return jax.ShapeDtypeStruct(
             self.shape(leaf), leaf.dtype, sharding=self.at(leaf.sharding, stage)
         )
 
     def split(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """What each stage has of an array."""
+        """Returns what each stage has of an array."""
         assert isinstance(array.sharding, NamedSharding)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         shape = self.shape(array)
@@ -516,7 +516,7 @@ class Places:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """What all microbatches work with, over all devices.
+    """Values that all microbatches work with, over all devices.
 
     Attributes:
         stacks: of each stacked parameter, trained ones first, for every chunk of a stage [stages *
@@ -537,7 +537,7 @@ class Opened:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Summed:
-    """What the stages have summed, over all devices and sharded over the stages.
+    """Sums of the stages, over all devices and sharded over the stages.
 
     Attributes:
         stacks: gradients like `Opened.stacks`.
@@ -555,7 +555,7 @@ class Summed:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What is done over all devices.
+    """The program before the first microbatch, over all devices.
 
     Attributes:
         pipeline: the loss, cut.
@@ -611,7 +611,7 @@ class Opening:
         )
 
     def opened(self, params: Tree, state: Tree, batch: Tree) -> Opened:
-        """What all microbatches work with."""
+        """Returns what all microbatches work with."""
         values = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
@@ -655,7 +655,7 @@ class Opening:
         ), structure.unflatten(pull(cotangents)[0])
 
     def made(self, leaves: Arrays) -> Values:
-        """What the loss makes from parameters alone."""
+        """Returns what the loss makes from parameters alone."""
         cut = self.pipeline.cut
         stored = dict(zip(cut.program.inputs, leaves, strict=False))
         env: Values = {
@@ -672,8 +672,8 @@ class Opening:
         }
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
-        """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and
-        [stages, ...] of others.
+        """Returns how the stages sum up the gradient of a value, [layers, ...] of a stack of layers
+        and [stages, ...] of others.
         """
         owner = self.pipeline.cut.owners.get(number)
         cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
@@ -697,7 +697,7 @@ class Opening:
         return totals
 
     def _rest(self, number: int) -> NamedSharding | None:
-        """How the parameter rests that a value is, or is a cast of."""
+        """Returns how the parameter rests that a value is, or is a cast of."""
         owner = self.pipeline.cut.owners.get(number)
         return None if owner is None else jax.tree.leaves(self.params.rest)[owner]
 
@@ -759,18 +759,18 @@ class Arriving(Protocol):
     """Parameters of which stages have some and wait for others."""
 
     def there(self, stage: int) -> bool:
-        """Whether a stage has all that it needs; true, too, where something has failed."""
+        """Returns whether a stage has all that it needs; true, too, where something has failed."""
         ...
 
     def part(self, array: jax.Array, stage: int) -> jax.Array | None:
-        """What a stage has of a parameter in place of the array that stood for it, once it is
-        there; None for an array that is no such parameter.
+        """Returns what a stage has of a parameter in place of the array that stood for it, once it
+        is there; None for an array that is no such parameter.
         """
         ...
 
 
 class Update(Protocol):
-    """What makes the next state of the gradients, after the last microbatch: one program, or
+    """The update from gradients to the next state, after the last microbatch: one program, or
     several where some of the state is not on the devices.
     """
 
@@ -839,7 +839,7 @@ Turns = tuple[tuple[int, Task], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """What one stage needs beside the programs of its chunks.
+    """Meshes and shardings that one stage needs beside the programs of its chunks.
 
     Attributes:
         zeros: program that makes the first sums: `First`.
@@ -912,7 +912,7 @@ class Dispatch:
 
 
 class Step:
-    """What is under way in one step. Arrays are let go of when the last program that reads them is
+    """Work under way in one step. Arrays are let go of when the last program that reads them is
     queued.
 
     Attributes:
@@ -941,7 +941,7 @@ class Step:
         self.work[task.kind](task.chunk * self.ways + stage, task.microbatch)
 
     def ready(self, stage: int, task: Task) -> bool:
-        """Whether neighbours have made what a task reads."""
+        """Returns whether neighbours have made what a task reads."""
         chunk = task.chunk * self.ways + stage
         program, unit = self.programs.chunks[chunk], (chunk, task.microbatch)
         if task.kind == FORWARD or (task.kind == BACKWARD and program.both is not None):
@@ -951,7 +951,7 @@ class Step:
         return task.kind == WEIGHTS or last or unit in self.back
 
     def summed(self) -> Summed:
-        """What the stages have summed, over all devices."""
+        """Returns what the stages have summed, over all devices."""
         programs, join = self.programs, self.programs.places.join
         turns = [
             range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)
@@ -985,7 +985,7 @@ class Step:
         )
 
     def held(self, chunk: int) -> Arrays:
-        """What a chunk works with, in the order of `Held`."""
+        """Returns what a chunk works with, in the order of `Held`."""
         if chunk not in self._held:
             turn, stage = divmod(chunk, self.ways)
             opened, gather = self.opened, self.programs.chunks[chunk].gather
@@ -1000,7 +1000,7 @@ class Step:
         return self._held[chunk]
 
     def _shard(self, array: jax.Array, stage: int) -> jax.Array:
-        """What a stage has of an array."""
+        """Returns what a stage has of an array."""
         came = None if self._arriving is None else self._arriving.part(array, stage)
         if came is not None:
             return came
@@ -1096,7 +1096,7 @@ class StagePrograms:
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
     def _held(self, chunk: int, opened: Opened) -> Held:
-        """What a chunk works with, abstract."""
+        """Returns what a chunk works with, abstract."""
         places = self.opening.places
         turn, stage = divmod(chunk, len(places.stages))
         return Held(
@@ -1153,7 +1153,7 @@ class StagePrograms:
         ]
 
     def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
-        """Where a gradient is summed."""
+        """Returns where a gradient is summed."""
         aval = self.works[0].cut.program.avals[number]
         shape = (self.opening.dealing.room, *aval.shape[1:]) if layers else (1, *aval.shape)
         return self._like(
@@ -1177,12 +1177,12 @@ class StagePrograms:
 
     @property
     def apart(self) -> bool:
-        """Whether gradients of weights are made apart."""
+        """True if gradients of weights are made apart."""
         return any(task.kind == WEIGHTS for task in self.order[0])
 
     @property
     def at_once(self) -> bool:
-        """Whether the last chunk goes back with every microbatch as soon as it has gone forward."""
+        """True if the last chunk goes back with every microbatch as soon as it has gone forward."""
         last = [
             task
             for task in self.order[-1]
@@ -1257,7 +1257,7 @@ class StagePrograms:
         )
 
     def _stage(self, stage: int) -> Stage:
-        """What a stage needs beside the programs of its chunks."""
+        """Returns what a stage needs beside the programs of its chunks."""
         mesh, count, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}
@@ -1284,7 +1284,7 @@ class StagePrograms:
         )
 
     def _summed(self) -> Summed:
-        """What the stages have summed after the last microbatch, abstract."""
+        """Returns what the stages have summed after the last microbatch, abstract."""
         opening, places, count = self.opening, self.opening.places, len(self.order)
 
         def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -1381,7 +1381,7 @@ def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
-    """What each stage does, one after the other: the schedule, once for each group of
+    """Returns what each stage does, one after the other: the schedule, once for each group of
     microbatches.
     """
     try:

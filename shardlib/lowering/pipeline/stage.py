@@ -93,7 +93,7 @@ def sharded_dim(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What every stage holds through all ticks.
+    """Arrays that every stage holds through all ticks.
 
     Attributes:
         weights: [stages, chunks, layers, ...] of each stacked parameter; sharded over the stages.
@@ -116,7 +116,7 @@ class Held:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """What is on its way between stages.
+    """Arrays on their way between stages.
 
     Attributes:
         next: [stages, ...], what came from the neighbour.
@@ -130,7 +130,7 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """What a tick backward leaves.
+    """Results of a tick backward.
 
     Attributes:
         hop, sums, passed: see `Stages.backward`.
@@ -145,7 +145,7 @@ class Backward:
 
 
 def slot_of(ring: Arrays, slot: Index) -> Arrays:
-    """What a stage keeps in one of its slots, of arrays [its stage, slots, ...].
+    """Returns what a stage keeps in one of its slots, of arrays [its stage, slots, ...].
 
     Args:
         ring: activation stash, arrays [its stage, slots, ...].
@@ -279,8 +279,8 @@ class Stages:
         )
 
     def handed_out(self, arrays: Value, position: int) -> Value:
-        """What one stage has of [stages, ...], the others having zeros, as it is sharded outside of
-        the pipeline.
+        """Returns what one stage has of [stages, ...], the others having zeros, as it is sharded
+        outside of the pipeline.
 
         Args:
             arrays: [stages, ...].
@@ -302,8 +302,8 @@ class Stages:
         )
 
     def _cuts(self, position: int, rank: int) -> list[Any]:
-        """What the plan shards an array of `activations` over, by dim; nothing is said where it has
-        no layout for it.
+        """Returns what the plan shards an array of `activations` over, by dim; nothing is said
+        where it has no layout for it.
         """
         layout = self.layouts[position]
         return [
@@ -375,7 +375,7 @@ class Stages:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether chunks are gathered when their rounds begin."""
+        """True if chunks are gathered when their rounds begin."""
         gathered = self.chunk.known
         return bool(self.table.rounds and gathered and gathered.operands)
 
@@ -413,7 +413,7 @@ class Stages:
         return run(resident, sums, slot)
 
     def no_sums(self) -> Arrays:
-        """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
+        """Returns where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
 
         def zeros() -> Arrays:
             gathered = self.chunk.known
@@ -684,8 +684,8 @@ class Stages:
         return self._summed(sums, gradients, chunk, works)
 
     def _worked(self, works: Value, make: Callable[[], Any]) -> Any:
-        """What `make` makes; where there is no work zeros, without making them if no other device
-        takes part in the making.
+        """Returns what `make` makes; where there is no work zeros, without making them if no other
+        device takes part in the making.
 
         A stage that waits could as well compute, but simulated devices share their cores, and real
         ones their power.
@@ -718,7 +718,7 @@ class Stages:
         )
 
     def _operands(self, resident: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
-        """What one stage works with in one chunk."""
+        """Returns what one stage works with in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         drawn = [
             of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
