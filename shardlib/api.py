@@ -1,4 +1,4 @@
-"""The whole story on one page: read the names, trace the loss, search for a plan, lower it.
+"""The public functions: read the names, trace the loss, search for a plan, lower it.
 
 Each step is a file of `shardlib.frontend`. What lowers, compiles and verifies is imported by the
 functions that do so: planning does without it.

@@ -1,5 +1,4 @@
-"""Which part of what a Linen loss returns is a metric, and which is a mutated collection of the
-model?
+"""Models of Flax, Linen and NNX, and pytrees with state: their params, model state and losses.
 
 `module.apply(..., mutable=["batch_stats"])` gives updates: a mapping from collections to their new
 variables. They are told from metrics by structure alone: what stands under the name of a collection
@@ -179,7 +178,7 @@ def _refused(result: Tree, state: Tree, failures: list[str]) -> NoReturn:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a Flax Linen model look like as a `Model`?
+# A Flax Linen model as a `Model`.
 #
 # Boxes are read (see `names.py`) and taken off. The collection "params" is trained; other
 # collections ("batch_stats", ...) are model state. The user's loss takes the params tree; a model
@@ -305,7 +304,7 @@ def _binder(stateful: bool) -> Callable[[Callable[..., Tree]], PureLoss]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a Flax NNX model look like as a `Model`?
+# A Flax NNX model as a `Model`.
 #
 # The user's constructor is called abstractly, once, to learn shapes and names. Trained arrays are
 # what the user's filter says, by default the floating-point `nnx.Param` variables; everything else
@@ -574,7 +573,7 @@ class _Trees:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a pytree model look like that carries state beside its params?
+# A pytree model that carries state beside its params, as a `Model`.
 #
 # Haiku's `hk.transform_with_state(f).init` makes `(params, state)`, Equinox's
 # `eqx.nn.make_with_state(Module)` makes `(module, state)`. The first is trained, the second is

@@ -401,7 +401,7 @@ def _mark(jaxpr: Jaxpr, var: Any) -> tuple[int | None, tuple[int, ...]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What may a user's loss return?
+# Results that a user's loss may return.
 
 
 def loss_and_metrics(result: Tree) -> tuple[Value, Metrics]:
@@ -562,8 +562,7 @@ class Model:
 
 
 # --------------------------------------------------------------------------------------------------
-# What becomes of arrays that are not trained and that no loss changes: teachers, buffers,
-# statistics in evaluation?
+# Arrays that are not trained and that no loss changes: teachers, buffers, statistics in evaluation.
 #
 # They come out of a front end as model state. `freeze` makes parameters of them that are not
 # trained, so that they are sharded, stored and gathered as parameters are; what is left as state

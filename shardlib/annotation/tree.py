@@ -1,4 +1,4 @@
-"""What does a plain pytree of parameters look like as a `Model`?"""
+"""A plain pytree of parameters as a `Model`."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., T
 
 
 # --------------------------------------------------------------------------------------------------
-# Which front end reads what the user gave?
+# The front end of each kind of model.
 
 #: What makes a model: a callable `nnx.Rngs -> nnx.Module`, a description by `shardlib.linen` or
 #: `shardlib.tree`, or a model that has been read already.

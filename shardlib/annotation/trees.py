@@ -10,7 +10,7 @@ changes, and slices that are stacked up again as they came.
 >>> origins(jax.make_jaxpr(lambda x, y: (y, x + 1, jax.jit(lambda z: z)(x)))(1.0, 2.0))
 [1, None, 0]
 
-Which arrays of the params are trained, and which are frozen?
+Trained and frozen arrays of the params:
 
 The split lives here alone: a `Partition` takes the trained part out of a tree of params, and puts
 the tree together again. Gradients, optimizer state and updates are trees like the trained part;
@@ -22,7 +22,7 @@ whatever else there is (layouts, states, checkpoints) has both.
 >>> parts.joined({"lora": {"a": 5.0, "b": 6.0}}, {"base": 1.0, "lora": {"a": 2.0, "b": 3.0}})
 {'base': 1.0, 'lora': {'a': 5.0, 'b': 6.0}}
 
-Which leaves of a pytree are trained, and what becomes of the others?
+Trained leaves of a pytree, and all others:
 
 A module of Equinox, or of any library whose modules are pytrees, has leaves that are no arrays:
 activation functions, flags, rates. Its floating-point arrays are trained, its other arrays are
@@ -33,7 +33,7 @@ module.
 >>> parts.split({"w": 1.0, "act": len})[0], parts.whole({"act": None, "w": 2.0}, {})
 ({'act': None, 'w': 1.0}, {'act': <built-in function len>, 'w': 2.0})
 
-Do two pytrees have the same form, although functions among their static parts were made anew?
+Equality of the forms of two pytrees, although functions among their static parts were made anew:
 
 `optax.adam(1e-3)`, a lambda and a bound method are other objects each time that they are made, so
 two calls of one `init` give states that JAX takes for trees of other structures.
@@ -104,7 +104,7 @@ def _sources(eqn: Eqn) -> Sequence[Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How is an array of a tree called? By a path written with dots: "layers.mlp.up.kernel".
+# Paths of arrays, written with dots: "layers.mlp.up.kernel".
 
 #: A pytree of arrays, tracers or `jax.ShapeDtypeStruct`, without boxes or metadata.
 Tree = Any
@@ -133,7 +133,7 @@ def path_text(path: KeyPath) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# How does a compiled initialiser give exactly the numbers of the user's own constructor?
+# A compiled initialiser that gives exactly the numbers of the user's own constructor.
 #
 # A constructor runs op by op; compiled as one program, neighbouring ops are fused and constants
 # folded, which changes last bits. Here each op of the constructor is fenced off from its
@@ -425,7 +425,7 @@ def _shown(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is trained? What the user says with `wrt`, in Flax's word and with Flax's filters.
+# Selection of trained arrays by `wrt`, in Flax's word and with Flax's filters.
 #
 # NNX takes what `nnx.DiffState` takes: a type of variables (`nnx.LoRAParam`), `nnx.Any`,
 # `nnx.All`, `nnx.Not`, a path predicate (path, variable) -> bool. Linen and plain pytrees have no

@@ -1,5 +1,5 @@
-"""Checkpoints that go on as another number of islands than were saved, or
-as islands that meet in another way.
+"""Elastic checkpoints: restored as another number of islands, or as islands with another
+exchange.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from shardlib.lowering.runtime import TrainState
 from shardlib.processes.values import whole
 
 # --------------------------------------------------------------------------------------------------
-# Where the arrays of one island come from in a checkpoint of another number of islands, and how
-# those of several become one.
+# Sources of the arrays of one island in a checkpoint of another number of islands, and the union of
+# several.
 
 #: What goes before the paths of outer parameters, and of parameters that are not trained.
 OUTER, FROZEN = "outer.params.", "frozen."
@@ -221,7 +221,7 @@ class Source:
 
 
 # --------------------------------------------------------------------------------------------------
-# What other islands go on with of gradients that were not sent, or have not arrived.
+# Residuals and outer gradients in flight, for another number of islands.
 #
 # All islands update by the mean of what they send, so each goes on with the mean of what the
 # islands did not send, or what is on the way: what is still to come is as much as before.
@@ -307,7 +307,7 @@ def _repeated(one: jax.Array, like: jax.Array) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a checkpoint becomes that goes on as other islands, in words.
+# Descriptions of the changes to a checkpoint that is restored as other islands.
 
 
 def keeps(state: State) -> bool:

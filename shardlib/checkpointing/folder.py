@@ -1,4 +1,5 @@
-"""The folder of checkpoints: whole ones, remnants of those that were interrupted, and damaged ones.
+"""The folder of checkpoints: whole ones, remnants of those that were interrupted, damaged ones; and
+its owner.
 
 A whole checkpoint is a folder with its step as name; nothing else is. Orbax writes into a folder of
 another name and renames it when all is written; what is to go is renamed before it is deleted. So a
@@ -30,7 +31,7 @@ from shardlib.processes.kin import Who, clock, lives, this_process
 from shardlib.untrusted.data import read_regular
 
 # --------------------------------------------------------------------------------------------------
-# The files of `owner/`: numbers, who has them, and whether they were given back.
+# The files of `owner/`: numbers, owners, and releases.
 
 #: Numbers that stay behind the highest: who looks with an old listing must not find one of them
 #: free again.
@@ -153,8 +154,8 @@ def described(place: Path) -> Claim | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The owner of a folder, who alone may write to it: one process at a time, on whatever machine, and
-# one that is dead is found out.
+# The owner of a folder, who alone may write to it: one process at a time, on any machine; dead
+# owners are detected.
 #
 #     owner = claim(folder)
 #     owner.require()        # before anything is written: still the owner?

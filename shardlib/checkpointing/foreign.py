@@ -4,7 +4,7 @@
     print(names)                                  # what is read from where, before it is used
     state = read_weights("folder", program, names)
 
-How an array of a Flax model lies in a tensor of PyTorch.
+Storage forms of an array of a Flax model in a tensor of PyTorch:
 
 >>> forms_of((6, 2, 4), (8, 6)), forms_of((8, 2, 4), (8, 8))
 (('transposed',), ('same', 'transposed'))

@@ -177,7 +177,7 @@ def _paths(folder: Path) -> list[Path]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a parameter of a layer lies in a tensor of a file: dims are turned, joined, shared with other
+# Storage forms of a layer's parameter in a tensor of a file: transposed, joined, shared with other
 # parameters, or in pairs.
 #
 # A form is written with a letter for each dim, ours first: "e h w -> h.w e" says that the file
@@ -942,7 +942,8 @@ def _state(program: Program, arrays: Mapping[str, jax.Array], seed: int) -> Trai
 
 
 # --------------------------------------------------------------------------------------------------
-# One file after the other: each tensor is put together on the host, written, and forgotten.
+# Writing of one file after the other: each tensor is put together on the host, written, and
+# released.
 
 #: Our dtypes -> the files'.
 WORDS = {dtype: word for word, dtype in DTYPES.items()}

@@ -1,5 +1,5 @@
-"""A checkpoint read: its description first, then its arrays, straight to where they are to live,
-then their sums.
+"""Reading of checkpoints: the description first, then the arrays, straight to their shardings, then
+their checksums.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from shardlib.processes.values import ArrayHandler, whole
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, shown
 
 # --------------------------------------------------------------------------------------------------
-# What a checkpoint says of itself: a JSON document with a digest.
+# The description of a checkpoint: a JSON document with a digest.
 #
 # It has everything that is not an array: the plan, the position in the data, metrics, and of every
 # array shape, dtype and sums.

@@ -164,8 +164,8 @@ def none_good(
 
 
 # --------------------------------------------------------------------------------------------------
-# Checkpoints that stay: the newest, the best, one in so many seconds; whoever has a reason to stay
-# stays.
+# Retention of checkpoints: the newest, the best, one in so many seconds, and those that any other
+# rule keeps.
 
 _managers = ocp.checkpoint_managers
 

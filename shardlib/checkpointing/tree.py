@@ -1,4 +1,4 @@
-"""A training state as named arrays, and what two of them do not have in common.
+"""Training states as named arrays, their differences, and copies of them.
 
 Checkpoints know no classes: every array has its dotted path, "params.layers.mlp.up" or
 "opt_state.0.mu.embedding". Typed random keys are stored as the integers that they are made of.

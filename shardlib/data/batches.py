@@ -606,7 +606,7 @@ def _fault(dataset: Rows, name: str, leaf: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows filled with whole documents: which document goes into which row.
+# Packing of whole documents into rows.
 #
 # Documents with more tokens than a row are cut first. "first-fit" puts each piece, in a shuffled
 # order, into the first row that has room; "best-fit" begins with the longest and takes the row

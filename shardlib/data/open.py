@@ -1,4 +1,4 @@
-"""One function from a path to batches."""
+"""`read`: one function from a path to batches."""
 
 from __future__ import annotations
 

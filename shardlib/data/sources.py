@@ -1,7 +1,6 @@
 """Files of text, records and tokens, near or far, read through a bounded cache.
 
-Files that are there, and how they are read: folders of this machine, and whatever `etils.epath`
-opens.
+Files and how they are read: folders of this machine, and whatever `etils.epath` opens.
 
 >>> PathFiles(root="gs://bucket/books").local
 False

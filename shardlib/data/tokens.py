@@ -1,4 +1,4 @@
-"""Documents as tokens on disk: built once, found again, and checked."""
+"""Documents as tokens on disk: built once, reused, and checked."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def _arrays_digest(entry: _Found) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Numbers that stand for a text: any object that says them can be used; bytes are built in.
+# Tokenizers: any object with their methods can be used; bytes are built in.
 
 
 @runtime_checkable

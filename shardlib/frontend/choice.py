@@ -1,4 +1,4 @@
-"""A plan for a traced model: the one that is given, or the fastest by the cost model."""
+"""The choice of a plan for a traced model: the given one, or the fastest by the cost model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardlib.planner.planner import Prepared, prepared_for, search
 from shardlib.processes.devices import let_collectives_wait
 
 # --------------------------------------------------------------------------------------------------
-# The machine that is planned for: the one that the user names, that of a plan, or this host.
+# The machine to plan for: named by the user, of a plan, or this host.
 
 
 def machine_of_plan(topology: TopologyLike | None, plan: Plan | None) -> Topology:

@@ -1,4 +1,4 @@
-"""`shardlib.value_and_grad`: a step says which function in it is a loss."""
+"""`shardlib.value_and_grad`, which marks a function of a step as a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program of a plan: what the plan says of the traced loss, put together for the lowering."""
+"""The program of a plan for a traced loss, and the loss of its evaluations."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def _colouring(traced: Traced, plan: Plan) -> Colouring:
 
 
 # --------------------------------------------------------------------------------------------------
-# The loss of evaluations where the user names none: that of the step, with a finding where a step
-# does what an evaluation should not.
+# The default loss of evaluations: that of the step, with a finding where a step does what an
+# evaluation should not.
 
 
 def evaluated_as_trained(of: TracedModel) -> TracedModel:

@@ -1,6 +1,4 @@
-"""Are the arguments of the public functions what they should be? Asked before anything is
-traced.
-"""
+"""Checks of the arguments of the public functions, and the traced model."""
 
 from __future__ import annotations
 

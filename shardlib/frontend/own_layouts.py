@@ -1,4 +1,4 @@
-"""What becomes of the layouts that a program brings along: hints that are priced, or pins.
+"""Layouts that a program brings along, as priced hints or as pins.
 
 A layout speaks of dims by their colours and of the user's mesh axes. The axes are read by what
 they shard: those of the batch are `data` and `fsdp`, those of a sequence `context`, those of

@@ -1,7 +1,4 @@
-"""Any step that a user wrote: `compiled` (`compile_step`, with its `pins`), `step_program` (its
-program), `parallel` (`parallelize`), `gradients` (`value_and_grad`), by which it marks its losses,
-and `marked`, which plans and lowers these.
-"""
+"""Steps of the user's own: `compile_step`, `parallelize`, and evaluation of their states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A plan, or a program, against what the compiler makes of it, for one island or for several."""
+"""Verification of plans and programs with the compiler, and the best plan for every number of
+devices.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +127,7 @@ def scale(
 
 
 # --------------------------------------------------------------------------------------------------
-# A plan for a traced model by what the compiler makes of plans: the best of several that it made
-# programs of, and the estimate of what it is given.
+# The best of several plans by the compiler's figures, and estimates of a given plan.
 
 
 def with_compiler(machine: Topology) -> Topology:

@@ -1,11 +1,11 @@
-"""Attention: tokens look at other tokens.
+"""Attention: a custom call, its biases, and its checks.
 
 Dims in suffixes: B batch, S query position, T key position, N query heads, K key heads, G queries
 of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of
 their operands. Where scores are large, queries attend in blocks, whose scores are rematerialised in
 the backward pass (Rabe and Staats, arXiv:2112.05682).
 
-What the distance of a key from a query adds to its score.
+Biases by the distance of a key from a query.
 
     Alibi           a slope of each head times the distance (Press et al., arXiv:2108.12409)
     RelativeBias    a number of each head for each bucket of distances (T5, arXiv:1910.10683,
@@ -265,7 +265,7 @@ def distance_buckets(
 
 
 # --------------------------------------------------------------------------------------------------
-# Marks by which lowering finds a custom call again.
+# Marks of custom calls, by which lowering recognises them.
 #
 # A custom call is that of a jitted function whose name tells its form: what it computes, as a
 # frozen value. A call of it stays one equation in a traced program, under loops and

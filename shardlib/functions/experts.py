@@ -1,4 +1,5 @@
-"""Tokens visit the experts that they chose.
+"""Mixtures of experts: tokens visit the experts that they chose; vendors' kernels and axes of
+`jax.pmap`.
 
 In the dropless form (MegaBlocks, arXiv:2211.15841) assignments of tokens to experts are sorted by
 expert and multiplied with `jax.lax.ragged_dot`: every token visits all the experts that it chose,

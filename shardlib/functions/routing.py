@@ -1,4 +1,4 @@
-"""Routing: which experts a token visits, and how their load is balanced.
+"""Routing of tokens to experts, and balancing of their load.
 
 All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered,
 neither forward nor backward, so that a partitioner can shard tokens along any of them.

@@ -27,7 +27,7 @@ from shardlib.tracing.program import REMAT, Equation, callee
 from shardlib.tracing.rewriting import Walk
 
 # --------------------------------------------------------------------------------------------------
-# A global batch is worked through in several parts, whose gradients are added up.
+# A global batch divided into microbatches, whose gradients are added up.
 #
 # Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts,
 # parts], and part i is the column i. No row changes its device; a part is a strided sample of the
@@ -213,7 +213,7 @@ def _mean(values: jax.Array) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# How are gradients reduced once a step, when the batch is worked through in several microbatches?
+# Deferred gradient reduction: once per step, over all microbatches.
 #
 # A gradient that is stored replicated (ZeRO 0 and 1) is a sum over the examples of all devices and
 # all microbatches. Their reduction is deferred: the backward pass of a microbatch leaves the

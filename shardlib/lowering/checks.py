@@ -1,4 +1,4 @@
-"""What is checked before anything is lowered or run: plans that have no lowering, and states of
+"""Checks before anything is lowered or run: plans that have no lowering, and states and batches of
 other programs.
 """
 
@@ -29,8 +29,7 @@ from shardlib.tracing.program import has_matmul
 from shardlib.untrusted.data import fit, printable
 
 # --------------------------------------------------------------------------------------------------
-# Is a state one of this program? Asked once a call has failed, so that a good step pays nothing
-# for it.
+# States of other programs. Checked once a call has failed, so that a good step pays nothing for it.
 
 #: Differences that an error names.
 NAMED = 3
@@ -198,7 +197,7 @@ def _text(sharding: Any, other: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is wrong with a batch that is not the one that a program was compiled for.
+# Batches other than the one that a program was compiled for.
 
 #: Names that a message lists of each kind.
 MOST = 20
@@ -268,8 +267,7 @@ def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What cannot be lowered? A plan, or a plan for a certain loss, is refused before anything is made
-# of it.
+# Plans without a lowering, for a loss or for any; refused before anything is compiled.
 
 
 def require_lowered(plan: Plan) -> None:
@@ -310,7 +308,7 @@ def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The model's part of a state, as it is looked at from outside.
+# The model's part of a state, as it is shown to users.
 
 
 def require_model(asked: str, state: TrainState, own: TrainState) -> None:

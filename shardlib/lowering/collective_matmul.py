@@ -1,5 +1,4 @@
-"""How are collectives over the tensor axis hidden behind the matmuls that they feed (collective
-matmul)?
+"""Collective matmul: collectives over the tensor axis hidden behind the matmuls that they feed.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models", ASPLOS 2023.
@@ -28,8 +27,8 @@ from shardlib.tracing.program import Program
 from shardlib.tracing.rewriting import IN_PIECES, Together
 
 # --------------------------------------------------------------------------------------------------
-# Which matmuls of a loss gather their activation along the sequence, or scatter their result, over
-# the tensor axis?
+# Matmuls of a loss that gather their activation along the sequence, or scatter their result, over
+# the tensor axis.
 #
 # A matmul gathers where its weight is sharded over tensor along columns, its activation along
 # another dim (the sequence, beside the norms), and its result no longer there. It scatters where
@@ -214,8 +213,7 @@ def groups(
 
 
 # --------------------------------------------------------------------------------------------------
-# How do pieces of an array go around the devices of the tensor axis, while something is done with
-# each?
+# Pieces of an array passed around the devices of the tensor axis, with a computation on each.
 #
 # The functions run inside of a region that is manual over the axis. All loops are written out, so
 # that a compiler sees which messages and which products do not depend on each other: the message
@@ -371,8 +369,8 @@ def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does one device do, when the sequence is gathered for its matmuls, or the results of one are
-# scattered?
+# The computation of one device, where the sequence is gathered for its matmuls, or their results
+# are scattered.
 #
 # The functions run inside of a region that is manual over all axes; arrays are what one device
 # has. The gradient of a matmul that gathers is one that scatters, and the other way around; the
@@ -530,8 +528,8 @@ def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# What takes the place of matmuls that gather the sequence for their activation, or scatter their
-# result along it?
+# The program that takes the place of matmuls that gather the sequence, or scatter their result
+# along it.
 #
 # One program for a group of matmuls of one activation: in place of an all-gather before them,
 # pieces go around the tensor axis and each is multiplied by all weights while the next is on its

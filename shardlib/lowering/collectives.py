@@ -1,4 +1,6 @@
-"""How do manual regions and explicit gathers speak of the mesh?"""
+"""Collectives of manual regions: axes and shardings, exchanges of partial sums, products in 8 bits,
+dtypes of a step.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
 
 # --------------------------------------------------------------------------------------------------
-# How partial sums of gradients are exchanged: what devices send, in which dtype, and what they
-# keep of it for the next step.
+# Exchanges of partial sums of gradients: values and dtype that devices send, and residuals that
+# they keep for the next step.
 #
 # An exchange is a function of one device's partial sums and of the collectives that reduce them.
 # The one of all plans today sends them in a dtype:
@@ -355,7 +357,7 @@ def _dot(
 
 
 # --------------------------------------------------------------------------------------------------
-# In which dtypes does a step keep, multiply, reduce and update things?
+# The dtypes in which a step stores, multiplies, reduces and updates.
 #
 # The loss computes as it is written: stored parameters in another dtype are cast to the one that
 # it was traced with where it takes them, in loops slice by slice. The update is computed in the
@@ -508,7 +510,8 @@ def stored(
 
 
 # --------------------------------------------------------------------------------------------------
-# A manual region that all devices along some axes compute alike, whose gradients need no sum.
+# A manual region that all devices along some axes compute alike, whose gradients need not be
+# summed.
 #
 # JAX takes what such a region reads whole for what every device adds to: the gradient is divided
 # by the number of devices and all-reduced, though each has all of it. Here each device has its

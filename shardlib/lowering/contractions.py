@@ -1,4 +1,4 @@
-"""How does a contraction run in the layouts that were chosen for it, forward and backward?
+"""Contractions in the layouts of a plan, forward and backward.
 
 Its operands are pinned where it reads them, and so are the cotangent that its gradients are made of
 and these gradients. What the backward pass finds saved are the operands as they come, so that a
@@ -280,7 +280,7 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
 
 
 # --------------------------------------------------------------------------------------------------
-# How is a fused dim sharded so that each of its pieces is?
+# Interleaving: a fused dim sharded so that each of its pieces is.
 #
 # Where the tensor axis shards a fused dim (`shardlib.propagation.colours`), the program works on
 # it in another order: device t of T has part t of the first piece, then part t of the second, and
@@ -694,7 +694,7 @@ def _spec(rank: int, axes: dict[int, tuple[str, ...]]) -> PartitionSpec:
 
 
 # --------------------------------------------------------------------------------------------------
-# An operation that uses a parameter, in the dtypes and layouts of a plan, and its gradients.
+# An operation that uses a parameter, and its gradients, in the dtypes and layouts of a plan.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""What a microbatch contributes to the loss of the whole batch, and the program that computes
+"""The contribution of a microbatch to the loss of the whole batch, and the program that computes
 it.
 
-Draws of a microbatch at the positions that its rows have in the whole batch.
+Random numbers are drawn at the positions that rows have in the whole batch:
 
 >>> key, rows = jax.random.key(0), jnp.arange(1, 8, 2, dtype=jnp.uint32)
 >>> whole = jax.random.bits(key, (3, 8))
@@ -413,7 +413,7 @@ def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contributio
 
 
 # --------------------------------------------------------------------------------------------------
-# What changes in the program of a microbatch, and the run of the program with the changes in it.
+# Edits of the program of a microbatch, and its evaluation with them.
 #
 # Operands are multiplied by powers of the number of microbatches, or replaced by what the whole
 # batch says beforehand; every equation stays where it is, so that its path does.
@@ -676,7 +676,7 @@ def _made(
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a part of the batch contribute to the loss of the whole?
+# The contribution of a part of the batch to the loss of the whole.
 #
 # The loss of a microbatch is changed so that the mean over all microbatches of what it returns is
 # what the whole batch returns, and so are the gradients. For a mean over rows that is the loss as

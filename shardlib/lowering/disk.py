@@ -1,5 +1,5 @@
-"""Optimizer state that rests in files: a step in parts, each of which reads a part of the state,
-updates it, and writes it back.
+"""Optimizer state stored on disk: a step in parts, each of which reads a part of the state, updates
+it, and writes it back.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class Calls:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where do arrays on disk lie? In files of a folder that is this process's own, and goes when the
-# process does.
+# Storage: files in a folder of this process, deleted when the process ends.
 #
 # The files hold the state of a run as memory would: after a crash they are worth nothing, and
 # checkpoints are what a run goes on from. Room is taken before anything is written, and files are
@@ -289,7 +288,7 @@ def _sweep(root: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# An array that rests in files: what a step holds in place of a `jax.Array` of optimizer state.
+# An array stored in files: what a step holds in place of a `jax.Array` of optimizer state.
 #
 # Its values do not change: a step reads it, writes a new one beside it, and deletes it, as it
 # deletes the buffers that it is given. Every process has the pieces of its own devices, each once.
@@ -474,7 +473,7 @@ class Writer:
 
 
 # --------------------------------------------------------------------------------------------------
-# How does a step fall into pieces, each of which needs a part of the optimizer's state alone?
+# Division of a step into pieces, each of which needs only a part of the optimizer's state.
 #
 # What the step makes without the state on disk comes first: loss, gradients, norms. The rest falls
 # apart by itself where the optimizer treats parameters one by one: two arrays of state are of one

@@ -1,4 +1,5 @@
-"""Tokens are dispatched to experts on other devices, and their results combined.
+"""Expert parallelism: tokens are dispatched to experts on other devices, and their results
+combined.
 
 All of it is for functions that are manual over the axes (`jax.shard_map`): arrays are what one
 device holds. Every form is exact: results, gradients and drops are those of
@@ -226,7 +227,7 @@ _in_blocks.defvjp(_grouped_forward, _grouped_backward)
 
 
 # --------------------------------------------------------------------------------------------------
-# Which mesh axes share what, and how are rows exchanged and multiplied?
+# Mesh axes of experts and tokens, and the forms of exchange and matmul.
 
 #: Rows of a message are a multiple of it.
 ROWS = 8
@@ -369,7 +370,7 @@ _moved.defvjp(_permute_forward, _permute_backward)
 
 
 # --------------------------------------------------------------------------------------------------
-# Which assignments of tokens to experts go where, and which are dropped?
+# Assignments of tokens to experts: their order, their destinations, and those that are dropped.
 #
 # Assignment i K + j is the j-th choice of the i-th token of the device. Assignments wait in the
 # order of their experts, which is that of the devices that hold them; those that are dropped come
@@ -851,7 +852,7 @@ _further.defvjp(_further_forward, _further_backward)
 
 
 # --------------------------------------------------------------------------------------------------
-# What does the backward pass of a function find?
+# Whether the backward pass of a function recomputes.
 
 
 def saving(run: Function, *names: str) -> Function:
@@ -869,7 +870,7 @@ def saving(run: Function, *names: str) -> Function:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokens visit experts on other devices.
+# Dispatch, computation and combination of tokens on the devices of their experts.
 
 
 def routed(

@@ -1,4 +1,6 @@
-"""An operation on a weight, with the weight gathered and its gradient reduced in every run."""
+"""Gradients of weights: gathered weights, partial sums, and their reduction in each microbatch or
+once per step.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +202,7 @@ def reduced(
 
 
 # --------------------------------------------------------------------------------------------------
-# How the gradient of every parameter is reduced: over which mesh axes, when, to which sharding, in
+# The reduction of every parameter's gradient: over which mesh axes, when, to which sharding, in
 # which dtype.
 #
 # Made once from a plan and its loss; every driver of a step (one batch, accumulated microbatches,

@@ -1,5 +1,5 @@
-"""The user's loss with the plan's layouts in it: constraints, custom calls replaced, remat, and
-contributions of batch shards.
+"""The user's loss with the plan's layouts in it: sharding constraints, replaced custom calls,
+remat, interleaved dims, and layouts for other numbers of rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardlib.tracing.rewriting import Walk, as_array, evaluate_program
 from shardlib.tracing.trace import describe_batch, named
 
 # --------------------------------------------------------------------------------------------------
-# Paths of the equations of a loss, by what lowering can do with them.
+# Paths of the equations of a loss, by their lowering.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,7 @@ def _equations(program: Program) -> Iterator[Equation]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How is a loss laid out that is evaluated on another number of rows than a step is compiled for,
-# or that is another loss?
+# Layouts of a loss on another number of rows than a step is compiled for, or of another loss.
 #
 # The plan says how parameters rest and which mesh axes shard which logical axes. The loss is
 # traced for the rows at hand, its values get the colours of the plan through the parameters and
@@ -327,7 +326,7 @@ def abstract_batch(
 
 
 # --------------------------------------------------------------------------------------------------
-# In which layouts do the contractions of a loss run that is not the one that was planned?
+# Layouts of the contractions of a loss other than the planned one.
 
 
 def followed(
@@ -357,7 +356,7 @@ def followed(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which ops of a program run otherwise where its fused dims are interleaved?
+# Operations that change where fused dims are interleaved.
 #
 # Read from the graph of the loss and a plan: the fused dims that the tensor axis shards
 # (`shardlib.propagation.colours`), the ops that take them apart, and the ops that do not treat all
@@ -613,7 +612,7 @@ def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which layers of a loss recompute, where a plan does not say the same of all of them?
+# Layers that recompute, where a plan distinguishes layer groups.
 #
 # A plan names layer groups by what the paths of their parameters begin with, as planning does.
 # Here the loops of the traced loss, and layers that are written out, are found under the same
@@ -707,7 +706,7 @@ def layers(program: Program, loss: LossReading) -> list[Layers]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How does the user's loss become a loss with the plan's layouts in it?
+# The traced loss, evaluated with the plan's layouts.
 #
 # The loss is traced once for the shapes of one microbatch, under the plan's mesh, so that
 # annotations of the user's own keep their meaning; then it is evaluated again with a constraint on

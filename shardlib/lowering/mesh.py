@@ -1,6 +1,4 @@
-"""The device mesh, shardings of every array on it, communication in manual regions, and the dtypes
-of a step.
-"""
+"""The device mesh, shardings of parameters and state on it, and memories of host and device."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from shardlib.processes.devices import let_collectives_wait
 from shardlib.processes.values import idle_processes, processes_text
 
 # --------------------------------------------------------------------------------------------------
-# What a user should know of the devices that a program runs on.
+# Findings about the devices that a program runs on.
 
 #: What JAX calls the devices of a chip's vendor.
 PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
@@ -97,7 +95,7 @@ def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which device sits where in the mesh?
+# The order of devices in the mesh.
 #
 # The mesh has all six axes, sizes 1 included, all of them Auto: the compiler propagates layouts
 # from the constraints that the plan places. An axis that runs along several dims of a torus is
@@ -317,7 +315,7 @@ def to_host_memory(value: Value) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which parameter does an array of optimizer state belong to?
+# The parameter that an array of optimizer state belongs to.
 
 
 def owned(path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -338,7 +336,7 @@ def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Values of a traced function are pinned to shardings; on one device there is nothing to pin.
+# Sharding constraints on values of a traced function; none on one device.
 
 
 def held(value: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -379,7 +377,7 @@ def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where does every array of the training state live, in JAX's words?
+# Shardings of every array of the training state.
 #
 # Every leaf gets an explicit sharding: parameters and their optimizer state from the plan,
 # everything else whole on every device. Nothing is left to propagation, which under Auto axes

@@ -1,4 +1,4 @@
-"""What rests in host memory, and how does it get to the device and back?
+"""Optimizer state offloaded to host memory, and its transfers to the device and back.
 
 Arrays of optimizer state that have a parameter's shape rest in pinned memory of the host where the
 plan says so (`pinned_host`), copied to the device for the update and back; the compiler decides

@@ -1,4 +1,4 @@
-"""How the values of a traced loss are laid out, and what runs in place of its operations."""
+"""Layouts of the values of a traced loss, and replacements of its operations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from shardlib.tracing.program import CUSTOM, Equation, by_elements, has_matmul, 
 from shardlib.tracing.rewriting import Together, Walk, bind
 
 # --------------------------------------------------------------------------------------------------
-# Values of a loss are pinned to layouts, inside and outside of manual regions.
+# Sharding constraints on values of a loss, inside and outside of manual regions.
 
 
 def laid_out(
@@ -146,8 +146,7 @@ def one_layer(stacked: NamedSharding) -> NamedSharding:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations that run otherwise on the mesh of a program than they were traced: those at computed
-# positions in manual regions.
+# Operations at computed positions, which are replaced in manual regions.
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
 #: aborts the process on those of arrays that two automatic axes shard (seen on CPU with JAX 0.12:
@@ -169,7 +168,7 @@ def on_this_mesh(
 
 
 # --------------------------------------------------------------------------------------------------
-# What takes the place of a custom call?
+# Replacements of custom calls.
 
 
 def substitute(

@@ -1,4 +1,4 @@
-"""A plan as a file of plain JAX."""
+"""The runtime of plain JAX files that carry out a plan without shardlib."""
 
 from __future__ import annotations
 

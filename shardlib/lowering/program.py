@@ -1,5 +1,5 @@
-"""What a user holds after compiling: a program, its step, its guards, its evaluation, and what it
-refuses.
+"""The compiled program that users hold: its construction from a plan, its step, and its
+evaluation.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ from shardlib.processes.values import in_every_process
 from shardlib.report.text import plan_card, plan_line
 
 # --------------------------------------------------------------------------------------------------
-# What a program is built with beside a plan and a loss.
+# Options of a program beside a plan and a loss.
 
 #: A value of one field of `BuildOptions`.
 BuildOption = Any
@@ -311,7 +311,7 @@ def driver_of(
 
 
 # --------------------------------------------------------------------------------------------------
-# A program is what a user holds after compiling: a plan, a mesh, and three compiled functions.
+# A program: a plan, a mesh, and three compiled functions.
 #
 #     program = build_program(plan, model, loss, optimizer, batch, placements)
 #     state = program.init(seed=0)
@@ -862,7 +862,8 @@ class Program:
 
 
 # --------------------------------------------------------------------------------------------------
-# A plan becomes a program: its mesh, how state is stored, the loss with its layouts, the step.
+# Construction of a program from a plan: its mesh, stored state, the loss with its layouts, the
+# step.
 
 
 def build_program(

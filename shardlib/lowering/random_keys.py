@@ -1,4 +1,4 @@
-"""What is done with random keys in a batch?
+"""Random keys in a batch, divided among microbatches.
 
 A key is an array of typed keys (`jax.random.key`), or integers that the loss uses as one
 (`jax.random.PRNGKey`). One with a batch dim belongs to its rows, and is split like them. One

@@ -1,5 +1,5 @@
-"""What runs and what it runs on: training state, compiled executables, checksums of arrays, random
-keys, batches.
+"""Values of a running program: training state, compiled executables, checksums of arrays, shards,
+batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import bind, needed
 
 # --------------------------------------------------------------------------------------------------
-# Puts the arrays of a batch where a program expects them.
+# Batches put on the devices of a program.
 
 
 def shapes_of_batch(batch: Tree) -> Tree:
@@ -84,8 +84,8 @@ def _placed(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# How is a flipped bit found, on whatever mesh the array lives? Two sums over its bits that do not
-# depend on the layout.
+# Checksums that detect a flipped bit on any mesh: two sums over the bits that do not depend on the
+# layout.
 #
 # The bit patterns of the elements, as unsigned integers, are summed modulo 2**32 with weights that
 # depend on the element's flat index alone. All weights are odd: a single flipped bit changes a sum
@@ -203,8 +203,8 @@ def by_path(arrays: Mapping[str, jax.Array], rows: np.ndarray) -> dict[str, tupl
 
 
 # --------------------------------------------------------------------------------------------------
-# Is a state still there? A step donates the state that it is given: its buffers become those of
-# the next state.
+# Donated states. A step donates the state that it is given: its buffers become those of the next
+# state.
 
 _IS_DELETED = methodcaller("is_deleted")
 #: Leaves that an error names.
@@ -243,8 +243,7 @@ def _deleted(leaf: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# A function of arrays as a compiled program that reads what it needs, and returns nothing that its
-# caller has already.
+# A compiled function of arrays that neither reads unused arguments nor returns its arguments.
 #
 # What a pass forward remembers is in part what it was given: such arrays are kept by whoever
 # called, not copied by the program. The same goes for a result that is asked for twice.
@@ -407,8 +406,7 @@ class Executable:
 
 
 # --------------------------------------------------------------------------------------------------
-# A tree of arrays whose leaves show which device has which part: treescope's picture
-# (`treescope.render_array_sharding`), in the tree that treescope draws.
+# Shards of the arrays of a tree, in treescope's picture (`treescope.render_array_sharding`).
 #
 # Values are neither shown nor read, so that nothing is computed or fetched, whatever the size of
 # an array and wherever its shards are.
@@ -461,7 +459,7 @@ def _without_keys(leaf: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Arrays of a state as a card in a notebook: shape, dtype, and what a device has of each.
+# Arrays of a state as a card in a notebook: shape, dtype, and shard per device.
 
 #: Arrays that are listed, the largest first.
 _MOST = 40
@@ -501,7 +499,7 @@ def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What training carries from step to step.
+# Training state.
 
 
 @jax.tree_util.register_dataclass

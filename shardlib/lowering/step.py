@@ -1,4 +1,6 @@
-"""The second half of a step, after its gradients:"""
+"""A training step: storage of its state, gradients, guards, loss scale, and the update; and
+evaluation without an update.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ from shardlib.schedules import GPIPE, Timetable
 from shardlib.tracing.program import flatten
 
 # --------------------------------------------------------------------------------------------------
-# What is the loss of any number of rows, with no gradients and nothing updated?
+# Evaluation of a loss on any number of rows, without gradients.
 #
 #     program = shardlib.compile(init, loss, optimizer, batch, evaluation=validation_loss)
 #     metrics = program.evaluate(state, rows)                      # any number of rows
@@ -260,8 +262,7 @@ def _at_once(plan: Plan) -> Plan:
 
 
 # --------------------------------------------------------------------------------------------------
-# What keeps a step from doing harm: finite checks, a scale of the loss, clipped gradients, a limit
-# for the loss.
+# Guards of a step: finite checks, loss scale, clipped gradients, a limit for the loss.
 #
 #     guards = shardlib.Guards(clip=1.0, scale=2.0**15)
 #     program = shardlib.compile(init, loss, optimizer, batch, guards=guards)
@@ -438,7 +439,7 @@ def limited(state: TrainState, limit: float) -> TrainState:
 
 
 # --------------------------------------------------------------------------------------------------
-# How is a loss multiplied by a scale that changes from step to step?
+# Loss scaling, by a scale that changes from step to step.
 #
 # Gradients in float16 are lost under 6e-8; those of a loss that is multiplied by a scale are not,
 # and are divided by it before the update (arXiv:1710.03740, section 3.2). The scale enters the
@@ -479,7 +480,7 @@ def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a step is made of.
+# Parts of a step.
 
 #: What devices keep of partial sums of gradients from step to step, by path of an operation.
 Kept = dict[str, Any] | None
@@ -565,7 +566,7 @@ class StepParts:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a program stores its parameters and the optimizer's state: shardings, dtypes, memory.
+# Storage of parameters and optimizer state: shardings, dtypes, memory.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -693,7 +694,7 @@ def updated(
 
 
 # --------------------------------------------------------------------------------------------------
-# What does one training step do, as a function that `jax.jit` compiles?
+# One training step, as a function that `jax.jit` compiles.
 
 
 def unpiped(

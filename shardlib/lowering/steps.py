@@ -15,7 +15,7 @@ from shardlib.propagation.contractions import placements
 from shardlib.tracing.steps import TracedStep
 
 # --------------------------------------------------------------------------------------------------
-# Where does every array of a step's state live, and what are the values of the step pinned to?
+# Shardings of a step's state, and of the values of the step.
 #
 # Weights live as the plan says. What follows a weight, as moments do, has the same shape and the
 # same colours, and lives as the plan says of optimizer state. Activations and operands of
@@ -89,7 +89,7 @@ def _gradients(traced: TracedStep, plan: Plan) -> Pinned:
 
 
 # --------------------------------------------------------------------------------------------------
-# The marked losses of a step, lowered: what takes the places of their calls.
+# The marked losses of a step, lowered in the places of their calls.
 
 #: Operands of a call -> value, auxiliary results, gradients of the trained leaves.
 InPlace = Callable[..., Sequence[Value]]

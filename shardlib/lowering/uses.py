@@ -1,5 +1,5 @@
-"""What a traced loss does with its parameters: their uses, custom calls, contractions, and fused
-dims.
+"""Uses of the parameters of a traced loss: contractions, lookups, stacks of layers, custom
+calls.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from shardlib.tracing.program import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Which parameters are stacks of layers, tables of lookups, kernels of convolutions, or needed in a
-# narrower dtype than their own.
+# Parameters that are stacks of layers, tables of lookups, kernels of convolutions, or used in a
+# narrower dtype.
 #
 # Each of the four is found by what reads it:
 #
@@ -183,7 +183,7 @@ def _find_slices(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which operations use a parameter, and which dim of theirs is which dim of the parameter?
+# Operations that use a parameter, with the correspondence of their dims.
 #
 # A parameter is followed through casts, transpositions and reshapes, and into the layers of a
 # scan, to the matmul, convolution, lookup or slice that uses it. There its gradient comes about,
@@ -387,7 +387,7 @@ def _reshaped(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which custom calls does a loss have, and how are their operands laid out?
+# Custom calls of a loss, and the layouts of their operands.
 #
 # A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
 # place of the equations of its call. For that, it must be known how the plan shards the operands,
@@ -614,7 +614,7 @@ def _inside(
 #     reading.calls["9"]              a custom call, such as attention
 #     reading.slices["4/enter/0"]     the stacked parameter of which a scan takes one layer a time
 #
-# Every fact is made when it is first asked for, and kept.
+# Every fact is computed once, at its first use.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""How an operation gets a sharded weight, and how the gradient of that weight is reduced."""
+"""Operations on sharded weights: gathering, and the reduction of their gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import bind
 
 # --------------------------------------------------------------------------------------------------
-# How does an operation get a frozen weight that is stored sharded?
+# Frozen weights that are stored sharded.
 #
 # It is gathered where it is used, as trained ones are (`shardlib.lowering.gradients`), and has no
 # gradient: the backward pass gathers it again for the gradient of the activation. What is kept
@@ -61,7 +61,7 @@ def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Va
 
 
 # --------------------------------------------------------------------------------------------------
-# An operation gets the weight that it uses, as the plan has it in use.
+# Weights gathered where they are used.
 #
 # A weight that is stored sharded is gathered where it is used, in the dtype of use, and again in
 # the backward pass: what is kept between the two are its shards.
@@ -175,8 +175,8 @@ def _over(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# The gradient of a weight is made before the gradient of its activation is handed on, where that
-# keeps a large cotangent from waiting.
+# Gradients of weights computed before the gradient of the activation, where that frees a large
+# cotangent.
 #
 # Both gradients of a head read the cotangent of the logits, which is far larger than the
 # activations of the last layer. Nothing asks for the gradient of the weight before the step ends,
@@ -226,7 +226,7 @@ def after(value: Gradient, marks: Sequence[Value]) -> Gradient:
 
 
 # --------------------------------------------------------------------------------------------------
-# The partial sums of one gradient become the gradient that the optimizer reads.
+# Reduction of the partial sums of one gradient to the gradient that the optimizer reads.
 #
 # What a device has summed over its own examples is scattered over the mesh axes that shard the
 # gradient, and all-reduced over the others that hold partial sums. For a weight A[I, J_T] in use
@@ -414,8 +414,8 @@ def reduced_sum(
 
 
 # --------------------------------------------------------------------------------------------------
-# An operation on a weight, taken apart: how its operands are sharded where every device makes its
-# own partial sums of the weight's gradient.
+# An operation on a weight, split: shardings of its operands where every device computes partial
+# sums of the weight's gradient.
 
 #: Mesh axes that shard weights in use; the others shard the batch.
 WEIGHTS: tuple[str, ...] = ("tensor",)
@@ -566,7 +566,7 @@ def dims_of(equation: Equation, weight: int) -> Dims:
 
 
 # --------------------------------------------------------------------------------------------------
-# A matmul or convolution of a weight, whose gradient is taken one device at a time.
+# A matmul or convolution whose weight gradient is computed in a manual region.
 #
 # Left to automatic partitioning, the partial sums of its gradient become an all-reduce of the
 # whole array, of which every device then keeps its shard: twice the bytes of a reduce-scatter. So
@@ -886,7 +886,7 @@ def reduced_lookup(
 
 
 # --------------------------------------------------------------------------------------------------
-# A slice of a parameter that is stored sharded: taken of the shards, and gathered after that.
+# A slice of a parameter that is stored sharded: shards are sliced, then gathered.
 #
 # Of a table of positions [4096, embed_F] a sequence of 1,024 tokens reads as many rows: every
 # device takes those of its own columns, and they are gathered in the dtype of their use. Gathered

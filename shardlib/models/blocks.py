@@ -98,7 +98,7 @@ def adapted(module: nnx.Module, name: str, x: jax.Array, y: jax.Array) -> jax.Ar
 
 
 # --------------------------------------------------------------------------------------------------
-# How parameters are made: drawn, named and counted.
+# Parameters: drawn, named and counted.
 #
 # Every parameter carries the logical axes of its dims in the `out_sharding` metadata of Flax.
 # `eager_sharding=False` lets the model be built outside any mesh: where parameters live is the
@@ -168,7 +168,7 @@ class Norm(nnx.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# What happens to a token on its own: the dense feed-forward, and the mixture of experts.
+# The feed-forward of a token: dense, or a mixture of experts.
 #
 # Routing and experts are `shardlib.functions`: without a capacity every token visits all the
 # experts that it chose, and the FLOPs are those of the chosen experts, no more.
@@ -316,8 +316,8 @@ def mixture_of_experts(
 
 
 # --------------------------------------------------------------------------------------------------
-# Relative position biases: what a head adds to the score of a key for its distance from the query
-# (T5, arXiv:1910.10683, section 2.1).
+# Relative position biases: the term that a head adds to the score of a key for its distance from
+# the query (T5, arXiv:1910.10683, section 2.1).
 
 
 def position_bias(

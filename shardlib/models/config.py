@@ -1,4 +1,4 @@
-"""A decoder transformer as one value.
+"""Configurations of transformers, each as one value: decoders and encoder-decoders.
 
 `TransformerConfig` describes every family that `huggingface.py` reads, from GPT-2 to DeepSeek V3;
 `transformer.py` builds it. It holds no JAX, so listing presets and counting parameters is instant:

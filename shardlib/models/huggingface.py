@@ -1,4 +1,4 @@
-"""Families of models on Hugging Face: what the keys of a `config.json` mean, dense and sparse."""
+"""Families of models on Hugging Face: the keys of their `config.json`, dense and sparse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are known by name.
+"""Models by name, in TOML files, and in the `config.json` of Hugging Face.
 
 Every preset is a published architecture; its parameter count is checked against the published
 number in the tests.
@@ -374,7 +374,7 @@ def _check(kind: type, data: JsonMapping, prefix: str) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the word MODEL on the command line means.
+# The word MODEL of the command line.
 #
 # A preset ("llama3-8b"), a Hugging Face `config.json`, a TOML model card, or the user's own code
 # as `package.module:function`. The function takes no arguments and returns a dict, or an object

@@ -137,7 +137,7 @@ def _watch_parent(parent: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which process that is, and whether it lives.
+# The identity of a process, and whether it lives.
 #
 # The number of a process alone says little: it comes again, on every machine, and after every
 # reboot. A process is known by its number, when it was started (counted from the boot of its

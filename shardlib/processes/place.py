@@ -1,4 +1,5 @@
-"""The place of a process: which of how many it is, and where they meet.
+"""The place of a process in its job: its rank, the number of processes, the coordinator; its signs
+of life and signals.
 
 Whoever starts processes says so in their environment. `shardlib launch` sets the variables below;
 where they are missing, those of the scheduler that started the process are read, so that `srun` and
@@ -290,8 +291,7 @@ def _evenly(text: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a process that trains says of itself, and how it is seen from outside that it has stopped
-# saying so.
+# Heartbeats of a process that trains, and their observation from outside.
 #
 # A heartbeat has a number that rises. Whoever watches looks when the number changes, by a clock of
 # its own that nobody sets (`Observer`): clocks of other hosts may be wrong, and that of this one
@@ -391,7 +391,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The watchdog, which ends a process that hangs, and says where.
+# The watchdog, which ends a process that hangs, and reports where.
 #
 # A thread looks at the loop every second. It writes a heartbeat (`shardlib.processes.place`): who
 # the process is, at which step it is, in which phase, and for how long; whoever watches from
@@ -498,7 +498,7 @@ def _end(message: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Signals by which somebody wants the run to stop.
+# Signals that request a stop of the run.
 #
 # A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it)
 # some seconds before it kills; a person presses Ctrl-C; a terminal that closes, or a connection

@@ -346,7 +346,7 @@ def _unpacked(data: bytes) -> list[jax.Array]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether all processes of a job mean the same.
+# Agreement of all processes of a job.
 #
 # Processes that run different programs do not fail: they hang in a collective, or compute
 # nonsense. So they compare what they are about to do before they do it, through the store of keys

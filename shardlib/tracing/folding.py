@@ -1,9 +1,9 @@
-"""How does a model with layers written out become one with a loop over layers?
+"""Folding: layers that are written out become a loop over layers.
 
-Each run of equal blocks that `repeats.py` finds becomes one `jax.lax.scan`. An operand of the block
-that differs from layer to layer is stacked; parameters come in stacked already, as one input for
-all layers, so that the step graph of a 126-layer model has the inputs and ops of one layer. This is
-for planning only: the program that runs keeps the user's own equations.
+Each run of equal blocks that `program.search` finds becomes one `jax.lax.scan`. An operand of the
+block that differs from layer to layer is stacked; parameters come in stacked already, as one input
+for all layers, so that the step graph of a 126-layer model has the inputs and ops of one layer.
+This is for planning only: the program that runs keeps the user's own equations.
 """
 
 from __future__ import annotations
@@ -295,8 +295,8 @@ def _fold_scan(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which part of a program makes some of its results early, and what is left to make the others
-# later?
+# Split of a program into an early part, which computes some results, and a late part for the
+# others.
 #
 # The early part runs what the early results need and nothing else. The late part runs the rest: it
 # reads inputs that are still at hand, and values that the early part passes on. What is cheap to

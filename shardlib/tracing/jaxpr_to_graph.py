@@ -1,4 +1,4 @@
-"""How does a jaxpr become a `Graph`?
+"""Conversion of a jaxpr to a `Graph`.
 
 Every equation is looked up in the table of factor rules; loops and branches become regions with
 boundary ops. All boundary ops of a loop belong to the region of its body; constants of a loop are

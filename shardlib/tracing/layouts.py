@@ -1,4 +1,4 @@
-"""Layouts that a program brings along: read while it is traced, and taken out of it.
+"""Layouts that a program brings along: read while it is traced, and removed from it.
 
 `with_sharding_constraint`, `reshard`, `einsum(..., out_sharding=...)`, jitted functions with
 shardings of their own and `jax.shard_map` over a mesh of one's own say how a program was sharded
@@ -52,7 +52,7 @@ from shardlib.jax_types import Eqn, EqnParams, Function, Jaxpr, Value
 from shardlib.layout import INNER_AXES
 
 # --------------------------------------------------------------------------------------------------
-# The user's lines: those of the source that are no library's.
+# Source lines of the user, as opposed to lines of libraries.
 
 #: Where packages are installed: lines of source in there are not the user's.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

@@ -1,4 +1,5 @@
-"""In which order are the equations of a traced program walked, and what is each one called?
+"""Traced programs: the order and the names of their equations, lookups of elements, and repeated
+blocks.
 
 Graph, re-evaluation, repeats and folding all walk the same `Program`: a jaxpr with the calls of jit
 inlined, its values numbered, its literals among the constants. An equation's path is the chain of
@@ -11,7 +12,7 @@ path of the outer equation and one of these words:
     cond       P/branch0/...   P/branch1/...   boundary op P/join/k
     remat, custom_jvp, custom_vjp   P/...
 
-Elements that are looked up in rows, and how they are picked where devices have parts of a row.
+Element lookups, computed where devices have parts of a row:
 
 `jnp.take_along_axis(logits, targets[..., None], -1)` is a gather at computed positions, and its
 gradient a scatter-add into an array of zeros as large as the logits. A partitioner moves whole rows
@@ -22,7 +23,7 @@ element-wise ops that need no row in one place, and so is its gradient:
 >>> picked(jnp.array([[5.0, 7.0]]), jnp.array([[1]]), None)
 Array([[7.]], dtype=float32)
 
-Which layers did the user write out in a Python loop?
+Repeated blocks, such as layers written out in a Python loop:
 
 The equations of a program become tokens: equal tokens do the same thing to arrays of the same
 shape. Layers written one after the other are a stretch of the token list that repeats with some
@@ -368,7 +369,7 @@ def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# How often a while loop runs, and other facts that are read off a jaxpr.
+# Trip counts of while loops, and other facts that are read off a jaxpr.
 
 
 def counted_trips(equation: Equation, first: int) -> int | None:

@@ -1,5 +1,5 @@
-"""Traced programs run again with a hand on every value: folded into loops, split, rematerialised in
-part.
+"""Traced programs re-evaluated with a callback on every value: remat policies, split loops, custom
+derivatives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardlib.tracing.program import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# What does each value of a program depend on?
+# Dependences of the values of a program.
 
 #: Names of what a value is made from.
 Labels = frozenset[str]
@@ -113,7 +113,7 @@ def _union(labels: Iterable[Labels]) -> Labels:
 
 
 # --------------------------------------------------------------------------------------------------
-# How is a custom derivative bound again, so that it knows nothing of other programs?
+# Custom derivatives, bound again independently of other programs.
 #
 # JAX keeps the jaxpr of a derivative's rule beside the equation, by which tangents are zero and by
 # nothing else (JAX 0.10.2 and 0.12). The equation of a function that is jitted, such as
@@ -161,7 +161,7 @@ def _by_mesh(rule: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# One equation is run as it is written, on values in place of its variables.
+# Evaluation of one equation as it is written.
 
 
 def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) -> list[Value]:
@@ -227,7 +227,7 @@ def last_reads(program: Program) -> dict[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which operands some results of a program are made from.
+# Operands that some results of a program depend on.
 
 
 def results_wanted(equations: Sequence[Equation], results: Iterable[int]) -> list[set[int]]:
@@ -287,7 +287,7 @@ def body_of(equation: Equation) -> Program:
 
 
 # --------------------------------------------------------------------------------------------------
-# Is what is traced now a layer that its backward pass rematerialises?
+# The mark of layers that are traced for rematerialisation.
 #
 # What keeps little of itself for the backward pass may keep more in such a layer: it is in memory
 # for the backward pass of that layer alone.
@@ -315,7 +315,7 @@ def recomputed(function: Function) -> Function:
 
 
 # --------------------------------------------------------------------------------------------------
-# Remat policies: what a layer saves for its backward pass, and what it makes again.
+# Remat policies: the values that a layer saves for its backward pass, and those that it recomputes.
 #
 # The words of a plan, and what a layer saves under each:
 #
@@ -436,7 +436,7 @@ def _saved_whole(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any])
 
 
 # --------------------------------------------------------------------------------------------------
-# How does one loop over layers become two, of which only the first recomputes?
+# A loop over layers split in two, of which only the first recomputes.
 #
 # The layers of a loop are slices of stacks. Cutting a stack in two would copy it, so both loops
 # read the whole stack, each its own layers of it; the gradients of what they read come out as two
@@ -539,7 +539,7 @@ _standing_for.defvjp(
 
 
 # --------------------------------------------------------------------------------------------------
-# What is done to the values of a program on the way, when it is run again.
+# Callbacks of a re-evaluation.
 #
 # A walk places values, runs some equations otherwise, and says which layers are rematerialised:
 #
@@ -653,7 +653,7 @@ class Walk:
 
 
 # --------------------------------------------------------------------------------------------------
-# A traced program is run again with a hand on every value.
+# Re-evaluation of a traced program with a callback on every intermediate value.
 #
 # The lowering re-evaluates the user's loss to place sharding constraints and to choose what is
 # rematerialised. The walk is that of `program.py`, so a value reaches `place` under the path that

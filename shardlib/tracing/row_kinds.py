@@ -1,4 +1,4 @@
-"""What is known of a value: which rows of the batch does each of its elements look at?
+"""Kinds of values: the rows of the batch that each element of a value depends on.
 
 Five families, from the least to the most entangled:
 
@@ -325,7 +325,7 @@ def line_of(equation: Equation) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What rules of loops, branches and calls need of the walk that they are part of.
+# The interface of the walk for rules of loops, branches and calls.
 
 
 class Walk(Protocol):
@@ -590,7 +590,7 @@ _INNER: Mapping[str, Callable[[Equation, list[int]], list[int]]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# A value that the whole batch says beforehand, where a part of the batch reads it.
+# Whole-batch values that a part of the batch reads.
 
 
 @dataclass(frozen=True, kw_only=True)

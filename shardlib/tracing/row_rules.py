@@ -1,4 +1,4 @@
-"""How each family of primitives carries rows of the batch; a family a file."""
+"""Rules of every family of primitives for the rows of the batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from shardlib.tracing.row_kinds import (
 from shardlib.tracing.rules import ARITHMETIC, COPIES, whole_dims
 
 # --------------------------------------------------------------------------------------------------
-# Functions whose derivative was written by hand.
+# Functions with custom derivatives.
 #
 # What they compute is judged by their equations, and so is their derivative: it is taken, for both
 # numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of
@@ -190,7 +190,7 @@ def _pulled(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations that work position by position.
+# Element-wise operations.
 
 #: What rules are: (equation, kinds of its operands) -> the kind of all its results, or of each.
 Rule = Callable[[Step, list[Kind]], "Kind | list[Kind]"]
@@ -330,7 +330,7 @@ ELEMENTWISE_TABLE: Mapping[str, Rule] = dict.fromkeys(
 
 
 # --------------------------------------------------------------------------------------------------
-# Marked functions say themselves how they treat rows (`shardlib.functions`).
+# Custom calls (`shardlib.functions`), which declare their treatment of rows.
 
 Read = Callable[[list[tuple[int, int]]], list[Kind]]
 
@@ -418,7 +418,7 @@ def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] |
 
 
 # --------------------------------------------------------------------------------------------------
-# Linear algebra on stacks of matrices: each of the stack is worked on by itself.
+# Linear algebra on stacks of matrices, each independent of the others.
 
 
 def stacked(step: Step, kinds: list[Kind]) -> Kind:
@@ -720,7 +720,7 @@ LOOPS: Mapping[str, Callable[[Walk, Step, list[Kind]], list[Kind]]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations that move elements: where are the rows afterwards?
+# Operations that move elements, and the position of the rows afterwards.
 
 
 def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
@@ -977,7 +977,7 @@ MOVEMENT_TABLE: Mapping[str, Rule] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Lookups: a row looks something up, or is looked up by its own position.
+# Lookups of a row, or by the position of a row.
 
 #: Operations that jax.numpy's indexing makes positions with; they keep their tag.
 _KEEPING = frozenset(
@@ -1810,8 +1810,7 @@ RANDOM_TABLE: Mapping[str, Rule] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Reductions, windows, products and convolutions: are rows added up, all of them, or do they meet
-# otherwise?
+# Reductions, windows, products and convolutions.
 
 
 def reduce_sum(step: Step, kinds: list[Kind]) -> Kind:

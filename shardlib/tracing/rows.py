@@ -1,6 +1,6 @@
-"""How does a loss depend on the rows of its batch? Two traces of it, for different numbers of rows,
-are walked side by side (`analysis.py`); what is known of every value (`kinds.py`) follows from its
-operands by rules, one table for each kind of operation.
+"""Dependence of a loss on the rows of its batch. Two traces of it, for different numbers of rows,
+are walked side by side; the kind of every value (`row_kinds.py`) follows from its operands by rules
+(`row_rules.py`).
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Analysis:
 
 
 # --------------------------------------------------------------------------------------------------
-# How does every result of a traced loss depend on the rows of its batch?
+# Dependence of every result of a traced loss on the rows of its batch.
 #
 # proof = prove(trace_at, arguments, sizes=(8, 16), names=...) proof.rows.loss.kind # "mean"
 

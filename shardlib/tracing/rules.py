@@ -1,6 +1,6 @@
-"""One table from primitive to the factor rule of its equation; a family of primitives a file.
+"""Factor rules: one table from primitive to the rule of its equation.
 
-Ops that only move data: which dim of the result is which dim of the operand?
+Operations that move data map dims of the operand to dims of the result.
 
 A reshape is the interesting one. Both shapes are walked from the major side and split into common
 factors:
@@ -21,11 +21,10 @@ from typing import Any
 from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise, opaque
 
 # --------------------------------------------------------------------------------------------------
-# What does a table entry know about an equation, and what does it answer?
+# An equation as rules see it, and their answer.
 #
-# The tables in the files beside it map a primitive's name to a function from `Call` to
-# `Description`. Neither holds anything of JAX but the parameters, so every entry can be read as a
-# small theorem about shapes.
+# The tables map a primitive's name to a function from `Call` to `Description`. Neither holds
+# anything of JAX but the parameters, so every entry can be read as a small theorem about shapes.
 
 Shape = tuple[int, ...]
 
@@ -110,7 +109,7 @@ def unknown(call: Call) -> Description:
 
 
 # --------------------------------------------------------------------------------------------------
-# Matrix products and convolutions: which dims are contracted, which are free?
+# Matrix products and convolutions: contracted and free dims.
 
 
 def dot_general(call: Call) -> Description:
@@ -1019,7 +1018,7 @@ REDUCTION_TABLE: Mapping[str, Describe] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# The one table from primitive name to factor rule; the families are in the files beside it.
+# The table of all families.
 
 #: How each primitive that shardlib knows is described. What is missing here is opaque, and a
 #: Finding says so.

@@ -370,7 +370,7 @@ def _parts(op: Op, dim: Dim, parts: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is each array of a step's state, by what the step does with it?
+# Roles of the arrays of a step's state, by their use in the step.
 #
 #     weight     a matmul, a convolution or a lookup uses it beside values that depend on the batch,
 #                or it is added to or multiplied with something that has the rows of the batch

@@ -1,4 +1,4 @@
-"""What does a loss compute, and what does its gradient? The door between JAX and the planner.
+"""The traced loss and its gradient: the only entry from JAX to the planner.
 
 `trace` calls the user's loss once on abstract arrays. The jaxpr that comes back is the program that
 will run (`Traced.rewrite` evaluates it again, with constraints placed and layers rematerialised);
@@ -65,7 +65,7 @@ from shardlib.tracing.rows import Inputs, Names, prove, prove_parts
 from shardlib.untrusted.data import fit
 
 # --------------------------------------------------------------------------------------------------
-# What are the dims of a batch called, and how many tokens does it hold?
+# Names of the dims of a batch, and its number of tokens.
 
 #: Kinds of NumPy's dtypes that hold no numbers: strings, objects, dates.
 NO_NUMBERS = "SUOMm"
@@ -428,7 +428,7 @@ def function_name(function: Function) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Arrays that a model holds where nobody sees them: in functions and in static fields.
+# Arrays hidden in a model: in functions and in static fields.
 #
 # They are made while an initialiser is traced, and are no numbers yet when a loss uses them.
 
@@ -495,7 +495,7 @@ def served_problem(
 
 
 # --------------------------------------------------------------------------------------------------
-# How a loss depends on the rows of its batch, by tracing it again for another number of rows.
+# Dependence of a loss on the rows of its batch, by tracing it again for another number of rows.
 
 
 def proven_rows(

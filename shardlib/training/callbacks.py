@@ -1,4 +1,4 @@
-"""What a user adds to a run: functions that are called while it goes on.
+"""Callbacks of a run: functions that are called while it goes on.
 
 settings = Settings(callbacks=(EarlyStop("validation/loss"), BestCheckpoint("validation/loss")))
 """
@@ -16,7 +16,7 @@ from shardlib.training.states import AnyProgram, learning_rate
 from shardlib.untrusted.data import Json, JsonMapping
 
 # --------------------------------------------------------------------------------------------------
-# A moment of a run, as callbacks see it, and what they may ask for.
+# A moment of a run, as callbacks see it, and requests that they may make.
 #
 #     def shout(moment):
 #         if moment.event == "validation" and moment.numbers["validation/loss"] < 0.1:

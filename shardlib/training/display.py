@@ -1,4 +1,4 @@
-"""What a person sees of a training run."""
+"""The display of a training run: progress in a notebook, and text of the trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the numbers and events of a run go, beside the lines of JSON in its folder.
+"""Loggers: receivers of the numbers and events of a run, beside the JSON lines in its folder.
 
 settings = Settings(run="runs/a", loggers=(TensorBoard(), WandB(project="a")))
 """
@@ -22,7 +22,7 @@ from shardlib.training.measures import JsonLines as Lines
 from shardlib.untrusted.data import JsonMapping, read_regular
 
 # --------------------------------------------------------------------------------------------------
-# What is a logger? A value that opens a sink, once the run knows what it goes on with.
+# A logger: a value that opens a sink, once the run knows what it goes on with.
 
 
 @dataclass(frozen=True, kw_only=True)

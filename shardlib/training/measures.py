@@ -1,13 +1,13 @@
-"""What a run measures of itself: losses and metrics, rates, the load of the machine, profiles.
+"""Measurements of a run: losses and metrics, rates, the load of the machine, profiles.
 
-How well the last byte alone predicts the next one: the baseline that a trained model must beat.
+The loss of a bigram model of bytes: the baseline that a trained model must beat.
 
 >>> text = np.frombuffer(b"abababab", np.uint8)
 >>> batch = {"inputs": text[None, :-1], "targets": text[None, 1:]}
 >>> round(cross_entropy(fit([batch], smoothing=0.01), [batch]), 2)
 0.54
 
-Whether the loss of a step is one to go on with.
+Detection of bad losses.
 
 Two things go wrong with a loss: it is no longer finite, or it jumps. A jump is measured against the
 last steps by their median and by the median distance from it, which one outlier does not move; PaLM
@@ -20,7 +20,7 @@ and leaving out the batches around it.
 >>> judge.see(float("nan"))
 'roll-back'
 
-Metrics: what is written down about every step, where, and how it is read again.
+Metrics of every step, and their files.
 
 A run's metrics are lines of JSON, one a step, flushed as they are written: a process that is killed
 loses at most the line it was writing. A run that resumes at an earlier step writes those steps

@@ -1,5 +1,5 @@
-"""The folder of a run: who owns it, what is trained in it, whether that has changed, and how it is
-doing.
+"""The folder of a run: its owner, its description, changes of what is trained in it, and its
+status.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ __path__: list[str] = []
 SHOWN = 4
 
 # --------------------------------------------------------------------------------------------------
-# Differences between what is trained and what a run was begun with, from what `identity.py` has
-# traced; imports no JAX.
+# Differences between what is trained and what a run was begun with; imports no JAX.
 
 #: What can be another than before.
 NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch", "exchange")
@@ -185,8 +184,8 @@ def _plain(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is being trained, as far as it decides the numbers: taken from what is traced, not from what
-# somebody calls it.
+# The identity of what is trained, as far as it decides the numbers: taken from the trace, not from
+# its name.
 #
 #     loss        its jaxpr, with derivatives that are written by hand, and the numbers in it
 # optimizer   the jaxprs of its `init` and `update`, without their numbers; the guards of the step
@@ -206,7 +205,7 @@ def _plain(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What `run.json` says of a run, read and compared with what is wanted now.
+# The contents of `run.json`, read and compared with the current run.
 
 #: Of `run.json`.
 FORMAT = 1
@@ -353,7 +352,7 @@ def _manifest_text(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether the folder of a run can be written, and what helps where it cannot.
+# Checks that the folder of a run can be written, with remedies.
 
 
 def probe(path: Path) -> None:
@@ -398,7 +397,7 @@ def _remedy(error: OSError, what: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The folder of a run: what is in it, and whether this process may go on with it.
+# The folder of a run: its contents, and whether this process may go on with it.
 #
 #     run.json         what is trained, in words and as digests of what is traced
 #                      (`shardlib.training.run`), and what was changed on purpose
@@ -643,8 +642,8 @@ class RunFolder:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a run is doing: what its folder says, for `shardlib status RUN`; no process of the run is
-# asked, and JAX is not imported.
+# The status of a run by its folder, for `shardlib status RUN`; no process of the run is asked, and
+# JAX is not imported.
 
 #: Seconds without a heartbeat after which a process counts as gone.
 SILENT = 15.0

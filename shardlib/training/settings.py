@@ -1,4 +1,4 @@
-"""Settings of a run: how it is kept, watched and judged."""
+"""Settings of a run: storage, supervision, and judgement of losses."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Settings:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an operator may change about the training of a byte-level transformer.
+# Settings that an operator may change for the training of a byte-level transformer.
 
 #: Steps in a row that may be left out.
 SKIPS = 4
@@ -266,7 +266,7 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a training run found.
+# The result of a training run.
 
 
 @dataclass(frozen=True, kw_only=True)

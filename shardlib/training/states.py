@@ -1,4 +1,6 @@
-"""States of training, read and changed by hand."""
+"""Operations on training states: averages of parameters, learning rates, adapters, and changed
+models.
+"""
 
 from __future__ import annotations
 
@@ -133,13 +135,13 @@ def _wide(leaf: Any) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# What can train: a program of a loss, of islands, or of a step of the user's own.
+# Programs that can train: of a loss, of islands, or of a step of the user's own.
 
 AnyProgram: TypeAlias = Program | IslandsProgram | StepProgram
 
 
 # --------------------------------------------------------------------------------------------------
-# What a state says about itself: the learning rate, and the steps that are done.
+# The learning rate and the step count of a state.
 
 
 def learning_rate(state: Tree) -> float | None:

@@ -1,6 +1,5 @@
-"""The steps of a run, from the first to the last: what it is to do (`task`), streams of batches
-(`batches`), losses and metrics (`records`), checkpoints (`saving`), all that it keeps open
-(`equipment`), and the loop that does one step after the other (`steps`).
+"""The steps of a run, from the first to the last: batches, losses and metrics, checkpoints, open
+resources, and the loop.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ from shardlib.training.validation import is_metric, named_numbers, validator
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# Streams of batches: where they come from, and how far ahead they are made.
+# Streams of batches, and how far ahead they are computed.
 #
 # The loop asks whoever has the data for a stream that begins at a step. For a dataset that is
 # `shardlib.data.batches.Loader`, with which every process reads its own part; for a function of
@@ -144,7 +143,7 @@ class _Ahead:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which hosts of a job stay idle under a plan, and what a plan for all of them would take.
+# Hosts of a job that stay idle under a plan, and a plan for all of them.
 
 
 def is_idle(program: object) -> bool:
@@ -370,7 +369,7 @@ def in_order(by_step: Mapping[int, float]) -> tuple[float, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run is to do, and what all of its processes must mean alike.
+# The task of a run, and the parts of it on which all processes must agree.
 #
 # A run may have several programs, one after the other, for batches that grow:
 #
@@ -535,8 +534,8 @@ class Feed:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a policy needs of a program: the metric that it judges, and, to leave spikes out, the limit
-# above which a step leaves its loss out, of one island or of several.
+# The metric that a policy judges, and the limit above which a step skips its loss, of one island or
+# of several.
 
 S = TypeVar("S", TrainState, IslandsState)
 
@@ -696,8 +695,8 @@ class Saving:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run keeps open from its first step to its last: the folder, records and checkpoints, the
-# watchdog, the profiler, and whether somebody wants it to stop.
+# Resources that a run keeps open: the folder, records and checkpoints, the watchdog, the profiler,
+# and requests to stop.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -807,7 +806,7 @@ def _held(
 
 
 # --------------------------------------------------------------------------------------------------
-# What looks at a run while it goes on: callbacks and validations.
+# Callbacks and validations.
 
 
 class Watching:

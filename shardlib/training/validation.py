@@ -1,4 +1,4 @@
-"""The loss of a whole set of rows during training, exactly, however many rows there are.
+"""Validation: the exact loss of a whole set of rows during training, however many rows there are.
 
 settings = Settings(validation=Validation(data=held_out, every=200))
 """
@@ -29,7 +29,7 @@ from shardlib.tracing.trace import describe_batch, result_names, rows_of, with_r
 from shardlib.training.states import AnyProgram, averaged
 
 # --------------------------------------------------------------------------------------------------
-# What is validated during a run, on what, and how often.
+# Settings of validation: data and interval.
 
 #: () -> batches of any number of rows; or a dataset (`shardlib.data.open.read`); or a tree of host
 #: arrays that holds all rows.

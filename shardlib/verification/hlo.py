@@ -1,5 +1,5 @@
-"""Compiled programs read: collectives with their groups and loops, overlap, and the compiler's own
-schedule.
+"""Readers of optimised HLO: instructions, collectives with their groups, trip counts, and the
+compiler's own schedule.
 
 Collective instructions of a compiled program with their executions, and what they come to.
 

@@ -1,4 +1,4 @@
-"""Islands against their plan: the step of one, and the meeting of all, each compiled for the
+"""Verification of islands: the step of one, and the outer step of all, each compiled for the
 machine that it runs on.
 
 A step is compiled for the devices of its island and for no others, so that nothing of it can cross.

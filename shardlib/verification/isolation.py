@@ -1,4 +1,4 @@
-"""Compilation in a process of its own, which a failing compiler ends instead of this one.
+"""Compilation in a child process, which a failing compiler ends instead of this one.
 
 In a child process with limits of time and memory. What goes wrong there (an abort, too little
 memory, no end) comes back as a `Failure`, a value like any other. Several may run side by side. A
@@ -306,7 +306,7 @@ def _tpu_key(i: int, device: Any) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A training step as bytes, for the process that compiles it.
+# A serialised training step, for the process that compiles it.
 #
 # As a portable StableHLO program (`jax.export`) lowered once, here, for an abstract mesh, with the
 # layouts of its arguments and results beside it. No Python object of the user's has to be pickled,

@@ -1,4 +1,4 @@
-"""The steps of a plan in a profile that JAX has recorded.
+"""Steps of a plan in a profile that JAX has recorded.
 
 Every program that shardlib makes of a plan is named after it, "shardlib_step_e4b19c16919f", so that
 a profile says which plan it is of. On every platform the profiler says when which device ran which

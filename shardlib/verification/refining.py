@@ -1,4 +1,4 @@
-"""The best of several plans by what the compiler makes of them, and what there is to say of it."""
+"""Refinement: the best of several plans by the compiler's figures, and findings about it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.verification.report import CompiledStep, Verification
 
 # --------------------------------------------------------------------------------------------------
-# What refinement changed, as findings and counts of the search: another plan than predicted, plans
-# that the compiler refuted, too few that survived.
+# Findings of refinement: another plan than predicted, plans that the compiler refuted, too few that
+# survived.
 
 #: Compilations for each plan that is wanted, at most.
 COMPILATIONS = 3
@@ -103,7 +103,7 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which plans are compiled first?
+# Plans to compile first.
 #
 # What a compiler keeps for the backward pass is what a cost model knows least about, so the
 # fastest plan of every remat policy has its turn before a second one of any policy.

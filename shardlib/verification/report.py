@@ -1,5 +1,4 @@
-"""What came out of a verification: what was promised, what the compiler made of it, and what
-differs.
+"""The report of a verification: promises of a plan, the compiler's figures, and their differences.
 
 A `Verification` is a frozen value; its JSON can be kept as the baseline that later ones are held
 against.
@@ -27,7 +26,7 @@ from shardlib.verification.hlo import BITS, REDUCTIONS, Found
 from shardlib.verification.timelines import Scheduled
 
 # --------------------------------------------------------------------------------------------------
-# What a compiler made of a training step.
+# The compiled program of a training step.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,8 +351,8 @@ def _compared(
 
 
 # --------------------------------------------------------------------------------------------------
-# Collectives of a compiled step against those of its plan: nobody planned them, they are missing,
-# they reduce whole arrays or another dtype, or they run over the slow network.
+# Collectives of a compiled step against those of its plan: unplanned, missing, of whole arrays, in
+# another dtype, or over the slow network.
 
 #: Differences under this part of all bytes of a step are noise.
 NOISE = 0.01

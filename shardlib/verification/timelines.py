@@ -1,4 +1,4 @@
-"""Measured timelines of pipelines: when each stage really did what.
+"""Timelines: measured executions and collectives of compiled programs and pipeline stages.
 
 One step is run under `jax.profiler`, which records on every platform when a device ran which
 instruction of the compiled program. A tick of a pipeline ends when a stage has handed over what it

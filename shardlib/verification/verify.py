@@ -1,6 +1,4 @@
-"""What the real compiler makes of a plan, against what the plan promised: ahead of time, with none
-of the hardware there.
-"""
+"""Verification of a plan with the real compiler, ahead of time, without the hardware."""
 
 from __future__ import annotations
 

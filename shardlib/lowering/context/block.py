@@ -9,7 +9,7 @@ made on its own (FlashAttention, arXiv:2205.14135, algorithm 4).
 Queries are [B, Q, H, D], keys and values [B, K, G, D] and [B, K, G, V], where each of the G groups
 has H / G heads of the queries; all arithmetic is in float32.
 
-Which keys does a query see, and what does their distance add to scores?
+Masks and biases by distance:
 
 Masks are made from positions and documents, for the queries and keys that are at hand: no array has
 a side for all of the queries and one for all of the keys.
@@ -421,8 +421,8 @@ def _hidden(scores: Value, seen: Value | None) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention over blocks of queries and keys: what is held at a time are the scores of one block of
-# queries and one of keys.
+# Attention over blocks of queries and keys: only the scores of one block of queries and one of keys
+# are in memory at a time.
 #
 # Blocks of which no query sees any key are left out. Sequences that no block divides are filled up
 # with tokens that nobody sees.

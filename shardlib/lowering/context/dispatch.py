@@ -1,4 +1,5 @@
-"""Attention of a sequence that is sharded over a mesh axis.
+"""Attention of a sequence that is sharded over a mesh axis: heads, kernels, and the exchange of
+keys and values.
 
 All of it is for functions that are manual over the axis (`jax.shard_map`): arrays are what one
 device holds. Every form is exact: results and gradients are those of attention on one device.
@@ -32,7 +33,7 @@ from shardlib.planner.plan import Plan
 from shardlib.propagation.contractions import returned, shared
 
 # --------------------------------------------------------------------------------------------------
-# Which devices have which heads of a call of attention, and from where on.
+# The sharding of heads of a call of attention.
 #
 # Where no axis shards the heads of queries outside, those do that shard the sequence or the width
 # of a head there, inside of the region alone. Where there are fewer heads of keys than devices,

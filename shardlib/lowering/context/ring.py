@@ -1,4 +1,4 @@
-"""Keys and values go around the devices (ring attention, Liu et al., arXiv:2310.01889).
+"""Ring attention (Liu et al., arXiv:2310.01889): keys and values go around the devices.
 
 Every device keeps its queries. In each of N turns it attends to the keys and values that it has,
 and hands them to its neighbour: N - 1 messages a device forward. Going back, keys and values go

@@ -1,4 +1,4 @@
-"""Which positions of a sequence does a device have?
+"""The positions of a sequence that each device has, contiguous or in zig-zag order.
 
 Contiguous, device i of N has the i-th part. Under a causal mask the last device then does most of
 the work while the first has almost none. In zig-zag order a device has two runs that are as far

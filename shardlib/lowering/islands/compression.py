@@ -51,7 +51,7 @@ from shardlib.planner.islands import low_rank as islands_low_rank
 from shardlib.planner.islands import stacked as is_stacked
 
 # --------------------------------------------------------------------------------------------------
-# Which parameters are matrices, and what of them one device holds.
+# Parameters that are matrices, and the shard of each that one device holds.
 
 Axes = tuple[str, ...]
 
@@ -564,7 +564,7 @@ def exchanges_of(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a user holds of islands that exchange compressed gradients.
+# The program of islands that exchange compressed gradients.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -59,7 +59,7 @@ from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 
 # --------------------------------------------------------------------------------------------------
-# A program of one island that is no step.
+# A program of one island other than its step.
 
 Arrays = list[jax.Array]
 
@@ -151,7 +151,7 @@ def _on(mesh: Mesh | AbstractMesh, sharding: jax.sharding.Sharding | None) -> Na
 
 
 # --------------------------------------------------------------------------------------------------
-# Copies of what islands send, on their way to the others.
+# Copies of outer gradients, in flight to the other islands.
 
 
 def delivered(rows: Sequence[jax.Array]) -> list[list[jax.Array]]:
@@ -206,7 +206,7 @@ class Flights:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an island sends of a fragment: outer gradients, and what they are as they cross.
+# Outer gradients of a fragment, as they are computed and as they are sent.
 
 
 class Sending(IslandCall):
@@ -298,7 +298,8 @@ def shards(call: IslandCall) -> list[tuple[int, ...]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The outer update by what has come from all islands, and what an island goes on from.
+# The outer update from the outer gradients of all islands, and the parameters from which an island
+# goes on.
 
 
 class Arriving(IslandCall):
@@ -364,7 +365,7 @@ def _mean(arrays: list[Value]) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a user holds of islands whose outer gradients cross beside their next steps.
+# The program of islands whose outer gradients cross beside their next steps.
 
 #: Of a fragment: outer gradients, as they cross, and the outer update.
 Calls = tuple[Sending, Packing, Arriving]

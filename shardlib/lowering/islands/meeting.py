@@ -1,4 +1,4 @@
-"""What crosses between islands that train apart, and what is made of it:"""
+"""The outer step of islands: exchange of parameters, outer gradients, and the update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardlib.lowering.program import Program
 from shardlib.planner.islands import fragments_of
 
 # --------------------------------------------------------------------------------------------------
-# Layers of a fragment: of a stack of layers some rows of the first dim, on each device its own.
+# Layers of a fragment: some rows of the first dim of a stack of layers, on each device its own.
 
 #: Rows of the first dim on a device: (first, step between them); None for all.
 Rows = tuple[int, int] | None
@@ -186,7 +186,7 @@ def unpacked(rows: Value, wire: str, block: int = BLOCK) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# What one device does at a meeting, with what it holds of each parameter.
+# The outer update on one device, with its shard of each parameter.
 #
 # Each update takes the device's shards of its island's parameters, float32, and those of what is
 # outer, and gives both afterwards.

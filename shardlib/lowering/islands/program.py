@@ -1,4 +1,4 @@
-"""Islands that train apart, and meet.
+"""Islands that train apart, and synchronise in an outer step.
 
 Each island runs the unchanged program of its own plan on its own devices, so that nothing can cross
 inside of a step. What crosses is a second program over the devices of all islands, a *meeting*,
@@ -217,7 +217,7 @@ def require_divided(program: Program, *, staged: bool = False) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The batch of all islands, and the part of each: rows one after the other, island by island.
+# The batch of all islands, divided by rows, island by island.
 
 
 @jax.tree_util.register_dataclass
@@ -504,7 +504,7 @@ class _Arriving:
 
 
 # --------------------------------------------------------------------------------------------------
-# What islands carry from step to step.
+# State that islands carry from step to step.
 
 
 @jax.tree_util.register_dataclass
@@ -626,7 +626,7 @@ class IslandMetrics(Mapping[str, np.ndarray]):
 
 
 # --------------------------------------------------------------------------------------------------
-# What islands refuse before anything runs.
+# Checks of islands before anything runs.
 
 
 def require_islands(state: object, islands: int) -> None:
@@ -643,7 +643,7 @@ def require_islands(state: object, islands: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What islands start with: outer parameters, which are those of all, and random streams of their
+# The first state of islands: outer parameters, which are those of all, and random streams of their
 # own.
 
 
@@ -733,7 +733,7 @@ def _folded(keys: jax.Array, number: int) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a user holds of several islands: their programs, and their meetings.
+# The program of several islands: their steps, and their outer steps.
 #
 # program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)}) state,
 # metrics = program.step(program.init(seed=0), batch) # meets after every 100th step
@@ -1014,7 +1014,7 @@ class IslandsProgram:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a training run has learned, whether there is one island or several.
+# Trained parameters of a run, of one island or several.
 
 
 def learned(program: Program | IslandsProgram, state: TrainState | IslandsState) -> TrainState:

@@ -1,4 +1,4 @@
-"""What does a stage do with one microbatch?
+"""The work of a stage on one microbatch.
 
 Functions of lists of arrays, for one chunk of layers on the mesh of its stage. What comes before
 the layers is done with the first chunk, and again when that goes back; what comes after them, with

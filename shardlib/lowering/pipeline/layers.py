@@ -1,7 +1,7 @@
-"""What both forms of a pipeline share: where a loss is partitioned, the chunk of a stage, gathered
-weights, embedding and head.
+"""Parts that both forms of a pipeline share: the partition of a loss, the chunks of a stage,
+gathered weights, embedding and head.
 
-What the layers of a stage save for their backward passes.
+The layers of a stage that rematerialise:
 
 A plan says how many layers of the fullest stage are rematerialised, of all or by layer group. In
 lockstep all chunks of all stages are one program, and as many layers of each are; with a program
@@ -53,7 +53,7 @@ from shardlib.tracing.rewriting import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# The loop over layers of a traced loss, and what its operands are.
+# The loop over layers of a traced loss, and the roles of its operands.
 #
 # The loop over layers is the scan that multiplies matrices; of several, one that takes slices of
 # parameters before one that takes none (as over time); of those the one with the most layers, the
@@ -165,8 +165,7 @@ def _role(
 
 
 # --------------------------------------------------------------------------------------------------
-# Where does a traced loss fall apart into what comes before the layers, the layers, and what comes
-# after them?
+# Partition of a traced loss: before the layers, the layers, after the layers.
 #
 # The loop over layers, and what its operands are, stands in `shardlib.lowering.pipeline.layers`.
 # What travels hops from stage to stage; stacked results of the layers that the rest of the loss
@@ -356,7 +355,7 @@ def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equat
 
 
 # --------------------------------------------------------------------------------------------------
-# The layers of a chunk, one after the other, and what each saves for its backward pass.
+# The layers of a chunk, one after the other, and the values that each saves for its backward pass.
 #
 # Some of the layers of a chunk may follow a remat policy, the first ones, and the others keep all
 # that their gradients read:
@@ -460,7 +459,7 @@ def written_out(
 
 
 # --------------------------------------------------------------------------------------------------
-# A chunk of layers around one microbatch: what leaves it, and what its backward pass wants.
+# A chunk of layers on one microbatch: its results, and the inputs of its backward pass.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -564,8 +563,7 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which weights of the layers are gathered before the ticks that use them, and how do their
-# gradients come back?
+# Weights of layers that are gathered before the ticks that use them, and their gradients.
 #
 # A weight that is stored sharded over fsdp is gathered by every operation that uses it, forward
 # and backward, for every microbatch, and its gradient is scattered as often. Where the plan
@@ -831,7 +829,7 @@ def _only_read_by(
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a stage do with one microbatch?
+# The work of a stage on one microbatch.
 #
 # A chunk is a run of consecutive layers. Forward, it is run with `jax.vjp`, and what the backward
 # pass wants of the forward one is told apart: arrays that can be had again from the weights alone
@@ -1084,8 +1082,8 @@ def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arr
 
 
 # --------------------------------------------------------------------------------------------------
-# Which weights outside of the layers (embedding, head) are gathered before the ticks, and whose
-# gradients are reduced after them?
+# Weights outside of the layers (embedding, head) that are gathered before the ticks, and whose
+# gradients are reduced after them.
 #
 # Those of matmuls and lookups, where the plan reduces gradients of layers once a step, too: every
 # device sums up what its own examples say, and the sums are reduced when the last microbatch has

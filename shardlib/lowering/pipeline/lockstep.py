@@ -53,7 +53,8 @@ from shardlib.tracing.program import has_matmul, with_frozen
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, needed
 
 # --------------------------------------------------------------------------------------------------
-# Findings about a pipeline: what every stage does again, and what is gathered at every use.
+# Findings about a pipeline: work that every stage repeats, and weights that are gathered at every
+# use.
 
 
 @diagnostic
@@ -124,8 +125,7 @@ def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where does a step sum up gradients over its microbatches, and what do the sums become when the
-# last microbatch has gone back?
+# Sums of gradients over microbatches, and their reduction after the last.
 #
 # Sums are made in float32 at least, or in the dtype that the plan says, each where its
 # microbatches leave it: gradients of layers at their stages, one a stage of what all layers use,

@@ -15,7 +15,7 @@ backward pass is kept by name and let go of when the last program that reads it 
 gradients are donated from program to program. The last chunk goes forward and backward in one
 program where the schedule does one after the other.
 
-Which layers does each chunk have, and how do stacks of layers go to the stages and come back?
+The layers of each chunk, and the exchange of stacks of layers with the stages:
 
 Chunk c of stage s is number g = c S + s of all chunks, and takes the layers after those of chunk g
 - 1. Where layers do not divide, the first chunks have one more.
@@ -410,7 +410,7 @@ class Dealing:
 
 
 # --------------------------------------------------------------------------------------------------
-# What do the devices of one stage hold of a global array?
+# The arrays of one stage, of global arrays.
 #
 # A stage's mesh is the program's mesh at one place along the stage axis, which it keeps with size
 # 1. An array that is sharded over the stages along its leading dim, or not sharded over them,
@@ -505,7 +505,7 @@ class Places:
 
 
 # --------------------------------------------------------------------------------------------------
-# What comes before the first microbatch, and after the last?
+# The programs before the first microbatch and after the last.
 #
 # Two programs over all devices. The opening makes what the loss makes from parameters alone, deals
 # stacks of layers out to the stages, cuts the batch into microbatches, and says what the model
@@ -745,7 +745,7 @@ class Opening:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is around the work of a step: parameters that may be on their way, and the update after it.
+# Parameters in flight before the work of a step, and the update after it.
 #
 # Where parameters are on their way, each stage begins when it has its own. Tasks of one stage keep
 # their order, and so do the numbers; a stage which waits for its parameters holds up nobody but

@@ -1,4 +1,4 @@
-"""What one stage does in one tick.
+"""The work of one stage in one tick.
 
 Functions of what one stage holds, for `jax.shard_map` over the stage axis alone; the other mesh
 axes stay automatic inside. What a stage holds is a slice of a global array with a leading dim of
@@ -35,7 +35,7 @@ from shardlib.planner.plan import Plan
 from shardlib.schedules import Timetable
 
 # --------------------------------------------------------------------------------------------------
-# What goes between stages, and the dim of it that the stages shard outside of the layers.
+# Stage activations, and the dim of them that the stages shard outside of the layers.
 
 
 def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -87,7 +87,7 @@ def sharded_dim(
 
 
 # --------------------------------------------------------------------------------------------------
-# What stages hold, pass on and keep, as pytrees of arrays with a leading dim of stages.
+# Arrays that stages hold, pass on and keep, as pytrees with a leading dim of stages.
 
 
 @jax.tree_util.register_dataclass
