@@ -112,7 +112,7 @@ def plan(
             the pins allow no plan.
         InfeasibleError: nothing fits the memory of a device; the message names what to relax.
         MissingPackageError: with `refine`, the compiler of the topology is not installed.
-        PlanError: `refine` is no integer of at least 0, or asked for with `framework`.
+        PlanError: `refine` is not an integer of at least 0, or asked for with `framework`.
         VerificationError: with `refine`, no plan that was compiled survived.
     """
     require_arguments(

@@ -225,7 +225,7 @@ def linen(module: nn.Module, *sample_inputs: Tree, **options: object) -> LinenIn
         initialised yet.
 
     Raises:
-        AnnotationError: `module` is no Linen module.
+        AnnotationError: `module` is not a Linen module.
     """
     if not isinstance(module, nn.Module):
         raise AnnotationError(
@@ -456,7 +456,7 @@ def _abstract(
 
 def _with_arrays(module: nnx.Module) -> nnx.Module:
     """The module, whose attributes that are arrays are data while it is traced, too: Flax (0.12)
-    takes those for static that are no concrete arrays yet.
+    takes those for static that are not concrete arrays yet.
     """
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):

@@ -490,7 +490,7 @@ def _is_integer(array: jax.Array | np.ndarray) -> bool:
 # --------------------------------------------------------------------------------------------------
 # A user's model as one value, whichever library it was written in.
 #
-# Every front end (`nnx.py`, `linen.py`, `tree.py`) turns what the user has into a `Model`: pure
+# Every front end (`flax.py`, `tree.py`) turns what the user has into a `Model`: pure
 # functions over two pytrees. `params` is what the optimizer trains, and what is frozen; `state` is
 # what the model itself updates (random streams, batch statistics) and may be empty. Tree paths are
 # written with dots: "layers.mlp.up.kernel".

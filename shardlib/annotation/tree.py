@@ -62,7 +62,7 @@ def tree(
             lambda key: eqx.nn.MLP(64, 8, 256, 2, key=key), {"layers.0.weight": ("mlp", "embed")}
         )
 
-    Leaves that are no arrays (activation functions, flags) stay as the initialiser makes them, and
+    Leaves that are not arrays (activation functions, flags) stay as the initialiser makes them, and
     the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are
     trained (`shardlib.annotation.trees`).
 
@@ -146,7 +146,7 @@ def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) ->
 
 
 def _module(described: TreeInit, initialised: Tree, name: str, wrt: Filter) -> Model:
-    """The model of a tree with leaves that are no arrays."""
+    """The model of a tree with leaves that are not arrays."""
     parts = Parts.of(initialised)
     params, state = parts.split(initialised)
     if not parts.trained:

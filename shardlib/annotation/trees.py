@@ -24,7 +24,7 @@ whatever else there is (layouts, states, checkpoints) has both.
 
 Trained leaves of a pytree, and all others:
 
-A module of Equinox, or of any library whose modules are pytrees, has leaves that are no arrays:
+A module of Equinox, or of any library whose modules are pytrees, has leaves that are not arrays:
 activation functions, flags, rates. Its floating-point arrays are trained, its other arrays are
 state that stays as it is, and the rest is kept as the initialiser made it. The loss gets the whole
 module.
@@ -274,7 +274,7 @@ class Parts:
     Attributes:
         structure: of the whole tree.
         paths: of its leaves.
-        kept: leaves that are no arrays, by position.
+        kept: leaves that are not arrays, by position.
         trained: positions of floating-point arrays.
         fixed: positions of other arrays.
     """

@@ -319,7 +319,7 @@ class Names:
         ends: parameters outside of layers.
         stacks: by our name of a stack of layers, what its layers have.
         starts: how names of the model proper may start in files; the first is written.
-        ignored: ends of names that are in some files and are no parameters.
+        ignored: ends of names that are in some files and are not parameters.
     """
 
     ends: Table

@@ -139,7 +139,7 @@ class _Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """The content of a document; metrics may be no finite numbers."""
+    """The content of a document; metrics may not be finite numbers."""
 
     step: int
     time: float
@@ -355,12 +355,12 @@ def read_about(path: epath.Path, step: int) -> About:
 
 
 def _about(path: epath.Path, step: int) -> About:
-    """Reads the description; of what is no file, a pipe perhaps, nothing is read."""
+    """Reads the description; of what is not a file, a pipe perhaps, nothing is read."""
     others = [
         one.name
         for one in (path / "about").iterdir()
         if "://" not in str(one) and not Path(one).is_file()
-    ]  # to etils, whatever is no folder is a file
+    ]  # to etils, whatever is not a folder is a file
     if others:
         raise DamagedError(
             f"its description has {', '.join(sorted(others)[:4])}, which is no file that can be"

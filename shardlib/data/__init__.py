@@ -1,5 +1,5 @@
-"""What is trained on: files of text or of tokens, on this machine or far away, as batches that are
-a function of their position alone.
+"""Training data: files of text or of tokens, on this machine or far away, as batches that are a
+function of their position alone.
 
     dataset = read("books/", seq=2048)  # tokenises once, into a folder of this machine
     with Loader(dataset, program.batch, start=0) as loader:

@@ -718,7 +718,7 @@ class TextFiles:
 
 
 def text_of(data: bytes) -> str | None:
-    """The text of a file; None where it is no UTF-8 text."""
+    """The text of a file; None where it is not UTF-8 text."""
     try:
         return None if b"\0" in data else data.decode("utf-8")
     except UnicodeDecodeError:

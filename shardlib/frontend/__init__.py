@@ -1,22 +1,19 @@
-"""The steps of the page `shardlib.compiler`, one a file: arguments are checked (`arguments`), a
-model is read and its loss traced (`traced_model`), the machine is named (`machines`), a plan is
-chosen that a program can be made of (`choice`; `compiled_choice` has the compiler choose), and
-lowered (`lowered`, with the loss of its evaluations, `evaluation`); beside them, what else can be
-asked of a model: a chain of edge devices (`edge`) and a scaling curve (`scale`).
+"""The steps of the public functions: arguments are checked, a model is read and its loss traced
+(`model`), a plan is chosen for a machine (`choice`; `verified` has the compiler choose) and lowered
+(`lowered`); beside them, steps of the user's own, islands, and plans as plain JAX.
 
 Planning loads nothing that lowers, compiles or verifies.
 
-choice.py        A plan for a traced model
+choice.py        the choice of a machine and of a plan for a traced model
 gradients.py     `shardlib.value_and_grad`
-islands.py       several islands
-marked.py        A step that marks its losses with `shardlib.value_and_grad`, planned and lowered
-                 by them
-model.py         are the arguments of the public functions what they should be? Asked before
-                 anything is traced
-own_layouts.py   what becomes of the layouts that a program brings along
-plain_jax.py     A plan as a file of plain JAX that needs no shardlib
-step_program.py  A step, compiled for the mesh of a plan
-steps.py         any step that a user wrote
-verified.py      A plan, or a program, against what the compiler makes of it, for one island or
-                 for several
+islands.py       the batch of one of several islands, and the programs of all
+lowered.py       the program of a plan for a traced loss
+marked.py        a step that marks its losses with `shardlib.value_and_grad`, planned and lowered by
+                 them
+model.py         checks of the arguments of the public functions, and the traced model
+own_layouts.py   layouts that a program brings along, as priced hints or as pins
+plain_jax.py     a plan as a file of plain JAX that needs no shardlib
+step_program.py  a step, compiled for the mesh of a plan
+steps.py         steps of the user's own: `compile_step`, `parallelize`
+verified.py      verification of plans and programs with the compiler, for one island or for several
 """

@@ -81,7 +81,7 @@ def value_and_grad(
         None for that in other containers.
 
     Raises:
-        ArgumentError: the loss is no function, or there are too few arguments.
+        ArgumentError: the loss is not a function, or there are too few arguments.
         AnnotationError: when called, `wrt` chooses nothing or what has no gradient.
     """
     if loss is None:
@@ -176,7 +176,7 @@ def _results(result: Any, has_aux: bool) -> tuple[Value, Tree]:
 def _of_trees(
     loss: StepLoss, args: Sequence[Tree], kwargs: Any, chosen: Sequence[nnx.DiffState], aux: bool
 ) -> _Call:
-    """A call whose arguments are pytrees. Leaves that are no arrays, such as True, stay what they
+    """A call whose arguments are pytrees. Leaves that are not arrays, such as True, stay what they
     are.
     """
     counts = [len(jax.tree.leaves(one)) for one in args]

@@ -227,7 +227,7 @@ def _once(names: LogicalAxes) -> LogicalAxes:
 # --------------------------------------------------------------------------------------------------
 # All marked losses of a step as one problem: what the search plans.
 
-#: Begins the names of arrays of the state that a loss needs and that are no weights.
+#: Begins the names of arrays of the state that a loss needs and that are not weights.
 STATE = "state:"
 
 

@@ -270,7 +270,7 @@ class StepProgram:
         return held(value, named_sharding(self.mesh, layout))
 
     def _required(self, state: Tree) -> Tree:
-        """The state in the form that was traced, refused where it is no state of this program."""
+        """The state in the form that was traced; refuses states of other programs."""
         leaves, structure = jax.tree.flatten(state)
         own = jax.tree.structure(self.state)
         if difference := static_difference(structure, own):

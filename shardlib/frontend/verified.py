@@ -109,7 +109,7 @@ def scale(
         except TopologyError as error:
             if exchange.islands == 1:
                 raise
-            raise PinError(str(error)) from error  # islands are no parts of this machine
+            raise PinError(str(error)) from error  # islands are not parts of this machine
         if (
             best is not None
             and exchange.islands == 1

@@ -4,8 +4,8 @@ A function here is what one device computes. Attention and experts are custom ca
 the operations inside; lowering puts a program for many devices in their place, with the same
 results.
 
-attention.py  attention
-experts.py    tokens visit the experts that they chose
-losses.py     A loss that a step marks with `shardlib.value_and_grad`
-routing.py    routing
+attention.py  attention: a custom call, its biases, and its checks
+experts.py    mixtures of experts, vendors' kernels, and axes of `jax.pmap`
+losses.py     a loss that a step marks with `shardlib.value_and_grad`
+routing.py    routing of tokens to experts, and balancing of their load
 """

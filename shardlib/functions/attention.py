@@ -139,7 +139,7 @@ class Alibi:
 
     @classmethod
     def of(cls, heads: int) -> Self:
-        """The published slopes: a geometric series from 2^(-8/N) on; where N is no power of two,
+        """The published slopes: a geometric series from 2^(-8/N) on; where N is not a power of two,
         those of the next lower one, and then every second of twice as many.
         """
         power = 2 ** math.floor(math.log2(heads))
@@ -273,7 +273,7 @@ def distance_buckets(
 #
 # JAX keeps the name where it makes other functions of such a call: its derivative, the part of it
 # whose operands are known beforehand (Flax Linen's `nn.scan` looks for constants so), the same for
-# many operands at once (`jax.vmap`). These are no calls: their operands are others than those that
+# many operands at once (`jax.vmap`). These are not calls: their operands are others than those that
 # the function was ever called with.
 
 

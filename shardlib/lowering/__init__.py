@@ -1,41 +1,35 @@
 """From a plan to programs that XLA compiles.
 
-Read from top to bottom: `mesh` and `runtime` are devices and arrays; `reading` knows the parameter
-uses and custom calls of a loss; `weights`, `context`, `experts` and `collective_matmul` lower its
-operations; `loss` puts the plan's layouts into it; `accumulation`, `pipeline` and `host_memory` are
-ways to drive a step; `program` is what a user holds.
+Read from top to bottom: `mesh` and `runtime` are devices and arrays; `uses` reads the parameter
+uses and custom calls of a loss; `contractions`, `weights`, `gradients`, `context`, `experts` and
+`collective_matmul` lower its operations; `loss` puts the plan's layouts into it; `accumulation`,
+`pipeline`, `offload` and `disk` are ways to drive a step; `program` is the compiled program that
+users hold.
 
 accumulation.py       gradient accumulation over microbatches, with gradients reduced in each or
-                      once a step
-checks.py             what is checked before anything is lowered or run
-collective_matmul.py  how are collectives over the tensor axis hidden behind the matmuls that
-                      they feed (collective matmul)?
-collectives.py        how do manual regions and explicit gathers speak of the mesh?
+                      once per step
+checks.py             checks before anything is lowered or run
+collective_matmul.py  collectives over the tensor axis hidden behind the matmuls that they feed
+collectives.py        collectives of manual regions, and the dtypes of a step
 context/              attention of a sequence that is sharded over a mesh axis
-contractions.py       how does a contraction run in the layouts that were chosen for it, forward
-                      and backward?
-contribution.py       what a microbatch contributes to the loss of the whole batch, and the
-                      program that computes it
-disk.py               optimizer state that rests in files
-experts.py            tokens are dispatched to experts on other devices, and their results
-                      combined
-gradients.py          an operation on a weight, with the weight gathered and its gradient reduced
-                      in every run
-islands/              islands that train apart, and meet
+contractions.py       contractions in the layouts of a plan, forward and backward
+contribution.py       the contribution of a microbatch to the loss of the whole batch
+disk.py               optimizer state stored on disk
+experts.py            expert parallelism: dispatch and combination of tokens
+gradients.py          gathered weights, partial sums of gradients, and their reduction
+islands/              islands that train apart, and synchronise in an outer step
 loss.py               the user's loss with the plan's layouts in it
-mesh.py               the device mesh, shardings of every array on it, communication in manual
-                      regions, and the dtypes of a step
-offload.py            what rests in host memory, and how does it get to the device and back?
-pipeline/             A loop over layers as a pipeline
-placing.py            how the values of a traced loss are laid out, and what runs in place of its
-                      operations
-plain.py              A plan as a file of plain JAX
-program.py            what a user holds after compiling
-random_keys.py        what is done with random keys in a batch?
-runtime.py            what runs and what it runs on
-step.py               the second half of a step, after its gradients
-steps.py              A step that a user wrote, run under a plan
-uses.py               what a traced loss does with its parameters
-weights.py            how an operation gets a sharded weight, and how the gradient of that weight
-                      is reduced
+mesh.py               the device mesh, shardings of parameters and state on it
+offload.py            optimizer state offloaded to host memory
+pipeline/             a loop over layers as a pipeline
+placing.py            layouts of the values of a traced loss, and replacements of its operations
+plain.py              the runtime of plain JAX files that carry out a plan
+program.py            the compiled program that users hold
+random_keys.py        random keys in a batch, divided among microbatches
+runtime.py            training state, compiled executables, checksums of arrays, batches
+step.py               a training step: storage, gradients, guards, loss scale, update; and
+                      evaluation
+steps.py              a step that a user wrote, run under a plan
+uses.py               uses of the parameters of a traced loss
+weights.py            operations on sharded weights, and the reduction of their gradients
 """

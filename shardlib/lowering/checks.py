@@ -42,7 +42,7 @@ OWN = (
 
 
 def require_state(asked: str, state: object) -> None:
-    """Refuses what is no state at all."""
+    """Refuses what is not a state."""
     if not isinstance(state, TrainState):
         raise StateError(
             f"{asked} was given"

@@ -56,8 +56,8 @@ class Pins:
     def of(
         equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh
     ) -> Pins | None:
-        """The pins of an equation; None where it is no contraction, or the plan has no layouts for
-        it.
+        """The pins of an equation; None where it is not a contraction, or the plan has no layouts
+        for it.
         """
         if equation.name not in CONTRACTIONS:
             return None
@@ -715,7 +715,7 @@ class View:
     @property
     def order(self) -> tuple[int, ...]:
         """Dims of the value in the order of the parameter's; () where they are, or where some are
-        no dim of it.
+        not dim of it.
 
         >>> View(parameter=0, dims=(1, 0)).order
         (1, 0)

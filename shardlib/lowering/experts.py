@@ -852,7 +852,7 @@ _further.defvjp(_further_forward, _further_backward)
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether the backward pass of a function recomputes.
+# Names of the values that the backward pass of a function keeps.
 
 
 def saving(run: Function, *names: str) -> Function:

@@ -247,7 +247,7 @@ def tpu_places(
     shape: MeshShape, topology: str, order: tuple[str, ...] = ()
 ) -> list[tuple[int, ...]]:
     """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or
-    is no TPU's.
+    is not a TPU's.
     """
     try:
         parsed = parse_topology(topology)

@@ -70,7 +70,7 @@ def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Va
 def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Value], Value]:
     """Gathers an operand that is stored sharded, as the plan has its parameter in use.
 
-    Where the stored shards are no pieces of the operand, the compiler is left to find a way. An
+    Where the stored shards are not pieces of the operand, the compiler is left to find a way. An
     operand that is the parameter transposed is gathered as the parameter lies: compilers gather a
     table that is used both ways once.
     """
@@ -326,7 +326,7 @@ def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
 
 
 def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> jax.Array:
-    """Scatters the rows of a matrix whose shards are no whole tiles, each as a matrix of lanes."""
+    """Scatters the rows of a matrix whose shards are not whole tiles, each as a matrix of lanes."""
     length, size = flat.shape
     rows = flat.reshape(length, size // LANES, LANES) if size % LANES == 0 else flat
     for part in parts:
@@ -370,7 +370,7 @@ def reduction(
 # Its gradient is the sum of the cotangent over the batch. Left to automatic partitioning, TPUs
 # make a reduce-scatter of that where the batch is sharded over one dim of the torus, and an all-
 # reduce where over several. So every device sums over its own examples, and the partial sums are
-# reduced as `reduction.py` says.
+# reduced as `Reduction` says.
 
 
 def reduced_sum(
@@ -449,7 +449,7 @@ class Apart:
 
     def marks(self, machine: Machine) -> tuple[PartitionSpec, ...]:
         """Returns how the marks of partial sums are sharded that are made before the gradient of
-        the activation is handed on (`large_cotangents.py`); none where they may wait: compilers for
+        the activation is handed on; none where they may wait: compilers for
         TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
         devices exchange the gradient of the activation.
         """
@@ -571,7 +571,7 @@ def dims_of(equation: Equation, weight: int) -> Dims:
 # Left to automatic partitioning, the partial sums of its gradient become an all-reduce of the
 # whole array, of which every device then keeps its shard: twice the bytes of a reduce-scatter. So
 # the gradient is taken in a manual region: every device multiplies its own examples by its own
-# part of the weight's dims, and the result is reduced as `reduction.py` says. The forward pass and
+# part of the weight's dims, and the result is reduced as `Reduction` says. The forward pass and
 # the gradient of the activation stay automatic.
 
 
@@ -681,7 +681,7 @@ def reduced_contraction(
 # A lookup in a table that is sharded, and its gradient: a scatter-add on every device.
 #
 # What a matmul is for other weights, a scatter-add is here: every device adds the cotangents of
-# its own examples to its own rows of the table, and the sums are reduced as `reduction.py` says.
+# its own examples to its own rows of the table, and the sums are reduced as `Reduction` says.
 
 
 def is_lookup(equation: Equation) -> bool:
@@ -818,7 +818,7 @@ class Lookup(Apart):
 def lookup_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Lookup | None:
-    """A lookup taken apart; None where the batch is not sharded, or it is no lookup of whole
+    """A lookup taken apart; None where the batch is not sharded, or it is not a lookup of whole
     rows.
     """
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:

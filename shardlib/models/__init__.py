@@ -1,13 +1,13 @@
-"""Reference models: `load` finds one, `build` makes it, `example_batch` is what it eats.
+"""Reference models: `load` finds one, `build` makes it, `example_batch` is a batch for it.
 
 Finding a model and counting its parameters needs no JAX; building one does.
 
 blocks.py           the parts of the reference models
-config.py           A decoder transformer as one value
+config.py           configurations of transformers: decoders and encoder-decoders
 encoder_decoder.py  the reference encoder-decoder
 huggingface.py      families of models on Hugging Face
-presets.py          models that are known by name
-transformer.py      the reference model
+presets.py          models by name, in TOML files, and in the `config.json` of Hugging Face
+transformer.py      the reference decoder
 """
 
 from __future__ import annotations

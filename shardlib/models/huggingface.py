@@ -492,7 +492,7 @@ def _every(layers: int, sparse: int) -> int:
 # One function per family, in one table. Keys that a family's `transformers` configuration leaves
 # out of the file take the default that `transformers` gives them; keys that have no sensible
 # default are required, and all that are missing are reported together. Biases that routers learn
-# outside the gradient (DeepSeek V3) are no parameters but state of the model; files do not say how
+# outside the gradient (DeepSeek V3) are not parameters but state of the model; files do not say how
 # fast they move, so that they stay where they are unless `Experts.bias_rate` is given.
 
 #: Configurations are smaller than this.

@@ -61,8 +61,8 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def user_line(eqn: Eqn) -> str:
-    """ "file.py:12" of the innermost line of source around an equation that is no library's; empty
-    where there is none.
+    """ "file.py:12" of the innermost line of source around an equation that is not a library's;
+    empty where there is none.
     """
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
@@ -76,7 +76,7 @@ def raising_line(error: Exception) -> str:
 
 
 def _users(lines: Iterable[tuple[str, int]]) -> str:
-    """The first of some lines of source, (file, number), that is no library's."""
+    """The first of some lines of source, (file, number), that is not a library's."""
     return next(
         (
             f"{os.path.basename(name)}:{number}"
@@ -99,7 +99,7 @@ _MARKED: dict[str, OwnLayout] = {}
 _PARAMETERS = ("out_sharding", "sharding")
 #: Of these primitives the layout of the result is the user's; other ones pass on that of operands.
 _USERS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "gather"})
-#: Casts between types of mesh axes, which are no layouts.
+#: Casts between types of mesh axes, which are not layouts.
 _CASTS = frozenset(
     {
         "mesh_cast",
@@ -118,7 +118,7 @@ _LACKING = re.compile(r"Resource axis: (\S+) of ")
 _UNSHARDED = re.compile(
     r"in_specs passed to shard_map: P(\(.*?\)) does not match .* for arg: (\S+\])"
 )
-#: What JAX says of meshes and layouts, by which it is no fault of anything else.
+#: What JAX says of meshes and layouts, so that nothing else is at fault.
 _OF_MESHES = re.compile(r"mesh|PartitionSpec|[Ss]harding|shard_map")
 #: Most mesh axes that a program names, and layouts that it asks of inputs.
 _MOST_TRIES = 32
@@ -184,7 +184,7 @@ class _Setting:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The setting in force; layouts over axes of size 1 are no part of types. JAX lets meshes
+        """The setting in force; layouts over axes of size 1 are not part of types. JAX lets meshes
         of different sizes follow each other where one without axes stands between.
         """
         with (
@@ -411,7 +411,7 @@ def _traced(
             except Exception as error:
                 errors.append(error)
                 setting = setting.after(error)
-    # What is wrong under any mesh is no matter of meshes; else the user's own setting says it.
+    # What is wrong under any mesh does not depend on meshes; else the user's own setting says it.
     others = (error for error in errors if not _OF_MESHES.search(str(error)))
     raise next(others, errors[0])
 

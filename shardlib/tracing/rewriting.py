@@ -593,8 +593,8 @@ class Walk:
 
     Attributes:
         place: called on every value that an op of the graph makes; None leaves all values alone.
-        run: asked first to run an equation that is no loop, branch or remat; None runs all as they
-            are.
+        run: asked first to run an equation that is not a loop, branch or remat; None runs all as
+            they are.
         calls: what runs in place of custom calls, by path: operands -> results.
         together: equations that run as one, by the path of each.
         beside: by path, (operands, array) -> result of an equation that takes an array beside its
@@ -631,7 +631,7 @@ class Walk:
         return value if self.place is None else self.place(path, index, value)
 
     def placed(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
-        """The results of an equation that is no loop, branch or remat after `place`."""
+        """The results of an equation that is not a loop, branch or remat after `place`."""
         if self.place is None:
             return results
         paths = [

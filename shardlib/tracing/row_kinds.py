@@ -6,7 +6,7 @@ Five families, from the least to the most entangled:
     row     every element looks at one row, and `Place` says at which
     sum     a sum over all rows of one function of a row (with coefficients, and with what depends
             on no row)
-    mixed   several rows and parameters, in a way that is no sum
+    mixed   several rows and parameters, in a way that is not a sum
 
 A value that is free or a sum changes by a power of the number of rows when there are more of them
 (beside the sum itself): a mean is a sum with power -1.

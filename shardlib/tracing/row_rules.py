@@ -50,7 +50,7 @@ from shardlib.tracing.rules import ARITHMETIC, COPIES, whole_dims
 # numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of
 # a parameter must be a sum over rows; a derivative that does otherwise (one that is normalised
 # over the batch) couples the rows, although the function does not. And it must be linear in the
-# cotangents (`linearity.py`), whose size depends on the number of rows.
+# cotangents (`shardlib.tracing.row_kinds`), whose size depends on the number of rows.
 
 
 def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:

@@ -103,7 +103,7 @@ class FoundLoss:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Positions of the leaves that are no weights."""
+        """Positions of the leaves that are not weights."""
         return tuple(position for position, root in enumerate(self.roots) if root is None)
 
     @cached_property
@@ -870,7 +870,7 @@ def trace_step(
     Args:
         step: (state, batch) -> (new state, metrics), or the new state alone.
     """
-    if isinstance(step, FunctionType) and hasattr(step, "lower"):  # of `jax.jit` is no function
+    if isinstance(step, FunctionType) and hasattr(step, "lower"):  # of `jax.jit` is not one
         raise TracingError(
             f"the step {name} is under jax.pmap, which has devices of its own\nTry: the function"
             " itself and the whole batch; lax.pmean and the like may stay"

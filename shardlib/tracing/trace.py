@@ -430,7 +430,7 @@ def function_name(function: Function) -> str:
 # --------------------------------------------------------------------------------------------------
 # Arrays hidden in a model: in functions and in static fields.
 #
-# They are made while an initialiser is traced, and are no numbers yet when a loss uses them.
+# They are made while an initialiser is traced, and are not numbers yet when a loss uses them.
 
 
 def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:

@@ -1,16 +1,15 @@
-"""The training loop, the folder of a run, and what is measured on the way.
+"""The training loop, the folder of a run, and measurements on the way.
 
 byte_program.py  the program of a byte-level transformer
-callbacks.py     what a user adds to a run
-display.py       what a person sees of a training run
+callbacks.py     functions that are called while a run goes on
+display.py       progress in a notebook, and text of the trained model
 fit.py           the training loop
-loggers.py       where the numbers and events of a run go, beside the lines of JSON in its folder
-measures.py      what a run measures of itself
+loggers.py       receivers of the numbers and events of a run, beside the JSON lines in its folder
+measures.py      losses and metrics, rates, the load of the machine, profiles
 run.py           the folder of a run
 settings.py      settings of a run
-states.py        states of training, read and changed by hand
+states.py        averages of parameters, learning rates, adapters, and changed models
 stepping.py      the steps of a run, from the first to the last
 supervisor.py    the supervisor, which starts a run again when its process dies
-validation.py    the loss of a whole set of rows during training, exactly, however many rows
-                 there are
+validation.py    the exact loss of a whole set of rows during training
 """

@@ -203,7 +203,7 @@ class Watched:
     Attributes:
         metric: its name.
         mode: "min" where less is better, or "max".
-        delta: less than this is no improvement.
+        delta: less than this is not an improvement.
         best: the best value so far; not a number before the first.
     """
 
@@ -282,7 +282,7 @@ class EarlyStop:
         metric: name of a number of a validation, "validation/loss", or of a step, "loss".
         patience: times that the metric may be seen without an improvement.
         mode: "min" where less is better, or "max".
-        delta: less than this is no improvement.
+        delta: less than this is not an improvement.
 
     Raises:
         ModelError: arguments out of range.

@@ -152,7 +152,7 @@ def fit(
 
     Raises:
         ArgumentError: arguments of another kind than is asked for, all of them listed; or a seed
-            that is no integer from 0 to 2**31 - 1.
+            that is not an integer from 0 to 2**31 - 1.
         LayoutError: a program that takes over lays states out otherwise.
         TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves nothing
             else.

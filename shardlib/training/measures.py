@@ -251,7 +251,7 @@ class Judge:
         return "go" if self.skipped <= self.policy.skips else self.see(math.nan)
 
     def limit(self) -> float:
-        """The largest loss that is no spike; infinite as long as too little was seen."""
+        """The largest loss that is not a spike; infinite as long as too little was seen."""
         if not self.policy.spike or len(self.seen) < self.policy.window:
             return math.inf
         middle = statistics.median(self.seen)
@@ -429,7 +429,7 @@ def number(record: JsonMapping, name: str) -> float:
 
 
 def _opened_own(path: str, flags: int) -> int:
-    """Opens a regular file of one name that is no link."""
+    """Opens a regular file of one name that is not a link."""
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     found = os.fstat(file)
     if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:

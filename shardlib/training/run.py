@@ -200,7 +200,7 @@ def _plain(value: Any) -> str:
 #
 # Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests
 # are the same in every process; other versions of JAX, Flax or optax may write the same function
-# down otherwise, and then the versions are a part of the message (`differences.py`, which
+# down otherwise, and then the versions are a part of the message (`differences`, which
 # compares).
 
 

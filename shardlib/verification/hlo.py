@@ -92,7 +92,7 @@ class Found:
         kind: one of `KINDS`.
         bytes: bytes that a device holds of the result.
         dtypes: element types of the result.
-        axes: mesh axes; empty where the groups are no product of axes.
+        axes: mesh axes; empty where the groups are not product of axes.
         members: devices of a group; 2 for a permute.
         count: executions in one step.
         op_name: the operation of the user's program.
@@ -217,7 +217,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\]")
 
 
 class HloError(ValueError):
-    """A piece of text that is no HLO, or that uses a word this reader does not know."""
+    """A piece of text that is not HLO, or that uses a word this reader does not know."""
 
 
 def elements(shape: str) -> tuple[str, ...]:
@@ -369,7 +369,7 @@ def source_target_pairs(text: str, devices: int) -> Groups:
 
 
 def axes_of_groups(groups: Groups, mesh: MeshShape) -> tuple[str, ...] | None:
-    """The mesh axes that groups span; None where they are no product of axes.
+    """The mesh axes that groups span; None where they are not product of axes.
 
     A group that spans a part of one axis (one physical sub-axis of fsdp) belongs to that axis.
 
@@ -832,7 +832,7 @@ def _step(body: Computation | None, index: int, module: Module) -> int | None:
 # and `AnyTurn` all that is the same in every turn.
 
 Numbers = NDArray[np.int64]
-#: Elements of an array that are looked at; longer ones are no counters.
+#: Elements of an array that are looked at; longer ones are not counters.
 LONGEST = 1 << 12
 _VIEWS = frozenset({"copy", "bitcast", "reshape", "broadcast", "copy-start", "copy-done"})
 _BINARY: Mapping[str, Callable[[Numbers, Numbers], Numbers]] = {

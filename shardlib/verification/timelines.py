@@ -4,7 +4,7 @@ One step is run under `jax.profiler`, which records on every platform when a dev
 instruction of the compiled program. A tick of a pipeline ends when a stage has handed over what it
 made: at the last of the hops to its neighbours, which the lowering names. So a tick begins where
 the one before it ended, and the stage is busy until its last hop begins; what the hop takes,
-waiting for the neighbour included, is no work. Ticks in which a stage of a program in lockstep
+waiting for the neighbour included, is not work. Ticks in which a stage of a program in lockstep
 computes what nobody asks for are idle. No clock is put into the program: what is timed is the
 program that runs otherwise.
 
@@ -26,7 +26,7 @@ axes and why.
 Follows calls from the entry, weighs the bodies of loops by their trip counts and the branches of
 conditionals by how often they are taken (where the text does not say, the branch that moves most
 always is), and counts an asynchronous pair once. TPU programs hide reduce-scatters
-in fusions called `all-reduce-scatter`, and in permutes (`loops/windowed_matmuls.py`).
+in fusions called `all-reduce-scatter`, and in permutes.
 
 >>> traffic = read_traffic('''HloModule m, num_partitions=8
 ...
@@ -289,8 +289,8 @@ def _ticks(
         for kind, names in hops.items()
     }
     counts = dict.fromkeys(hops, table.forward_ticks * groups)
-    # Where the last tick is no loop, nobody asks for what it would hand on, and the compiler leaves
-    # that out.
+    # Where the last tick is not a loop, nobody asks for what it would hand on, and the compiler
+    # leaves that out.
     missing = {kind: counts[kind] * each[kind] - len(queues[kind]) for kind in hops}
     if any(not each[kind] or missing[kind] not in (0, each[kind] * groups) for kind in hops):
         counted = ", ".join(
@@ -403,7 +403,7 @@ class Scheduled:
 
     Attributes:
         kind: one of `KINDS`.
-        axes: mesh axes that its groups span; () where they are no product of axes.
+        axes: mesh axes that its groups span; () where they are not product of axes.
         bytes: that a device holds of the result.
         split: whether it has a start and a done.
         matmuls: kernels with matmuls between the two.
@@ -799,7 +799,7 @@ class _TrafficReader:
         if name not in self.known:
             self.known[name] = (
                 Executions()
-            )  # a computation that calls itself is no HLO; this ends the walk
+            )  # a computation that calls itself is not HLO; this ends the walk
             body = self.module.computations.get(name)
             if body is None:
                 self.problems.append(f"the computation {name!r} is called and not there")

@@ -208,7 +208,7 @@ jax.tree_util.register_dataclass(Given, data_fields=["window", "offsets"], meta_
 ALL_BEFORE = Sight()
 
 
-#: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
+#: The logarithm of the sum over no keys: finite, so that differences of two of them are not NaN.
 NOTHING = -1e30
 
 

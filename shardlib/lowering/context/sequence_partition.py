@@ -38,7 +38,7 @@ class Cut:
         zigzag: whether a device has two runs of the sequence.
         stride: neighbours on the axis that have the same part of the sequence; `ways` is then what
             is left of the axis.
-        number: number of the device, inside of a region, where that shall be no constant of it
+        number: number of the device, inside of a region, where that must not be a constant of it
             (`beside`).
     """
 

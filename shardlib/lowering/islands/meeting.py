@@ -342,7 +342,7 @@ def _of_island(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 #
 # in use parameters as they rest, those of all islands stacked rows of a stack the layers of the
 # fragment, each device its own sharded as optimizer state is: an island's devices exchange a shard
-# each update what crosses, and what is made of it (`updates.py`) back gathered where parameters
+# each update what crosses, and what is made of it (the outer update) back gathered where parameters
 # rest less sharded; the layers put into their stack
 
 

@@ -196,7 +196,7 @@ def name_of(path: tuple[object, ...]) -> str:
 
 
 def require_divided(program: Program, *, staged: bool = False) -> None:
-    """Refuses a program whose update is no part of its own."""
+    """Refuses a program whose update is not part of its own."""
     failures: list[str] = []
     if program.programs is not None and not staged:
         failures.append("its stages are programs of their own (pipeline='programs')")
@@ -549,8 +549,8 @@ class ResidualState:
         residual: what every island did not send, one after the other along the first dim, float32,
             for each trained parameter.
         momentum: sums of gradients, like `residual`; empty where nothing is summed.
-        factors: Q of each trained parameter, alike on all islands; a scalar of what is no matrix;
-            empty where there are none.
+        factors: Q of each trained parameter, alike on all islands; a scalar for others than
+            matrices; empty where there are none.
     """
 
     step: Any
@@ -630,7 +630,7 @@ class IslandMetrics(Mapping[str, np.ndarray]):
 
 
 def require_islands(state: object, islands: int) -> None:
-    """Refuses what is no state of so many islands."""
+    """Refuses what is not a state of so many islands."""
     if not isinstance(state, IslandsState):
         raise StateError(
             f"the state is of type {type(state).__name__}, and not of islands\nTry: program.init()"

@@ -1087,7 +1087,7 @@ def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arr
 #
 # Those of matmuls and lookups, where the plan reduces gradients of layers once a step, too: every
 # device sums up what its own examples say, and the sums are reduced when the last microbatch has
-# gone back. See `gathered_weights.py`, which does the same inside of the layers.
+# gone back. See `Gathered`, which does the same inside of the layers.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
 # Sums are made in float32 at least, or in the dtype that the plan says, each where its
 # microbatches leave it: gradients of layers at their stages, one a stage of what all layers use,
 # those of embedding and head as the optimizer reads them. What is reduced once a step is there as
-# partial sums of every device (`gathered_weights.py`, `ends.py`).
+# partial sums of every device (`Gathered`, `Ends`).
 
 #: What ticks hand on, by name.
 Carry = dict[str, Any]

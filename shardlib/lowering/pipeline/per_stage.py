@@ -245,7 +245,7 @@ def _late(
     work: Work, inputs: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
 ) -> tuple[Draft, tuple[int, ...]]:
     """Gradients of weights apart, and the positions of what they read of what is stashed; there
-    are no shardings yet for that, nor for what is passed on.
+    are not shardings yet for that, nor for what is passed on.
     """
 
     def passed(resident: Held, micro: Any, left: Any, stashed: Any, back: Any, early: Early) -> Any:
@@ -764,7 +764,7 @@ class Arriving(Protocol):
 
     def part(self, array: jax.Array, stage: int) -> jax.Array | None:
         """Returns what a stage has of a parameter in place of the array that stood for it, once it
-        is there; None for an array that is no such parameter.
+        is there; None for an array that is not a such parameter.
         """
         ...
 
