@@ -8,8 +8,8 @@ restored under any plan.
     restored = checkpoints.restore(program)
 
 Orbax writes and reads the arrays. What is added here: a copy of the state that the next step cannot
-overwrite (`tree.py`), sums that find a flipped bit on any mesh, and what to do when something is wrong:
-nothing is overwritten, and the last good checkpoint is used.
+overwrite (`tree.py`), sums that find a flipped bit on any mesh, and what to do when something is
+wrong: nothing is overwritten, and the last good checkpoint is used.
 """
 
 from __future__ import annotations
