@@ -90,9 +90,9 @@ def origin(path: str, arrays: Mapping[str, Spec], islands: int) -> Origin:
     kind, _, name = path.partition(".")
     if kind != "params":
         return Origin(path=f"{OF_ISLANDS}{path}", islands=islands)
-    for known in (f"{OUTER}{name}", f"{FROZEN}{name}"):
-        if known in arrays:
-            return Origin(path=known)
+    for candidate in (f"{OUTER}{name}", f"{FROZEN}{name}"):
+        if candidate in arrays:
+            return Origin(path=candidate)
     return Origin(path=f"{OF_ISLANDS}params.{name}", islands=islands)
 
 
@@ -102,7 +102,7 @@ def as_one_island(
     """Returns what a checkpoint would hold of one of its islands alone."""
     if islands == 1:
         return dict(arrays)
-    found = {
+    specs = {
         f"params.{path.removeprefix(FROZEN)}".rstrip("."): spec
         for path, spec in arrays.items()
         if path.startswith(FROZEN)
@@ -110,8 +110,8 @@ def as_one_island(
     for path, spec in arrays.items():
         if path.startswith(OF_ISLANDS):
             name = path.removeprefix(OF_ISLANDS).rstrip(".")
-            found[name] = _divided(spec, islands, target.get(name))
-    return found
+            specs[name] = _divided(spec, islands, target.get(name))
+    return specs
 
 
 def _divided(spec: Spec, islands: int, like: Tree | None) -> Spec:
@@ -248,11 +248,15 @@ def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict
     flying = like.exchange
     if not isinstance(flying, FlyingState):
         return {}
-    first = [zeros(one) for one in flying.sent]
-    sent, at, place = _means(source, "sent", names, first, len(like.islands)), 0, "outer.sent_at"
+    first = [zeros(array) for array in flying.sent]
+    sent, sent_at, place = (
+        _means(source, "sent", names, first, len(like.islands)),
+        0,
+        "outer.sent_at",
+    )
     if sent is not first and place in source.about.arrays:
-        at = dict(source.read({place: place}, {place: flying.sent_at}))[place]
-    return {"sent": sent, "sent_at": np.int32(int(at))}
+        sent_at = dict(source.read({place: place}, {place: flying.sent_at}))[place]
+    return {"sent": sent, "sent_at": np.int32(int(sent_at))}
 
 
 def _means(
@@ -263,11 +267,11 @@ def _means(
     if not first or len(paths) < len(first):
         return first
     ones = {name: _one(array, islands) for name, array in zip(names, first, strict=True)}
-    found = {
+    means = {
         name: combined(field, array, ones[name], source.islands)
         for name, array in source.read(paths, ones)
     }
-    return [_repeated(found[name], array) for name, array in zip(names, first, strict=True)]
+    return [_repeated(means[name], array) for name, array in zip(names, first, strict=True)]
 
 
 def _factors(source: Source, names: Sequence[str], first: list[jax.Array]) -> list[jax.Array]:
@@ -275,13 +279,13 @@ def _factors(source: Source, names: Sequence[str], first: list[jax.Array]) -> li
     paths = _paths(source, "factors", names) if first else {}
     fit = {
         name: path
-        for (name, path), one in zip(paths.items(), first, strict=False)
-        if tuple(source.about.arrays[path].shape) == one.shape
+        for (name, path), array in zip(paths.items(), first, strict=False)
+        if tuple(source.about.arrays[path].shape) == array.shape
     }
     if not first or len(fit) < len(first):
         return first
-    found = dict(source.read(fit, dict(zip(names, first, strict=True))))
-    return [found[name] for name in names]
+    factors = dict(source.read(fit, dict(zip(names, first, strict=True))))
+    return [factors[name] for name in names]
 
 
 def _paths(source: Source, field: str, names: Sequence[str]) -> dict[str, str]:
@@ -299,11 +303,11 @@ def _one(array: jax.Array, islands: int) -> Tree:
     return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
 
 
-def _repeated(one: jax.Array, like: jax.Array) -> jax.Array:
+def _repeated(array: jax.Array, like: jax.Array) -> jax.Array:
     """The same array for every island."""
-    count = like.shape[0] // one.shape[0]
+    count = like.shape[0] // array.shape[0]
     repeat = jax.jit(lambda x: jnp.concatenate([x] * count), out_shardings=like.sharding)
-    return repeat(one)
+    return repeat(array)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,9 +319,9 @@ def keeps(state: State) -> bool:
     return has_outer(state)
 
 
-def told(source: Source, wanted: State, *, new_optimizer: bool) -> Finding:
+def told(source: Source, target: State, *, new_optimizer: bool) -> Finding:
     """A finding that says what a checkpoint becomes."""
-    before, after = source.islands, islands_of(wanted)
+    before, after = source.islands, islands_of(target)
     of = "one island" if before == 1 else f"{before} islands"
     goes_on = f"goes on as {after}" if before != after else "goes on as islands that meet otherwise"
     sentences = [f"The checkpoint of step {source.about.step} is of {of} and {goes_on}."]
@@ -327,7 +331,7 @@ def told(source: Source, wanted: State, *, new_optimizer: bool) -> Finding:
         sentences.append(f"They start from {_start(source)}.")
     if before > 1 and not new_optimizer:
         sentences.append("Moments of optimizers are means.")
-    if keeps(wanted):
+    if keeps(target):
         sentences.append(f"The outer momentum {'is kept' if source.keeps else 'starts at zero'}.")
     if after > before:
         sentences.append(f"Random streams of islands from number {before + 1} on are new.")
@@ -374,8 +378,8 @@ def read_other_number(
 ) -> tuple[State, tuple[Finding, ...]]:
     """Restores a checkpoint as another number of islands than were saved."""
     like = without_optimizer(wanted) if new_optimizer else wanted
-    one = _of_one(like)
-    target = named_leaves(one)
+    island = _of_one(like)
+    target = named_leaves(island)
     stored = as_one_island(source.about.arrays, target, source.islands)
     findings = compared(
         {p: spec for p, spec in stored.items() if not (new_optimizer and is_of_optimizer(p))},
@@ -384,11 +388,11 @@ def read_other_number(
     )
     state: State
     if isinstance(like, IslandsState):
-        state = _islands(source, target, one, like, program)
+        state = _islands(source, target, island, like, program)
     else:
         paths = [*target]
         arrays = _other_number_alike(source, target, paths, program)
-        state = jax.tree.structure(one).unflatten([arrays[path] for path in paths])
+        state = jax.tree.structure(island).unflatten([arrays[path] for path in paths])
     if new_optimizer:
         assert program is not None
         state = anew(program, state)
@@ -414,21 +418,23 @@ def _other_number_alike(
     """
     arrays, count = source.about.arrays, source.islands
     origins = {path: origin(path, arrays, count) for path in paths}
-    kept = program.stored if isinstance(program, Program) else frozenset[str]()
-    found: dict[str, Any] = {}
-    for path, array in source.read({p: one.path for p, one in origins.items()}, target):
+    on_disk = program.stored if isinstance(program, Program) else frozenset[str]()
+    arrays_by_path: dict[str, Any] = {}
+    for path, array in source.read(
+        {p: source_of_path.path for p, source_of_path in origins.items()}, target
+    ):
         leaf = target[path]
         if origins[path].islands > 1:
             first = path.startswith(MODEL)
             array = (
                 of_island(array, leaf, 0, count) if first else combined(path, array, leaf, count)
             )
-        found[path] = fitted({path: leaf}, {path: array})[path]
-        if path in kept:
+        arrays_by_path[path] = fitted({path: leaf}, {path: array})[path]
+        if path in on_disk:
             assert isinstance(program, Program)
             sums = source.camera.sums({path: array})({path: array})
-            found[path] = program.stow(found[path], whole(sums)[0])
-    return found
+            arrays_by_path[path] = program.stow(arrays_by_path[path], whole(sums)[0])
+    return arrays_by_path
 
 
 def _islands(
@@ -482,14 +488,14 @@ def _models(
     """Returns what the models of the islands go on with: an island that was saved with its own,
     others with that of the first.
     """
-    count, found = source.islands, [dict[str, Any]() for _ in range(islands)]
+    count, models = source.islands, [dict[str, Any]() for _ in range(islands)]
     stored = {path: origin(path, source.about.arrays, count).path for path in paths}
     for path, array in source.read(stored, target):
         leaf = target[path]
-        for number, mine in enumerate(found):
-            own = of_island(array, leaf, number if number < count else 0, count)
-            mine |= fitted({path: leaf}, {path: own})
-    return found
+        for number, model in enumerate(models):
+            stream = of_island(array, leaf, number if number < count else 0, count)
+            model |= fitted({path: leaf}, {path: stream})
+    return models
 
 
 def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int) -> Any:
@@ -500,11 +506,11 @@ def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int
             " made by a program\nTry: Checkpoints.restore with the program"
         )
     names = like.trained if keeps(like) else ()
-    wanted = dict(zip(names, outer_of(like).momentum, strict=True))
+    momenta = dict(zip(names, outer_of(like).momentum, strict=True))
     if source.keeps:
-        momentum = dict(source.read({name: f"outer.momentum.{name}" for name in wanted}, wanted))
+        momentum = dict(source.read({name: f"outer.momentum.{name}" for name in momenta}, momenta))
     else:
-        momentum = {name: zeros(leaf) for name, leaf in wanted.items()}
+        momentum = {name: zeros(leaf) for name, leaf in momenta.items()}
     return replace(
         like.exchange,
         step=np.int32(step),

@@ -113,7 +113,7 @@ def file_name(number: int, kind: str = "json") -> str:
 
 
 def numbers(place: Path) -> list[int]:
-    return [int(found[1]) for name in os.listdir(place) if (found := _FILE.fullmatch(name))]
+    return [int(match[1]) for name in os.listdir(place) if (match := _FILE.fullmatch(name))]
 
 
 def read_claim(path: Path) -> Claim | None:
@@ -121,15 +121,15 @@ def read_claim(path: Path) -> Claim | None:
     try:
         data: dict[str, Any] = json.loads(text_of(path))
         who = Who(**data.pop("who"))
-        found = Claim(who=who, **data)
+        claim = Claim(who=who, **data)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
     return (
-        found
+        claim
         if isinstance(who.pid, int)
         and all(
             isinstance(text, str)
-            for text in (found.token, found.since, who.host, who.started, who.boot, who.namespace)
+            for text in (claim.token, claim.since, who.host, who.started, who.boot, who.namespace)
         )
         else None
     )
@@ -252,16 +252,16 @@ def claim(
     place.mkdir(parents=True, exist_ok=True)
     if place.is_symlink():
         raise OSError(errno.ELOOP, f"{place} is a link to somewhere else")
-    mine = Claim(
+    own_claim = Claim(
         token=secrets.token_hex(8),
         since=datetime.now(UTC).isoformat(timespec="seconds"),
         who=this_process(),
     )
-    draft = place / f"{mine.token}.part"
+    draft = place / f"{own_claim.token}.part"
     try:
         for _ in range(TRIES):
             write_new(
-                draft, json.dumps(asdict(mine), indent=1) + "\n"
+                draft, json.dumps(asdict(own_claim), indent=1) + "\n"
             )  # also has a network file system list the folder anew
             newest = max(numbers(place), default=0)
             if newest and not _is_free(place, newest, what, silent_seconds, say):
@@ -273,7 +273,7 @@ def claim(
     finally:
         draft.unlink(missing_ok=True)
     tidy(place, newest + 1)
-    return Owner(place, what, newest + 1, mine)
+    return Owner(place, what, newest + 1, own_claim)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -313,10 +313,10 @@ class _State:
         """Looks whether another has taken the folder; one that cannot be read now is nobody's."""
         with contextlib.suppress(OSError):
             newest = max(numbers(self.folder), default=0)
-            found = read_claim(self.folder / file_name(newest))
-            if found is not None and found.token != self.token:
-                self.lost = found
-            elif found is not None:
+            newest_claim = read_claim(self.folder / file_name(newest))
+            if newest_claim is not None and newest_claim.token != self.token:
+                self.lost = newest_claim
+            elif newest_claim is not None:
                 self.sure = clock()
 
 
@@ -349,21 +349,21 @@ def _is_free(
     file, signs = place / file_name(number), place / file_name(number, "beat")
     if text_of(signs).startswith(RELEASED):
         return True
-    found = read_claim(file)
-    if found is not None and found.token in _held and found.who == this_process():
-        _refuse(what, found, "which is this very process", here=True)
-    known = lives(found.who) if found is not None else None
-    known = (
-        known and found is not None and found.who != this_process()
+    owner = read_claim(file)
+    if owner is not None and owner.token in _held and owner.who == this_process():
+        _refuse(what, owner, "which is this very process", here=True)
+    alive = lives(owner.who) if owner is not None else None
+    alive = (
+        alive and owner is not None and owner.who != this_process()
     )  # what this process has given back, it has not got any more
-    if known is not None:
-        if known:
-            _refuse(what, found, "which lives")
+    if alive is not None:
+        if alive:
+            _refuse(what, owner, "which lives")
         return True
     if say is not None:
         by = (
-            f"process {found.who.pid} on {found.who.host}"
-            if found is not None
+            f"process {owner.who.pid} on {owner.who.host}"
+            if owner is not None
             else "a process that has not said who it is"
         )
         say(
@@ -383,9 +383,9 @@ def _is_free(
     return True
 
 
-def _refuse(what: str, found: Claim | None, how: str, *, here: bool = False) -> NoReturn:
-    who = found.who if found is not None else Who(host="an unknown host", pid=0)
-    since = found.since if found is not None else "an unknown time"
+def _refuse(what: str, owner: Claim | None, how: str, *, here: bool = False) -> NoReturn:
+    who = owner.who if owner is not None else Who(host="an unknown host", pid=0)
+    since = owner.since if owner is not None else "an unknown time"
     hint = (
         "close what has it open: `checkpoints.close()`, or the end of the other `fit`"
         if here
@@ -403,9 +403,9 @@ def _refuse(what: str, found: Claim | None, how: str, *, here: bool = False) -> 
 
 def refuse_where_owned(folder: Path, what: str) -> None:
     """A first look, before anything takes time: touches nothing, and watches nobody."""
-    found = described(folder)
-    if found is not None and found.who != this_process() and lives(found.who):
-        _refuse(what, found, "which lives")
+    owner = described(folder)
+    if owner is not None and owner.who != this_process() and lives(owner.who):
+        _refuse(what, owner, "which lives")
 
 
 #: Names that an interrupted save (of Orbax, which appends this) or deletion leaves behind.

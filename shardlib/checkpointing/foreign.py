@@ -53,12 +53,12 @@ def forms_of(param: Shape, tensor: Shape) -> tuple[str, ...]:
     """
     if len(tensor) >= 3 and len(param) == len(tensor):
         order = (len(param) - 1, len(param) - 2, *range(len(param) - 2))
-        if tuple(param[at] for at in order) == tensor:
+        if tuple(param[dim] for dim in order) == tensor:
             return ("convolution",)
-    found = ["same"] if param == tensor or _joins(param, tensor) else []
+    forms = ["same"] if param == tensor or _joins(param, tensor) else []
     if len(tensor) == 2 and len(param) >= 2 and _joins(param, tensor[::-1]):
-        found.append("transposed")
-    return tuple(found)
+        forms.append("transposed")
+    return tuple(forms)
 
 
 def in_form(tensor: np.ndarray, form: str, shape: Shape) -> np.ndarray:
@@ -70,15 +70,15 @@ def in_form(tensor: np.ndarray, form: str, shape: Shape) -> np.ndarray:
 
 def _joins(param: Shape, tensor: Sequence[int]) -> bool:
     """Returns whether neighbouring dims joined give the dims of a tensor."""
-    at = 0
+    dim = 0
     for size in tensor:
         joined = 1
-        while at < len(param) and joined < size:
-            joined *= param[at]
-            at += 1
+        while dim < len(param) and joined < size:
+            joined *= param[dim]
+            dim += 1
         if joined != size:
             return False
-    return all(size == 1 for size in param[at:])
+    return all(size == 1 for size in param[dim:])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -112,16 +112,16 @@ def write_adapter(
         names: the name of the module in the base model by the path of ours, "layers.0.up" ->
             "model.layers.0.mlp.up_proj".
     """
-    found = _adapters(params)
-    ranks = {pair["lora_a"].shape[-1] for pair in found.values()}
-    failures = [f"{path} has no name" for path in found if path not in names]
-    failures += [f"{path} is no adapter" for path in names if path not in found]
+    adapters = _adapters(params)
+    ranks = {pair["lora_a"].shape[-1] for pair in adapters.values()}
+    failures = [f"{path} has no name" for path in adapters if path not in names]
+    failures += [f"{path} is no adapter" for path in names if path not in adapters]
     failures += [f"ranks differ: {sorted(ranks)}"] if len(ranks) > 1 else []
-    failures += [] if found else ["there are no arrays called lora_a and lora_b"]
+    failures += [] if adapters else ["there are no arrays called lora_a and lora_b"]
     if failures:
         raise_all(CheckpointError, "the adapters cannot be written", failures)
     tensors: dict[str, np.ndarray] = {}
-    for path, pair in found.items():
+    for path, pair in adapters.items():
         start = f"{_START}{names[path]}"
         tensors[f"{start}.lora_A.weight"] = np.ascontiguousarray(pair["lora_a"].T)
         tensors[f"{start}.lora_B.weight"] = np.ascontiguousarray(pair["lora_b"].T)
@@ -137,7 +137,7 @@ def write_adapter(
         "lora_alpha": rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(names[path] for path in found),
+        "target_modules": sorted(names[path] for path in adapters),
         "inference_mode": True,
     }
     (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -146,8 +146,8 @@ def write_adapter(
 def read_adapter(folder: str | Path, names: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Reads adapters."""
     config, tensors = _peft_files(Path(folder))
-    modules = {other: path for path, other in names.items()}
-    found: dict[str, np.ndarray] = {}
+    modules = {module_name: path for path, module_name in names.items()}
+    arrays: dict[str, np.ndarray] = {}
     failures = [f"{name} is {config[name]!r}" for name in _OTHERS if config.get(name)]
     if config.get("peft_type") != "LORA":
         failures.append(f"peft_type is {config.get('peft_type')!r}")
@@ -158,34 +158,34 @@ def read_adapter(folder: str | Path, names: Mapping[str, str]) -> dict[str, np.n
             continue
         factor = 1.0 if kind == "lora_A" else _factor(config, module, tensor.shape[-1])
         array = np.ascontiguousarray(tensor.astype(np.float32).T) * np.float32(factor)
-        found[f"{modules[module]}.lora.{kind.lower()}"] = array
+        arrays[f"{modules[module]}.lora.{kind.lower()}"] = array
     failures += [
-        f"{other} is not there"
-        for other, path in modules.items()
-        if f"{path}.lora.lora_b" not in found
+        f"{module_name} is not there"
+        for module_name, path in modules.items()
+        if f"{path}.lora.lora_b" not in arrays
     ]
     if failures:
         raise_all(CheckpointError, f"the adapters in {folder} cannot be read", failures)
-    return found
+    return arrays
 
 
 def _factor(config: Mapping[str, Any], module: str, rank: int) -> float:
     alpha = config.get("lora_alpha", rank)
-    for pattern, other in (config.get("alpha_pattern") or {}).items():
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
         if module == pattern or module.endswith(f".{pattern}"):
-            alpha = other
+            alpha = value
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _adapters(params: Tree) -> dict[str, dict[str, np.ndarray]]:
     """The arrays of each adapter, by the path of the module that it is of."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    adapters: dict[str, dict[str, np.ndarray]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         parts = path_text(path).removesuffix(".value").split(".")
         if parts[-1] in ("lora_a", "lora_b"):
             module = ".".join(part for part in parts[:-1] if part != "lora")
-            found.setdefault(module, {})[parts[-1]] = np.asarray(whole(leaf), np.float32)
-    return {path: pair for path, pair in found.items() if len(pair) == 2}
+            adapters.setdefault(module, {})[parts[-1]] = np.asarray(whole(leaf), np.float32)
+    return {path: pair for path, pair in adapters.items() if len(pair) == 2}
 
 
 def _peft_files(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -232,14 +232,16 @@ _SAME = {
 def words(path: str) -> Counter[str]:
     """The words of a path, with how often each is there."""
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path).lower()
-    found = [_SAME.get(part, part) for part in re.split(r"[._/]", parts) if part not in ("", "#")]
-    return Counter(word for word in found if word not in _EMPTY)
+    parts_alike = [
+        _SAME.get(part, part) for part in re.split(r"[._/]", parts) if part not in ("", "#")
+    ]
+    return Counter(word for word in parts_alike if word not in _EMPTY)
 
 
-def likeness(one: Counter[str], other: Counter[str]) -> float:
+def likeness(left: Counter[str], right: Counter[str]) -> float:
     """Returns how much two paths have in common, 0 to 1 (the coefficient of Dice)."""
-    total = sum(one.values()) + sum(other.values())
-    return 2 * sum((one & other).values()) / total if total else 0.0
+    total = sum(left.values()) + sum(right.values())
+    return 2 * sum((left & right).values()) / total if total else 0.0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,16 +298,17 @@ class LearnedNames:
             template, name = _template(path), _template(source.names[0])
             lines[f"{template} <- {name} ({source.form}{many})"] = None
         lines |= {
-            f"unsure: {one}, also {', '.join(others)}": None for one, others in self.unsure.items()
+            f"unsure: {path}, also {', '.join(others)}": None
+            for path, others in self.unsure.items()
         }
-        lines |= {f"missing: {one}": None for one in self.missing}
-        lines |= {f"left: {one}": None for one in dict.fromkeys(map(_template, self.left))}
+        lines |= {f"missing: {path}": None for path in self.missing}
+        lines |= {f"left: {path}": None for path in dict.fromkeys(map(_template, self.left))}
         return "\n".join(lines)
 
     def require(self) -> None:
         """Makes sure that every parameter has its tensor, and only one that fits."""
         failures = [f"{path}: no tensor fits" for path in self.missing] + [
-            f"{one}: {', '.join(others)} fit as well" for one, others in self.unsure.items()
+            f"{path}: {', '.join(others)} fit as well" for path, others in self.unsure.items()
         ]
         if failures:
             raise_all(
@@ -332,33 +335,33 @@ def learn_names(
         transposed: whether square matrices are; by default as all those are whose shapes say it.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    wanted = _grouped({path_text(path): tuple(leaf.shape) for path, leaf in leaves})
+    grouped = _grouped({path_text(path): tuple(leaf.shape) for path, leaf in leaves})
     there = _grouped({name: tuple(shape) for name, shape in tensors.items()})
-    rows, columns = [*wanted], [*there]
+    rows, columns = [*grouped], [*there]
     table = np.full((len(rows), len(columns)), -1.0)
-    for at, one in enumerate(rows):
-        for to, other in enumerate(columns):
-            if _forms(wanted[one], there[other])[0]:
-                known = (given or {}).get(one)
-                exact = 2.0 if known == other else likeness(words(one), words(other))
-                table[at, to] = -1.0 if known is not None and known != other else exact
+    for at, param in enumerate(rows):
+        for to, tensor in enumerate(columns):
+            if _forms(grouped[param], there[tensor])[0]:
+                expected = (given or {}).get(param)
+                exact = 2.0 if expected == tensor else likeness(words(param), words(tensor))
+                table[at, to] = -1.0 if expected is not None and expected != tensor else exact
     pairs = [
-        (at, to)
-        for at, to in zip(*linear_sum_assignment(table, maximize=True), strict=True)
-        if table[at, to] >= 0
+        (index, to)
+        for index, to in zip(*linear_sum_assignment(table, maximize=True), strict=True)
+        if table[index, to] >= 0
     ]
-    forms = {rows[at]: _forms(wanted[rows[at]], there[columns[to]]) for at, to in pairs}
+    forms = {rows[index]: _forms(grouped[rows[index]], there[columns[to]]) for index, to in pairs}
     tables = {rows[at] for at, to in pairs if _is_table(rows[at]) or _is_table(columns[to])}
     matrices = {
         rows[at] for at, to in pairs if {len(one) for one in there[columns[to]].values()} == {2}
     } - tables
-    said = None if transposed is None else {"transposed" if transposed else "same"}
-    usual = said or _usual(forms, matrices)
+    asserted = None if transposed is None else {"transposed" if transposed else "same"}
+    usual = asserted or _usual(forms, matrices)
     sources = {
         path: source
         for at, to in pairs
         for path, source in _sources(
-            wanted[rows[at]],
+            grouped[rows[at]],
             there[columns[to]],
             _chosen(forms[rows[at]][0], {"same"} if rows[at] in tables else usual),
             stacked=forms[rows[at]][1],
@@ -374,19 +377,19 @@ def learn_names(
     return LearnedNames(
         sources=sources,
         unsure={**square, **_unsure(table, pairs, rows, columns)},
-        missing=tuple(path for one in rows if one not in found for path in wanted[one]),
+        missing=tuple(path for one in rows if one not in found for path in grouped[one]),
         left=tuple(name for name in tensors if name not in taken),
     )
 
 
 def _grouped(shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
     """Shapes by path, by template; in the order of the numbers."""
-    found: dict[str, dict[str, Shape]] = {}
+    groups: dict[str, dict[str, Shape]] = {}
     for path, shape in shapes.items():
-        found.setdefault(_template(path), {})[path] = shape
+        groups.setdefault(_template(path), {})[path] = shape
     return {
-        template: dict(sorted(one.items(), key=lambda item: _numbers(item[0])))
-        for template, one in found.items()
+        template: dict(sorted(group.items(), key=lambda item: _numbers(item[0])))
+        for template, group in groups.items()
     }
 
 
@@ -405,11 +408,11 @@ def _forms(
     shapes, theirs = set(params.values()), set(tensors.values())
     if len(shapes) != 1 or len(theirs) != 1:
         return (), False
-    (shape,), (other,) = shapes, theirs
+    (shape,), (stored_shape,) = shapes, theirs
     if len(params) == len(tensors):
-        return forms_of(shape, other), False
+        return forms_of(shape, stored_shape), False
     if len(params) == 1 and shape and shape[0] == len(tensors):
-        return forms_of(shape[1:], other), True
+        return forms_of(shape[1:], stored_shape), True
     return (), False
 
 
@@ -421,7 +424,11 @@ def _usual(forms: Mapping[str, tuple[tuple[str, ...], bool]], matrices: set[str]
     """Returns how those matrices lie whose shapes say it; where that is one form, square ones can
     be trusted to lie so, too.
     """
-    return {found[0] for one, (found, _) in forms.items() if one in matrices and len(found) == 1}
+    return {
+        forms_here[0]
+        for path, (forms_here, _) in forms.items()
+        if path in matrices and len(forms_here) == 1
+    }
 
 
 def _chosen(forms: tuple[str, ...], usual: set[str]) -> str:
@@ -445,7 +452,7 @@ def _unsure(
     table: np.ndarray, pairs: list[tuple[Any, Any]], rows: list[str], columns: list[str]
 ) -> dict[str, tuple[str, ...]]:
     """Pairs that could be exchanged with hardly a word less in common."""
-    found: dict[str, list[str]] = {}
+    alternatives: dict[str, list[str]] = {}
     owner = {to: at for at, to in pairs}
     for at, to in pairs:
         for other in range(len(columns)):
@@ -456,8 +463,8 @@ def _unsure(
                 back = table[owner[other], to]
                 loss = np.inf if back < 0 else loss + table[owner[other], other] - back
             if loss <= NEAR:
-                found.setdefault(rows[at], []).append(columns[other])
-    return {one: tuple(others) for one, others in found.items()}
+                alternatives.setdefault(rows[at], []).append(columns[other])
+    return {path: tuple(others) for path, others in alternatives.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -502,19 +509,19 @@ def read_weights(
 def _read(home: Mapping[str, Any], source: Source, leaf: jax.Array) -> jax.Array:
     shape = leaf.shape[1:] if source.stacked else leaf.shape
     parts = [in_form(home[name].get_tensor(name), source.form, shape) for name in source.names]
-    whole = np.stack(parts) if source.stacked else parts[0]
-    whole = np.ascontiguousarray(whole).astype(leaf.dtype)
+    stacked = np.stack(parts) if source.stacked else parts[0]
+    stacked = np.ascontiguousarray(stacked).astype(leaf.dtype)
     return jax.make_array_from_callback(
-        leaf.shape, leaf.sharding, lambda index: whole[index], dtype=whole.dtype
+        leaf.shape, leaf.sharding, lambda index: stacked[index], dtype=stacked.dtype
     )
 
 
 def _weights_files(folder: str | Path) -> list[Path]:
     path = Path(folder)
-    found = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not found:
+    paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not paths:
         raise MissingFileError(f"there are no safetensors files in {path}\nTry: another folder")
-    return found
+    return paths
 
 
 def _opened(path: Path) -> safe_open:

@@ -95,23 +95,24 @@ class Files:
                 )
             try:
                 file = self._open.enter_context(safe_open(path, "np"))
-                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, OSError, ValueError, TypeError) as error:
                 self._open.close()
                 raise CheckpointError(
                     f"{path} cannot be read ({fit(printable(str(error)), 300)})\nTry: fetch the"
                     " file again"
                 ) from error
-            if twice := sorted(set(found) & set(self._slices)):
+            if twice := sorted(set(slices) & set(self._slices)):
                 self._open.close()
                 raise CheckpointError(
                     f"{path} has tensors that another file has, too:"
                     f" {', '.join(map(shown, twice[:10]))}\nTry: the files of one model in the"
                     f" folder, or its {INDEX}"
                 )
-            self._slices |= found
+            self._slices |= slices
             self.tensors |= {
-                name: (tuple(one.get_shape()), one.get_dtype()) for name, one in found.items()
+                name: (tuple(piece.get_shape()), piece.get_dtype())
+                for name, piece in slices.items()
             }
         return self
 
@@ -167,13 +168,13 @@ def _paths(folder: Path) -> list[Path]:
                 f" {', '.join(map(shown, missing[:20]))}\nTry: fetch them too"
             )
         return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
         raise MissingFileError(
             f"there is no .safetensors file in {folder}\nTry: the folder of a model as Hugging Face"
             " has it, not in the older .bin form"
         )
-    return found
+    return paths
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class Form:
         """Returns which places of each dim of the file a part of ours takes, in the order of the
         letters of the dim.
         """
-        full, sizes, wanted = (
+        full, sizes, ranges = (
             self._full(shape),
             dict(zip(self.ours, shape, strict=True)),
             dict(zip(self.ours, part, strict=True)),
@@ -234,7 +235,7 @@ class Form:
 
         def of_letter(letter: str) -> np.ndarray:
             first = self.windows[letter][1] if letter in self.windows else 0
-            start, stop = wanted.get(letter, (0, 1))
+            start, stop = ranges.get(letter, (0, 1))
             return first + (
                 _neighbours(sizes[letter])[start:stop]
                 if letter == self.paired
@@ -258,10 +259,10 @@ class Form:
             [self._order.index(letter) for letter in self.ours],
         )
 
-    def into(self, tensor: np.ndarray, whole: np.ndarray) -> None:
+    def into(self, tensor: np.ndarray, array: np.ndarray) -> None:
         """Writes a whole parameter of ours to its places in a tensor of the file's shape."""
-        places = self.places(whole.shape, [(0, size) for size in whole.shape])
-        turned = np.transpose(whole, [self.ours.index(letter) for letter in self._order])
+        places = self.places(array.shape, [(0, size) for size in array.shape])
+        turned = np.transpose(array, [self.ours.index(letter) for letter in self._order])
         tensor[np.ix_(*places)] = turned.reshape([len(dim) for dim in places])
 
     @cached_property
@@ -399,16 +400,16 @@ def _attention(
     be.
     """
     *three, out = theirs
-    found = {
+    tensors = {
         f"{ours}out": _t(f"{start}{out}.weight", "h w e -> e h.w"),
         f"{ours}out_bias": _t(f"{start}{out}.bias", _VECTOR),
         f"{ours}query_norm.scale": _t(f"{start}q_norm.weight", _VECTOR),
         f"{ours}key_norm.scale": _t(f"{start}k_norm.weight", _VECTOR),
     }
     for which, name in zip(("query", "key", "value"), three, strict=True):
-        found[ours + which] = _t(f"{start}{name}.weight", "e h w -> h.w e")
-        found[f"{ours}{which}_bias"] = _t(f"{start}{name}.bias", "h w -> h.w")
-    return found
+        tensors[ours + which] = _t(f"{start}{name}.weight", "e h w -> h.w e")
+        tensors[f"{ours}{which}_bias"] = _t(f"{start}{name}.bias", "h w -> h.w")
+    return tensors
 
 
 def _latent(latent: LatentAttention) -> dict[str, Tensor]:
@@ -622,14 +623,14 @@ def locate(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[Located]:
     """Finds every parameter in the tables."""
-    found: list[Located] = []
+    located_all: list[Located] = []
     lost: list[str] = []
     for path, shape in shapes.items():
         located = _located(config, names, path, shape)
         if located is None or len(located.inner) != len(located.form.ours):
             lost.append(path)
         else:
-            found.append(located)
+            located_all.append(located)
     if lost:
         raise_all(
             CheckpointError,
@@ -637,7 +638,7 @@ def locate(
             lost,
             hint="a program of models.build(models.load(folder))",
         )
-    return found
+    return located_all
 
 
 def _located(
@@ -667,7 +668,7 @@ def _numbers(
     after the first dense ones.
     """
     if isinstance(config, EncoderDecoderConfig):
-        every, first = (
+        interval, first = (
             len(
                 config.pattern(
                     config.encoder_every if stack.startswith("encoder") else config.decoder_every
@@ -677,20 +678,20 @@ def _numbers(
         )
     else:
         dense = config.experts.first_dense if config.experts else 0
-        every, first = (
+        interval, first = (
             (1, 0)
             if stack == "dense_layers"
             else (config.experts.every if config.experts else 1, dense)
         )
-    return tuple(first + group * every + block for group in range(count))
+    return tuple(first + group * interval + block for group in range(count))
 
 
 def stored(located: list[Located]) -> dict[str, Stored]:
     """The tensors of the files by name, in the order of layers."""
     parts: dict[str, list[tuple[Located, tuple[int, ...]]]] = {}
-    for one in located:
-        for place in one.places():
-            parts.setdefault(one.name(place), []).append((one, place))
+    for item in located:
+        for place in item.places():
+            parts.setdefault(item.name(place), []).append((item, place))
     ordered = sorted(
         parts,
         key=lambda name: (tuple(int(number) for number in re.findall(r"\.(\d+)\.", name)), name),
@@ -734,7 +735,9 @@ def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0
     parameter for one device.
     """
     if isinstance(program, IslandsProgram):
-        return _of_islands([load(folder, one, seed=seed) for one in program.programs], program)
+        return _of_islands(
+            [load(folder, island, seed=seed) for island in program.programs], program
+        )
     root = Path(folder)
     check_target(program.state)
     config, family = read_config(root / "config.json")
@@ -746,7 +749,8 @@ def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0
     with Files(folder=root) as files:
         spelling, findings = matched(files, table, stored(located), config, root)
         arrays = {
-            one.path: _array(files, one, {**params, **state}[one.path], spelling) for one in located
+            item.path: _array(files, item, {**params, **state}[item.path], spelling)
+            for item in located
         }
         findings += _smaller(files, located, {**params, **state}, spelling)
     return Imported(state=_state(program, arrays, seed), config=config, findings=findings)
@@ -754,7 +758,7 @@ def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0
 
 def _of_islands(parts: Sequence[Imported], program: IslandsProgram) -> Imported:
     """Islands that all start with the same parameters."""
-    state = program.begun(tuple(one.state for one in parts))
+    state = program.begun(tuple(part.state for part in parts))
     return replace(parts[0], state=cast("TrainState", state))
 
 
@@ -775,26 +779,26 @@ def held_state(model_state: Tree) -> dict[str, Tree]:
 def matched(
     files: Files,
     table: Names,
-    wanted: Mapping[str, Stored],
+    expected: Mapping[str, Stored],
     config: TransformerConfig | EncoderDecoderConfig,
     folder: Path,
 ) -> tuple[dict[str, str], tuple[Finding, ...]]:
     """Our spelling of names -> the files', and what was passed over."""
     spelling = {
         name: spelled
-        for name in wanted
+        for name in expected
         if (spelled := next((s for s in _spellings(table, name) if s in files.tensors), None))
     }
     problems = [
-        f"{name} {list(one.shape)} is missing"
-        for name, one in wanted.items()
+        f"{name} {list(tensor.shape)} is missing"
+        for name, tensor in expected.items()
         if name not in spelling
     ]
     for name, spelled in spelling.items():
         shape, dtype = files.tensors[spelled]
-        if shape != wanted[name].shape:
+        if shape != expected[name].shape:
             problems.append(
-                f"{spelled} is {list(shape)}, the program needs {list(wanted[name].shape)}"
+                f"{spelled} is {list(shape)}, the program needs {list(expected[name].shape)}"
             )
         elif dtype not in DTYPES:
             problems.append(f"{spelled} has dtype {dtype}; known are {', '.join(DTYPES)}")
@@ -815,7 +819,7 @@ def matched(
             shown,
             hint="a program of models.build(models.load(folder)), and all files of the folder",
         )
-    told = Finding(
+    finding = Finding(
         code="tensors-passed-over",
         severity="info",
         where=shortened(passed),
@@ -824,7 +828,7 @@ def matched(
             " over."
         ),
     )
-    return spelling, (told,) if passed else ()
+    return spelling, (finding,) if passed else ()
 
 
 def _spellings(table: Names, name: str) -> list[str]:
@@ -857,7 +861,10 @@ def _array(files: Files, located: Located, leaf: Any, spelling: Mapping[str, str
     """
     by_part: dict[Any, list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        part = tuple(one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True))
+        part = tuple(
+            index_of_dim.indices(size)[:2]
+            for index_of_dim, size in zip(index, leaf.shape, strict=True)
+        )
         by_part.setdefault(part, []).append(device)
     shards: dict[jax.Device, jax.Array] = {}
     for part, devices in by_part.items():
@@ -896,14 +903,14 @@ def _smaller(
 ) -> tuple[Finding, ...]:
     """Says which parameters have a dtype that cannot hold all numbers of the files."""
     cast: list[str] = []
-    for one in located:
-        found, own = (
-            np.dtype(DTYPES[files.tensors[spelling[one.name((0,) * one.lead)]][1]]),
-            np.dtype(leaves[one.path].dtype),
+    for item in located:
+        stored_dtype, dtype = (
+            np.dtype(DTYPES[files.tensors[spelling[item.name((0,) * item.lead)]][1]]),
+            np.dtype(leaves[item.path].dtype),
         )
-        if jnp.promote_types(found, own) != own:
-            cast.append(f"{one.path} {found} -> {own}")
-    told = Finding(
+        if jnp.promote_types(stored_dtype, dtype) != dtype:
+            cast.append(f"{item.path} {stored_dtype} -> {dtype}")
+    finding = Finding(
         code="import-dtype",
         severity="warning",
         where=shortened(cast),
@@ -912,22 +919,22 @@ def _smaller(
             " were rounded."
         ),
     )
-    return (told,) if cast else ()
+    return (finding,) if cast else ()
 
 
 def _state(program: Program, arrays: Mapping[str, jax.Array], seed: int) -> TrainState:
     """The state around the parameters: what only the optimizer and the model know is made where it
     stays.
     """
-    wanted = program.state
-    params = jax.tree.structure(wanted.params).unflatten(
-        [arrays[path] for path in named_leaves(wanted.params)]
+    template = program.state
+    params = jax.tree.structure(template.params).unflatten(
+        [arrays[path] for path in named_leaves(template.params)]
     )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (wanted.step, wanted.model_state))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (template.step, template.model_state))
     step, fresh = jax.jit(
         lambda: (jnp.int32(0), program.model.init(seed)[1]), out_shardings=shardings
     )()
-    own = [
+    leaves = [
         arrays.get(path, leaf) if path.endswith(STATE) else leaf
         for path, leaf in named_leaves(fresh).items()
     ]
@@ -935,7 +942,7 @@ def _state(program: Program, arrays: Mapping[str, jax.Array], seed: int) -> Trai
         TrainState(
             step=step,
             params=params,
-            model_state=jax.tree.structure(fresh).unflatten(own),
+            model_state=jax.tree.structure(fresh).unflatten(leaves),
             opt_state=(),
         )
     )
@@ -955,10 +962,10 @@ class Gather:
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh | None) -> None:
-        whole = None
+        replicated = None
         if mesh is not None and jax.process_count() > 1:
-            whole = NamedSharding(mesh, PartitionSpec())
-        self._part = jax.jit(_part, static_argnums=2, out_shardings=whole)
+            replicated = NamedSharding(mesh, PartitionSpec())
+        self._part = jax.jit(_part, static_argnums=2, out_shardings=replicated)
 
     def __call__(self, leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray | None:
         return in_first_process(self._part(leaf, np.asarray(place, np.int32), len(place)))
@@ -982,24 +989,24 @@ def write_file(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (one, dtype) in tensors.items():
-        start, end = end, end + int(np.prod(one.shape)) * np.dtype(dtype).itemsize
+    for name, (tensor, dtype) in tensors.items():
+        start, end = end, end + int(np.prod(tensor.shape)) * np.dtype(dtype).itemsize
         header[name] = {
             "dtype": WORDS[dtype],
-            "shape": list(one.shape),
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at multiples of 8 bytes
     if not first:
-        for one, dtype in tensors.values():
-            _tensor(one, dtype, leaves, gather)
+        for tensor, dtype in tensors.values():
+            _tensor(tensor, dtype, leaves, gather)
         return
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for one, dtype in tensors.values():
-            _append(file, _tensor(one, dtype, leaves, gather))
+        for tensor, dtype in tensors.values():
+            _append(file, _tensor(tensor, dtype, leaves, gather))
     os.replace(partial, path)
 
 
@@ -1007,9 +1014,11 @@ def _append(file: BinaryIO, tensor: np.ndarray) -> None:
     file.write(np.ascontiguousarray(tensor).view(np.uint8).data)
 
 
-def _tensor(one: Stored, dtype: str, leaves: Mapping[str, jax.Array], gather: Gather) -> np.ndarray:
-    tensor = np.empty(one.shape, np.dtype(dtype))
-    for located, place in one.parts:
+def _tensor(
+    target: Stored, dtype: str, leaves: Mapping[str, jax.Array], gather: Gather
+) -> np.ndarray:
+    tensor = np.empty(target.shape, np.dtype(dtype))
+    for located, place in target.parts:
         part = gather(leaves[located.path], place)
         if part is not None:
             located.form.into(tensor, part.astype(tensor.dtype))
@@ -1034,20 +1043,20 @@ def load_weights(
     """
     root = Path(folder)
     table = names(config, family)
-    params, held = named_leaves(model.params), held_state(model.state)
-    leaves = {**params, **held}
+    params, state_leaves = named_leaves(model.params), held_state(model.state)
+    leaves = {**params, **state_leaves}
     located = locate(config, table, {path: tuple(leaf.shape) for path, leaf in leaves.items()})
     with Files(folder=root) as files:
         spelling, _ = matched(files, table, stored(located), config, root)
         arrays = {
-            one.path: read_part(
+            item.path: read_part(
                 files,
-                one,
-                tuple((0, size) for size in one.shape),
-                np.dtype(leaves[one.path].dtype),
+                item,
+                tuple((0, size) for size in item.shape),
+                np.dtype(leaves[item.path].dtype),
                 spelling,
             )
-            for one in located
+            for item in located
         }
     fresh = jax.jit(lambda: model.init(0)[1])()
     state = [
@@ -1147,12 +1156,13 @@ def _save(
         )
     )
     dtypes = {
-        name: dtype or str(leaves[one.parts[0][0].path].dtype) for name, one in tensors.items()
+        name: dtype or str(leaves[tensor.parts[0][0].path].dtype)
+        for name, tensor in tensors.items()
     }
     shards = _shards(
         {
-            name: int(np.prod(one.shape)) * np.dtype(dtypes[name]).itemsize
-            for name, one in tensors.items()
+            name: int(np.prod(tensor.shape)) * np.dtype(dtypes[name]).itemsize
+            for name, tensor in tensors.items()
         },
         max_bytes,
     )
@@ -1231,8 +1241,8 @@ def _describe(
     )
     if len(shards) > 1:
         total = sum(
-            int(np.prod(one.shape)) * np.dtype(dtypes[name]).itemsize
-            for name, one in tensors.items()
+            int(np.prod(tensor.shape)) * np.dtype(dtypes[name]).itemsize
+            for name, tensor in tensors.items()
         )
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         (root / INDEX).write_text(

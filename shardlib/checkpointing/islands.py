@@ -76,14 +76,14 @@ def _has(arrays: Mapping[str, Spec], name: str) -> bool:
 
 def has_outer(state: State) -> bool:
     """Returns whether a state has outer parameters."""
-    kept = state.exchange if isinstance(state, IslandsState) else None
-    return isinstance(kept, OuterState) and bool(kept.params)
+    exchange = state.exchange if isinstance(state, IslandsState) else None
+    return isinstance(exchange, OuterState) and bool(exchange.params)
 
 
 def without_optimizer(state: State) -> State:
     """A state without that of the optimizer and of what comes with it."""
     if isinstance(state, IslandsState):
-        return replace(state, islands=tuple(_bare(one) for one in state.islands))
+        return replace(state, islands=tuple(_bare(island) for island in state.islands))
     return _bare(state)
 
 
@@ -97,7 +97,9 @@ def anew(program: AnyProgram, state: State) -> State:
     if isinstance(program, IslandsProgram):
         assert isinstance(state, IslandsState)
         pairs = zip(program.programs, state.islands, strict=True)
-        return replace(state, islands=tuple(own.anew(one) for own, one in pairs))
+        return replace(
+            state, islands=tuple(own_program.anew(island) for own_program, island in pairs)
+        )
     assert isinstance(state, TrainState)
     return program.anew(state)
 

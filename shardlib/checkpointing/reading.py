@@ -192,9 +192,11 @@ def from_json(data: Json) -> About:
         raise DamagedError("its description does not have the digest that it was saved with")
     content = data["content"]
     if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, Mapping) else type(content).__name__
+        written_as = (
+            content.get("format") if isinstance(content, Mapping) else type(content).__name__
+        )
         raise CheckpointError(
-            f"the checkpoint has format {shown(found)}, this version reads {FORMAT}\nTry: the"
+            f"the checkpoint has format {shown(written_as)}, this version reads {FORMAT}\nTry: the"
             " version of shardlib that wrote it"
         )
     written = construct(_Written, content, "the description of the checkpoint", CheckpointError)

@@ -149,33 +149,33 @@ def searched(
                 " own\nTry: leave out one of the two"
             )
         load = prepared_for(framework, model.traced.problem, machine)
-        found = search(load.problem, machine, pin, load=load)
-        return model, found.with_findings(*model.model.findings)
+        plan = search(load.problem, machine, pin, load=load)
+        return model, plan.with_findings(*model.model.findings)
     unhonoured, pin = pin, honoured(model, machine, pin)
-    found = search(model.traced.problem, machine, pin)
-    rows = model.traced.rows_in(found.microbatches) if found.microbatches > 1 else None
+    plan = search(model.traced.problem, machine, pin)
+    rows = model.traced.rows_in(plan.microbatches) if plan.microbatches > 1 else None
     if rows is not None and not rows.splits:
         problem = replace(model.traced.problem, rows=rows)
         model = replace(model, traced=replace(model.traced, problem=problem))
-        found = search(problem, machine, pin)
-    if not isinstance(found.exchange, Exact):
-        require_carried(model, found, found.exchange)
-    found = with_model(found, model)
+        plan = search(problem, machine, pin)
+    if not isinstance(plan.exchange, Exact):
+        require_carried(model, plan, plan.exchange)
+    plan = with_model(plan, model)
     rows = [
         shape[axes.index("batch")]
         for _, shape, _, axes in model.traced.problem.batch
         if "batch" in axes
     ]
-    instead = islands_instead(found, machine, rows)
+    instead = islands_instead(plan, machine, rows)
     layouts = own_layouts.findings(
         model.traced.layouts,
         model.traced.problem,
-        found,
+        plan,
         unhonoured,
         model.honour,
-        _searcher(model, machine, found),
+        _searcher(model, machine, plan),
     )
-    return model, found.with_findings(*instead, *model.model.findings, *layouts)
+    return model, plan.with_findings(*instead, *model.model.findings, *layouts)
 
 
 def honoured(
@@ -184,10 +184,10 @@ def honoured(
     """The pins, with layouts that the model brings along where these are pins."""
     if model.honour != "pins":
         return cast("PinMapping | None", pin)
-    found = own_layouts.pinned(
+    pins = own_layouts.pinned(
         model.traced.layouts, model.traced.problem, pin, _searcher(model, machine)
     )
-    return cast("PinMapping | None", found)
+    return cast("PinMapping | None", pins)
 
 
 def _searcher(

@@ -93,31 +93,33 @@ def value_and_grad(
         raise ArgumentError(
             f"loss is {type(loss).__name__}; it is a function\nTry: def loss(params, batch): ..."
         )
-    every = _chosen(argnums, wrt)
+    selections = _chosen(argnums, wrt)
     several = isinstance(argnums, Sequence)
 
     @functools.wraps(loss)
     def gradients(*args: Tree, **kwargs: Tree) -> Any:
         chosen = tuple(
-            nnx.DiffState(one.argnum + len(args), one.filter) if one.argnum < 0 else one
-            for one in every
+            nnx.DiffState(selection.argnum + len(args), selection.filter)
+            if selection.argnum < 0
+            else selection
+            for selection in selections
         )
-        for asked, place in zip(every, chosen, strict=True):
+        for selection, place in zip(selections, chosen, strict=True):
             if not 0 <= place.argnum < len(args):
                 raise ArgumentError(
-                    f"the loss {_name(loss)} is differentiated by argument {asked.argnum}, and is"
-                    f" called with {len(args)}\nTry: argnums from 0 to {len(args) - 1}"
+                    f"the loss {_name(loss)} is differentiated by argument {selection.argnum}, and"
+                    f" is called with {len(args)}\nTry: argnums from 0 to {len(args) - 1}"
                 )
         objects = any(map(_has_objects, (*args, *kwargs.values())))
         call = (_of_objects if objects else _of_trees)(loss, args, kwargs, chosen, has_aux)
         if holomorphic or allow_int or not any(isinstance(leaf, Tracer) for leaf in call.leaves):
-            value, aux, found = call.plain(holomorphic, allow_int)
+            value, aux, slopes_of_leaves = call.plain(holomorphic, allow_int)
         else:
-            value, aux, found = marked_loss(
+            value, aux, slopes_of_leaves = marked_loss(
                 call.function, call.leaves, call.paths, call.trained, _name(loss), rows
             )
         aux = call.after(aux)
-        slopes = call.like(found)
+        slopes = call.like(slopes_of_leaves)
         return (value, aux) if has_aux else value, slopes if several else slopes[0]
 
     return gradients
@@ -152,19 +154,20 @@ class _Call:
             return self.function([next(fresh) if flag else leaf for leaf, flag in pairs])
 
         trained = [leaf for leaf, flag in zip(self.leaves, self.trained, strict=True) if flag]
-        (value, aux), found = jax.value_and_grad(
+        (value, aux), slopes = jax.value_and_grad(
             of_trained, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )(trained)
-        return value, aux, found
+        return value, aux, slopes
 
 
 def _chosen(argnums: Argnums, wrt: Filter) -> tuple[nnx.DiffState, ...]:
     """Returns what is differentiated, and of each argument the filter; None for all."""
     if isinstance(wrt, nnx.DiffState):
         return (wrt,)
-    every = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    selections = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     return tuple(
-        one if isinstance(one, nnx.DiffState) else nnx.DiffState(int(one), wrt) for one in every
+        selection if isinstance(selection, nnx.DiffState) else nnx.DiffState(int(selection), wrt)
+        for selection in selections
     )
 
 
@@ -179,40 +182,42 @@ def _of_trees(
     """A call whose arguments are pytrees. Leaves that are not arrays, such as True, stay what they
     are.
     """
-    counts = [len(jax.tree.leaves(one)) for one in args]
-    parts = {one.argnum: _trained(args[one.argnum], one.filter) for one in chosen}
+    counts = [len(jax.tree.leaves(argument)) for argument in args]
+    parts = {
+        selection.argnum: _trained(args[selection.argnum], selection.filter) for selection in chosen
+    }
     flags = [
         flag
-        for at, count in enumerate(counts)
-        for flag in (parts[at].flags if at in parts else (False,) * count)
+        for number, count in enumerate(counts)
+        for flag in (parts[number].flags if number in parts else (False,) * count)
     ]
     flags += [False] * len(jax.tree.leaves(kwargs))
     named = jax.tree_util.tree_leaves_with_path((*args, kwargs) if kwargs else tuple(args))
-    every = [leaf for _, leaf in named]
+    all_leaves = [leaf for _, leaf in named]
     structure = jax.tree.structure((tuple(args), kwargs))
-    taken = [at for at, leaf in enumerate(every) if flags[at] or _is_array(leaf)]
+    taken = [index for index, leaf in enumerate(all_leaves) if flags[index] or _is_array(leaf)]
 
     def function(leaves: Sequence[Value]) -> tuple[Value, Tree]:
-        given = list(every)
-        for at, leaf in zip(taken, leaves, strict=True):
-            given[at] = leaf
-        positional, named = structure.unflatten(given)
+        replaced = list(all_leaves)
+        for index, leaf in zip(taken, leaves, strict=True):
+            replaced[index] = leaf
+        positional, named = structure.unflatten(replaced)
         return _results(loss(*positional, **named), aux)
 
-    def like(found: Sequence[Value]) -> tuple[Tree, ...]:
-        fresh = dict(zip([at for at in taken if flags[at]], found, strict=True))
+    def like(slopes: Sequence[Value]) -> tuple[Tree, ...]:
+        fresh = dict(zip([index for index in taken if flags[index]], slopes, strict=True))
         trees: list[Tree] = []
-        for one in chosen:
-            first = sum(counts[: one.argnum])
-            own = [fresh.get(first + at) for at in range(counts[one.argnum])]
-            trees.append(_like(args[one.argnum], parts[one.argnum], own))
+        for selection in chosen:
+            first = sum(counts[: selection.argnum])
+            gradients = [fresh.get(first + index) for index in range(counts[selection.argnum])]
+            trees.append(_like(args[selection.argnum], parts[selection.argnum], gradients))
         return tuple(trees)
 
     return _Call(
         function=function,
-        leaves=[every[at] for at in taken],
-        paths=tuple(path_text(named[at][0]) for at in taken),
-        trained=tuple(flags[at] for at in taken),
+        leaves=[all_leaves[index] for index in taken],
+        paths=tuple(path_text(named[index][0]) for index in taken),
+        trained=tuple(flags[index] for index in taken),
         after=lambda aux: aux,
         like=like,
     )
@@ -229,48 +234,48 @@ def _of_objects(
     leaves, structure = jax.tree.flatten(state)
     variables = dict(nnx.to_flat_state(state))
     places = {id(variable): path for path, variable in variables.items() if _is_variable(variable)}
-    wanted: dict[Any, None] = {}
+    selected: dict[Any, None] = {}
     templates: list[Any] = []
-    for one in chosen:
-        kind = nnx.Param if one.filter is None else one.filter
+    for selection in chosen:
+        kind = nnx.Param if selection.filter is None else selection.filter
         tree = jax.tree.map(
             lambda node, kind=kind: nnx.state(node, kind) if _is_object(node) else node,
-            args[one.argnum],
+            args[selection.argnum],
             is_leaf=_is_object,
         )
-        templates.append((one.argnum, tree))
+        templates.append((selection.argnum, tree))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable):
-            wanted[_place(places, one.argnum, path, leaf)] = None
+            selected[_place(places, selection.argnum, path, leaf)] = None
     spots = [
         (path, path_text(inner))
         for path, variable in variables.items()
         for inner, _ in jax.tree_util.tree_leaves_with_path(variable)
     ]
-    flags = tuple(path in wanted for path, _ in spots)
+    flags = tuple(path in selected for path, _ in spots)
     changed: list[tuple[int, ...]] = []
 
-    def function(given: Sequence[Value]) -> tuple[Value, Tree]:
-        positional, named = nnx.merge(graph, structure.unflatten(given))
-        value, rest = _results(loss(*positional, **named), aux)
+    def function(values: Sequence[Value]) -> tuple[Value, Tree]:
+        positional, named = nnx.merge(graph, structure.unflatten(values))
+        value, results = _results(loss(*positional, **named), aux)
         after = jax.tree.leaves(nnx.split((positional, named))[1])
-        pairs = zip(given, after, strict=True)
-        other = tuple(at for at, (old, new) in enumerate(pairs) if old is not new)
-        changed[:] = [other]
-        return value, (rest, [after[at] for at in other])
+        pairs = zip(values, after, strict=True)
+        updated = tuple(index for index, (old, new) in enumerate(pairs) if old is not new)
+        changed[:] = [updated]
+        return value, (results, [after[index] for index in updated])
 
-    def finish(found: Tree) -> Tree:
-        rest, fresh = found
+    def finish(results: Tree) -> Tree:
+        aux, fresh = results
         new = list(leaves)
-        for at, leaf in zip(changed[0], fresh, strict=True):
-            new[at] = leaf
+        for index, leaf in zip(changed[0], fresh, strict=True):
+            new[index] = leaf
         if changed[0]:
             after = dict(nnx.to_flat_state(structure.unflatten(new)))
-            for path in {spots[at][0] for at in changed[0]}:
+            for path in {spots[index][0] for index in changed[0]}:
                 variables[path].update_from_state(after[path])
-        return rest
+        return aux
 
-    def like(found: Sequence[Value]) -> tuple[Tree, ...]:
-        slopes = iter(found)
+    def like(gradients: Sequence[Value]) -> tuple[Tree, ...]:
+        slopes = iter(gradients)
         by_place: dict[Any, list[Value]] = {}
         for (path, _), flag in zip(spots, flags, strict=True):
             if flag:
@@ -299,8 +304,8 @@ def _filled(
     named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)
     leaves: list[Any] = []
     for path, leaf in named:
-        own = slopes[_place(places, argnum, path, leaf)]
-        leaves.append(jax.tree.unflatten(jax.tree.structure(leaf), own))
+        gradients = slopes[_place(places, argnum, path, leaf)]
+        leaves.append(jax.tree.unflatten(jax.tree.structure(leaf), gradients))
     return structure.unflatten(leaves)
 
 
@@ -323,20 +328,20 @@ def _trained(params: Tree, wrt: Filter) -> Partition:
     )
 
 
-def _like(params: Tree, chosen: Partition, found: Sequence[Value | None]) -> Tree:
+def _like(params: Tree, chosen: Partition, slopes: Sequence[Value | None]) -> Tree:
     """Gradients as a tree like the trained part of the params; None for what is not trained."""
     leaves, structure = jax.tree.flatten(params)
-    every = structure.unflatten(
-        [leaf if slope is None else slope for leaf, slope in zip(leaves, found, strict=True)]
+    filled = structure.unflatten(
+        [leaf if slope is None else slope for leaf, slope in zip(leaves, slopes, strict=True)]
     )
     if chosen.whole or not isinstance(params, nnx.State):
-        return chosen.trained(every)
-    variables = jax.tree_util.tree_leaves_with_path(every, is_leaf=_is_variable)
-    flags, kept = iter(chosen.flags), set[tuple[Any, ...]]()
+        return chosen.trained(filled)
+    variables = jax.tree_util.tree_leaves_with_path(filled, is_leaf=_is_variable)
+    flags, trained = iter(chosen.flags), set[tuple[Any, ...]]()
     for path, leaf in variables:
         if True in [next(flags) for _ in jax.tree.leaves(leaf)]:
-            kept.add(tuple(path_parts(path)))
-    return cast(Tree, nnx.filter_state(every, lambda path, _: path in kept))
+            trained.add(tuple(path_parts(path)))
+    return cast(Tree, nnx.filter_state(filled, lambda path, _: path in trained))
 
 
 def _name(loss: StepLoss) -> str:

@@ -67,15 +67,15 @@ def problem_on_islands(model: TracedModel, now: int, islands: int) -> Problem:
     """Returns what the planner takes of one of so many islands."""
     described = model.traced.problem.batch
     leaves, structure = jax.tree.flatten(abstract(model.batch))
-    whole = [
+    global_batch = [
         _scaled(leaf, axes.index("batch"), now) if "batch" in axes else leaf
         for leaf, (_, _, _, axes) in zip(leaves, described, strict=True)
     ]
     axes = structure.unflatten([axes for *_, axes in described])
-    wanted = DiLoCo(islands=islands) if islands > 1 else EXACT
-    one = rows_of_one(structure.unflatten(whole), axes, wanted)
-    found = traced_again(model, one, axes).problem
-    return replace(found, rows=model.traced.problem.rows)
+    exchange = DiLoCo(islands=islands) if islands > 1 else EXACT
+    island_batch = rows_of_one(structure.unflatten(global_batch), axes, exchange)
+    problem = traced_again(model, island_batch, axes).problem
+    return replace(problem, rows=model.traced.problem.rows)
 
 
 def _part(leaf: jax.ShapeDtypeStruct, dim: int, islands: int) -> jax.ShapeDtypeStruct:
@@ -148,11 +148,11 @@ def _retraced(model: TracedModel, islands: int) -> LossJaxpr:
 
     axes = [axes for _, _, _, axes in model.traced.problem.batch]
     leaves, structure = jax.tree.flatten(abstract(model.batch))
-    whole = [
+    global_batch = [
         _scaled(leaf, names.index("batch"), islands) if "batch" in names else leaf
         for leaf, names in zip(leaves, axes, strict=True)
     ]
-    traced = traced_again(model, structure.unflatten(whole), structure.unflatten(axes))
+    traced = traced_again(model, structure.unflatten(global_batch), structure.unflatten(axes))
     return LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree)
 
 
@@ -171,7 +171,11 @@ def _dims(
 
 def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
     """Refuses what islands cannot carry."""
-    updated = [one.path for one in model.traced.problem.parameters if one.role == "updated"]
+    updated = [
+        parameter.path
+        for parameter in model.traced.problem.parameters
+        if parameter.role == "updated"
+    ]
     failures: list[str] = []
     if updated:
         failures.append(
@@ -204,20 +208,20 @@ def _devices_of(
             f" {jax.process_count()} processes\nTry: shardlib launch --islands, where each island"
             " is a job of its own"
         )
-    found = list(jax.devices() if devices is None else devices)
-    wanted = exchange.islands * each
-    if devices is not None and len(found) != wanted:
+    available = list(jax.devices() if devices is None else devices)
+    needed = exchange.islands * each
+    if devices is not None and len(available) != needed:
         raise TopologyError(
-            f"{exchange.islands} islands of {each} devices are {wanted}, argument `devices` gives"
-            f" {len(found)}\nTry: exactly the devices that they use"
+            f"{exchange.islands} islands of {each} devices are {needed}, argument `devices` gives"
+            f" {len(available)}\nTry: exactly the devices that they use"
         )
-    if len(found) < wanted:
+    if len(available) < needed:
         raise TopologyError(
-            f"{exchange.islands} islands of {each} devices need {wanted}, JAX sees {len(found)}"
-            f" ({found[0].platform})\nTry: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={wanted} in the"
-            " environment simulates them"
+            f"{exchange.islands} islands of {each} devices need {needed}, JAX sees"
+            f" {len(available)} ({available[0].platform})\nTry: JAX_PLATFORMS=cpu"
+            f" JAX_NUM_CPU_DEVICES={needed} in the environment simulates them"
         )
-    if hasattr(found[0], "slice_index"):
-        found.sort(key=lambda device: device.slice_index)
-    apart = len(found) // exchange.islands
-    return [found[k * apart : k * apart + each] for k in range(exchange.islands)]
+    if hasattr(available[0], "slice_index"):
+        available.sort(key=lambda device: device.slice_index)
+    stride = len(available) // exchange.islands
+    return [available[k * stride : k * stride + each] for k in range(exchange.islands)]

@@ -53,12 +53,12 @@ def placements_of(traced: Traced, plan: Plan, rules: Rules) -> Placements:
     """The layouts of values of a traced loss under a plan."""
     colouring, parameters = _colouring(traced, plan), _parameters(traced)
     loss = LossReading(program=traced.program, parameters=parameters)
-    wanted = dict(loss.operands)
+    values = dict(loss.operands)
     if plan.collective_matmul == "loop":
-        wanted |= activations_of(matmuls(loss))
+        values |= activations_of(matmuls(loss))
     graph, names = traced.problem.forward, colouring.forward
-    found = placements(graph, names, rules, plan.mesh, colouring.batch_colour, wanted)
-    return with_heads(found, graph, loss.calls.values(), plan)
+    layouts = placements(graph, names, rules, plan.mesh, colouring.batch_colour, values)
+    return with_heads(layouts, graph, loss.calls.values(), plan)
 
 
 def _parameters(traced: Traced) -> int:

@@ -72,15 +72,18 @@ class SingleLoss:
         their paths there.
         """
         frozen = self.model.model.frozen
-        places = {at: ("frozen" if path in frozen else "params", path) for path, at in self.params}
-        places |= {at: ("batch", path) for path, at in self.batch}
-        return tuple(places[at] for at in range(len(places)))
+        places = {
+            position: ("frozen" if path in frozen else "params", path)
+            for path, position in self.params
+        }
+        places |= {position: ("batch", path) for path, position in self.batch}
+        return tuple(places[position] for position in range(len(places)))
 
     def arguments(self, leaves: Sequence[Value]) -> tuple[dict[str, Value], dict[str, Value]]:
         """(params, batch) of the model for the leaves of the loss."""
         return (
-            {path: leaves[at] for path, at in self.params},
-            {path: leaves[at] for path, at in self.batch},
+            {path: leaves[position] for path, position in self.params},
+            {path: leaves[position] for path, position in self.batch},
         )
 
 
@@ -89,37 +92,39 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
     names, form = colouring.forward, found.form
     shapes = form.shapes
     weights = [*found.trained, *found.frozen]
-    params = _unique([(traced.paths[_root(found, at)], at) for at in weights])
-    batch = _unique([(form.paths[at], at) for at in found.others])
+    params = _unique([(traced.paths[_root(found, position)], position) for position in weights])
+    batch = _unique([(form.paths[position], position) for position in found.others])
     sizes = _rows(traced), found.rows
     axes = {
-        path: _single_named(names[found.operands[at]], shapes[at].shape, at, *sizes)
-        for path, at in batch
+        path: _single_named(
+            names[found.operands[position]], shapes[position].shape, position, *sizes
+        )
+        for path, position in batch
     }
     loss = _pure(found, params, batch)
     model = Model(
         name=form.name,
         init=lambda seed: ({}, {}),
-        params={path: shapes[at] for path, at in params},
+        params={path: shapes[position] for path, position in params},
         state={},
-        axes={path: _once(names[found.operands[at]]) for path, at in params},
+        axes={path: _once(names[found.operands[position]]) for path, position in params},
         bind=lambda loss: loss,
         rebuild=lambda params, state: params,
-        frozen=frozenset(path for path, at in params if at in found.frozen),
+        frozen=frozenset(path for path, position in params if position in found.frozen),
     )
-    given = {path: shapes[at] for path, at in batch}
+    abstract_batch = {path: shapes[position] for path, position in batch}
     with tree.no_mesh():
         read = trace(
             model,
             loss,
-            given,
+            abstract_batch,
             batch_axes=axes,
             policies=("none",),
             rows=form.rows,
         )
     problem = tied_rows(read.problem)
-    if not any("batch" in one for one in axes.values()) and any(
-        "batch" in one for *_, one in traced.problem.batch
+    if not any("batch" in names_of_array for names_of_array in axes.values()) and any(
+        "batch" in names_of_array for *_, names_of_array in traced.problem.batch
     ):
         problem = replace(problem, rows=Rows(loss=_ROWLESS))
     read = replace(read, problem=problem)
@@ -130,7 +135,7 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
             traced=read,
             loss=cast(Loss, loss),
             optimizer=optax.identity(),
-            batch=given,
+            batch=abstract_batch,
         ),
         params=params,
         batch=batch,
@@ -143,11 +148,11 @@ def _pure(
 ) -> PureLoss:
     """(params, state, batch) -> (loss, (auxiliary results by name, state))."""
 
-    def loss(given: Tree, state: Tree, rows: Tree) -> Any:
+    def loss(params_given: Tree, state: Tree, rows: Tree) -> Any:
         leaves: list[Any] = [None] * len(found.operands)
-        for values, paths in ((given, params), (rows, batch)):
-            for path, at in paths:
-                leaves[at] = values[path]
+        for values, paths in ((params_given, params), (rows, batch)):
+            for path, position in paths:
+                leaves[position] = values[path]
         value, aux = found.function(leaves)
         return value, ({name: jnp.asarray(leaf) for name, leaf in _results(aux)}, state)
 
@@ -163,12 +168,13 @@ def _results(aux: Tree) -> list[tuple[str, Any]]:
     """The auxiliary results by name, in an order that sorting keeps."""
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     return [
-        (f"{at:04}.{path_text(path)}".rstrip("."), leaf) for at, (path, leaf) in enumerate(leaves)
+        (f"{number:04}.{path_text(path)}".rstrip("."), leaf)
+        for number, (path, leaf) in enumerate(leaves)
     ]
 
 
-def _root(found: FoundLoss, at: int) -> int:
-    root = found.roots[at]
+def _root(found: FoundLoss, position: int) -> int:
+    root = found.roots[position]
     assert root is not None
     return root
 
@@ -176,10 +182,10 @@ def _root(found: FoundLoss, at: int) -> int:
 def _unique(named: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     """(path, position) with other paths for what comes twice, in the order of a dict's leaves."""
     seen: dict[str, int] = {}
-    for path, at in named:
+    for path, position in named:
         while path in seen:
             path += "'"
-        seen[path] = at
+        seen[path] = position
     return tuple(sorted(seen.items()))
 
 
@@ -211,8 +217,8 @@ def _single_named(
     if rows is not None:
         dim = rows.get(position)
         return tuple(
-            "batch" if at == dim else None if name == "batch" else name
-            for at, name in enumerate(once)
+            "batch" if index == dim else None if name == "batch" else name
+            for index, name in enumerate(once)
         )
     if "batch" in once or not shape or shape[0] != count or once[0] is not None:
         return once
@@ -221,7 +227,7 @@ def _single_named(
 
 def _once(names: LogicalAxes) -> LogicalAxes:
     """Names of which each stands once."""
-    return tuple(None if name in names[:at] else name for at, name in enumerate(names))
+    return tuple(None if name in names[:index] else name for index, name in enumerate(names))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,9 +240,9 @@ STATE = "state:"
 def total_problem(traced: TracedStep) -> Problem:
     """The sum of the marked losses of a step as a problem; how it depends on rows is not known."""
     weights = {
-        at: path
-        for at, path in enumerate(traced.paths)
-        if at in {*traced.roles.weights, *_roots(traced)}
+        index: path
+        for index, path in enumerate(traced.paths)
+        if index in {*traced.roles.weights, *_roots(traced)}
     }
     trained = {*traced.trained, *traced.roles.gradients}
     leaves = jax.tree.leaves(traced.state)
@@ -245,51 +251,61 @@ def total_problem(traced: TracedStep) -> Problem:
         _key(path): leaf
         for (path, *_), leaf in zip(described, jax.tree.leaves(traced.batch), strict=True)
     }
-    rest = {
-        f"{STATE}{path}": leaves[at] for at, path in enumerate(traced.paths) if at not in weights
+    others = {
+        f"{STATE}{path}": leaves[index]
+        for index, path in enumerate(traced.paths)
+        if index not in weights
     }
 
-    def loss(params: dict[str, Value], given: dict[str, Value]) -> Value:
-        values = {at: params[path] for at, path in weights.items()}
+    def loss(params: dict[str, Value], arrays: dict[str, Value]) -> Value:
+        values = {index: params[path] for index, path in weights.items()}
         arguments = [
-            values[at] if at in values else given.get(f"{STATE}{path}")
-            for at, path in enumerate(traced.paths)
+            values[index] if index in values else arrays.get(f"{STATE}{path}")
+            for index, path in enumerate(traced.paths)
         ]
-        rows = [given[_key(path)] for path, *_ in described]
+        rows = [arrays[_key(path)] for path, *_ in described]
         return total_loss(
             traced.program, [*arguments, *rows], traced.losses, values, traced.unmarked.gradients
         )
 
-    named: dict[str, LogicalAxes] = {one.path: one.axes for one in traced.problem.parameters}
+    named: dict[str, LogicalAxes] = {
+        parameter.path: parameter.axes for parameter in traced.problem.parameters
+    }
     model = _model(
         traced.name,
-        {path: leaves[at] for at, path in weights.items()},
+        {path: leaves[index] for index, path in weights.items()},
         named,
-        frozenset(path for at, path in weights.items() if at not in trained),
+        frozenset(path for index, path in weights.items() if index not in trained),
     )
     axes = {_key(path): names for path, _, _, names in described}
-    needed = _needed(loss, model.params, batch, rest)
+    needed = _needed(loss, model.params, batch, others)
     with activations.no_mesh():
-        found = trace(
+        total = trace(
             model,
             loss,
             {**batch, **needed},
             batch_axes={**axes, **{key: (None,) * leaf.ndim for key, leaf in needed.items()}},
             rows="mean",
         ).problem
-    found = tied_rows(found)
-    kept = {one.path: one for one in traced.problem.parameters}
+    total = tied_rows(total)
+    originals = {parameter.path: parameter for parameter in traced.problem.parameters}
     return replace(
-        found,
+        total,
         forward=replace(
-            found.forward,
+            total.forward,
             findings=(
-                *found.forward.findings,
-                *(one for one in traced.problem.forward.findings if one.code == "mapped-axis"),
+                *total.forward.findings,
+                *(
+                    parameter
+                    for parameter in traced.problem.forward.findings
+                    if parameter.code == "mapped-axis"
+                ),
                 *_uncounted(traced),
             ),
         ),
-        parameters=tuple(_with_state(one, kept.get(one.path)) for one in found.parameters),
+        parameters=tuple(
+            _with_state(parameter, originals.get(parameter.path)) for parameter in total.parameters
+        ),
         state_bytes=traced.problem.state_bytes,
         tokens=traced.problem.tokens,
     )
@@ -309,14 +325,14 @@ def _uncounted(traced: TracedStep) -> tuple[Finding, ...]:
                 " a marked loss, too; the step computes them, and their time and bytes are not"
                 " counted"
             ),
-            where=", ".join(traced.paths[at] for at in traced.unmarked.unknown[:4]),
+            where=", ".join(traced.paths[index] for index in traced.unmarked.unknown[:4]),
             hint="shardlib.value_and_grad for their loss, too",
         ),
     )
 
 
 def _roots(traced: TracedStep) -> set[int]:
-    return {root for one in traced.losses for root in one.roots if root is not None}
+    return {root for loss in traced.losses for root in loss.roots if root is not None}
 
 
 def _key(path: str) -> str:
@@ -345,28 +361,28 @@ def _model(
 
 
 def _needed(
-    loss: Callable[..., Value], params: Tree, batch: dict[str, Value], rest: dict[str, Value]
+    loss: Callable[..., Value], params: Tree, batch: dict[str, Value], others: dict[str, Value]
 ) -> dict[str, Value]:
     """Those of the other arrays of the state that the losses are computed from."""
-    closed = jax.make_jaxpr(loss)(params, {**batch, **rest})
+    closed = jax.make_jaxpr(loss)(params, {**batch, **others})
     read = {id(atom) for eqn in closed.jaxpr.eqns for atom in eqn.invars}
-    keys = sorted({**batch, **rest})
+    keys = sorted({**batch, **others})
     inputs = closed.jaxpr.invars[len(params) :]
     return {
-        key: rest[key]
+        key: others[key]
         for key, var in zip(keys, inputs, strict=True)
-        if key in rest and id(var) in read
+        if key in others and id(var) in read
     }
 
 
-def _with_state(one: Parameter, known: Parameter | None) -> Parameter:
+def _with_state(parameter: Parameter, original: Parameter | None) -> Parameter:
     """A parameter with what the step keeps for it."""
-    if known is None or not one.trained:
-        return one
+    if original is None or not parameter.trained:
+        return parameter
     return replace(
-        one,
-        state_bytes_per_element=known.state_bytes_per_element,
-        state_arrays=known.state_arrays,
+        parameter,
+        state_bytes_per_element=original.state_bytes_per_element,
+        state_arrays=original.state_arrays,
     )
 
 
@@ -400,11 +416,11 @@ CLOSED: PinMapping = {
 
 def step_pins(pin: PinMapping | None) -> PinMapping:
     """The pins of a search for a step."""
-    given = aliased(pin or {})
+    pins = aliased(pin or {})
     refused = [
         word
-        for word in given
-        if word.split(".")[0] not in OPEN and not (word in FIXED and given[word] == FIXED[word])
+        for word in pins
+        if word.split(".")[0] not in OPEN and not (word in FIXED and pins[word] == FIXED[word])
     ]
     if refused:
         raise PinError(
@@ -413,21 +429,21 @@ def step_pins(pin: PinMapping | None) -> PinMapping:
             f" it; of a step that does not, {', '.join(sorted(OPEN))} can be pinned"
         )
     others = [axis for axis in INNER_AXES if axis not in STEP_AXES]
-    sizes = _sizes(given)
+    sizes = _sizes(pins)
     wrong = [axis for axis in others if sizes.get(axis, 1) not in (None, 1)]
     if wrong:
         raise PinError(
             f"the mesh of a step has no axis {', '.join(wrong)}: it needs the loss apart from its"
             f" update\nTry: {', '.join(STEP_AXES)}; or shardlib.value_and_grad(loss) in the step"
         )
-    whole = {} if given.get("mesh") is not None else {f"mesh.{axis}": 1 for axis in others}
-    return {**FIXED, **whole, **given}
+    trivial = {} if pins.get("mesh") is not None else {f"mesh.{axis}": 1 for axis in others}
+    return {**FIXED, **trivial, **pins}
 
 
 def marked_pins(pin: PinMapping | None, unstaged: str, unsharded: str) -> PinMapping:
     """The pins of a search for a step that marks its losses."""
-    given = aliased(pin or {})
-    refused = [word for word in given if word in CLOSED and given[word] != CLOSED[word]]
+    pins = aliased(pin or {})
+    refused = [word for word in pins if word in CLOSED and pins[word] != CLOSED[word]]
     if refused:
         raise PinError(
             f"{', '.join(refused)}: a step updates its state itself, in dtypes and memories of its"
@@ -437,7 +453,7 @@ def marked_pins(pin: PinMapping | None, unstaged: str, unsharded: str) -> PinMap
         **({"stage": unstaged} if unstaged else {}),
         **({"context": unsharded, "expert": unsharded} if unsharded else {}),
     }
-    sizes = _sizes(given)
+    sizes = _sizes(pins)
     wrong = [
         f"{axis}: {reason}" for axis, reason in why.items() if sizes.get(axis, 1) not in (None, 1)
     ]
@@ -448,8 +464,8 @@ def marked_pins(pin: PinMapping | None, unstaged: str, unsharded: str) -> PinMap
             wrong,
             hint="one marked loss that gets all weights and has all calls",
         )
-    whole = {} if "mesh" in given else {f"mesh.{axis}": 1 for axis in why}
-    return {**{word: CLOSED[word] for word in ("offload", "pipeline")}, **whole, **given}
+    trivial = {} if "mesh" in pins else {f"mesh.{axis}": 1 for axis in why}
+    return {**{word: CLOSED[word] for word in ("offload", "pipeline")}, **trivial, **pins}
 
 
 def _sizes(pins: Mapping[str, PinValue]) -> dict[str, PinValue]:
@@ -494,8 +510,8 @@ class MarkedStep:
         problem = total_problem(traced)
         named = _planned_named(traced, problem)
         colouring = colour(named.problem)
-        losses = tuple(single_loss(named, one, colouring) for one in named.losses)
-        rows = _together([one.model.traced.problem.rows for one in losses], losses)
+        losses = tuple(single_loss(named, loss, colouring) for loss in named.losses)
+        rows = _together([loss.model.traced.problem.rows for loss in losses], losses)
         return MarkedStep(
             traced=named,
             colouring=colouring,
@@ -514,10 +530,10 @@ class MarkedStep:
         if self.problem.rows.by_row:
             listed = ", ".join(name for name, _ in self.problem.rows.by_row)
             return f"its loss returns values for every row, {listed}"
-        given = {path for path, _ in loss.params}
-        apart = sorted({one.path for one in self.problem.parameters} - given)
-        if apart:
-            return f"it computes with weights that its loss does not get: {', '.join(apart[:4])}"
+        passed = {path for path, _ in loss.params}
+        unpassed = sorted({parameter.path for parameter in self.problem.parameters} - passed)
+        if unpassed:
+            return f"it computes with weights that its loss does not get: {', '.join(unpassed[:4])}"
         return ""
 
     @property
@@ -532,8 +548,8 @@ class MarkedStep:
         pins = marked_pins(pin, self.unstaged, self.unsharded)
         plan = search(self.problem, machine, pins)
         if plan.microbatches > 1:
-            found = [one.model.traced.rows_in(plan.microbatches) for one in self.losses]
-            rows = _together(found, self.losses)
+            rows_of_losses = [loss.model.traced.rows_in(plan.microbatches) for loss in self.losses]
+            rows = _together(rows_of_losses, self.losses)
             if not rows.splits:
                 step = replace(self, problem=replace(self.problem, rows=rows))
                 return step, search(step.problem, machine, pins)
@@ -542,7 +558,7 @@ class MarkedStep:
     @diagnostic
     def _in_one_piece(self, plan: Plan) -> tuple[Finding, ...]:
         """Returns what the plan counts in microbatches, and the step does for the whole batch."""
-        taken = [self.traced.paths[at] for at in self.traced.unmarked.gradients]
+        taken = [self.traced.paths[index] for index in self.traced.unmarked.gradients]
         if plan.microbatches == 1 or not taken:
             return ()
         return (
@@ -562,40 +578,43 @@ class MarkedStep:
 
 def _planned_named(traced: TracedStep, problem: Problem) -> TracedStep:
     """The step with the names that the colouring of the planned problem gives."""
-    found = colour(problem)
+    colouring = colour(problem)
     return replace(
         traced,
         problem=replace(
             traced.problem,
             parameters=tuple(
-                replace(one, axes=found.parameters.get(one.path, one.axes))
-                for one in traced.problem.parameters
+                replace(parameter, axes=colouring.parameters.get(parameter.path, parameter.axes))
+                for parameter in traced.problem.parameters
             ),
             batch=tuple(
-                (path, shape, dtype, found.batch.get(path, names))
+                (path, shape, dtype, colouring.batch.get(path, names))
                 for path, shape, dtype, names in traced.problem.batch
             ),
         ),
     )
 
 
-def _together(every: list[Rows], losses: tuple[SingleLoss, ...]) -> Rows:
+def _together(rows_of_losses: list[Rows], losses: tuple[SingleLoss, ...]) -> Rows:
     """Returns how several losses depend on the rows of the batch, as one: the first is the loss,
     all else are metrics.
     """
     several = len(losses) > 1
-    found: list[tuple[str, Dependence]] = []
-    for loss, rows in zip(losses, every, strict=True):
+    dependences: list[tuple[str, Dependence]] = []
+    for loss, rows in zip(losses, rows_of_losses, strict=True):
         name = loss.found.form.name
-        found.append((name, rows.loss))
-        found += [
-            (" ".join(filter(None, (name if several else "", written_name(path)))) or "aux", one)
-            for path, one in rows.metrics
+        dependences.append((name, rows.loss))
+        dependences += [
+            (
+                " ".join(filter(None, (name if several else "", written_name(path)))) or "aux",
+                dependence,
+            )
+            for path, dependence in rows.metrics
         ]
     return Rows(
-        loss=found[0][1],
-        metrics=tuple(found[1:]),
-        asserted=all(rows.asserted for rows in every),
+        loss=dependences[0][1],
+        metrics=tuple(dependences[1:]),
+        asserted=all(rows.asserted for rows in rows_of_losses),
     )
 
 
@@ -613,24 +632,26 @@ def lower_losses(
     """
     programs = [
         lower(
-            one.model,
-            loss_plan(plan, one),
+            loss.model,
+            loss_plan(plan, loss),
             **({"abstract": True} if devices is None else {"devices": devices}),
         )
-        for one in step.losses
+        for loss in step.losses
     ]
     return LoweredLosses(
         calls={
-            one.found.call.path: _in_place(one, program)
-            for one, program in zip(step.losses, programs, strict=True)
+            loss.found.call.path: _in_place(loss, program)
+            for loss, program in zip(step.losses, programs, strict=True)
         },
-        findings=tuple(dict.fromkeys(one for program in programs for one in program.findings)),
+        findings=tuple(
+            dict.fromkeys(finding for program in programs for finding in program.findings)
+        ),
     )
 
 
 def loss_plan(plan: Plan, loss: SingleLoss) -> Plan:
     """The plan of a step as one of a marked loss alone."""
-    planned = {one.path: one for one in plan.parameters}
+    planned = {layout.path: layout for layout in plan.parameters}
     shapes = {path: shape for path, shape, _, _ in loss.model.traced.problem.batch}
     frozen = loss.model.model.frozen
     return replace(
@@ -646,11 +667,11 @@ def loss_plan(plan: Plan, loss: SingleLoss) -> Plan:
     )
 
 
-def _as_given(one: ParameterLayout, path: str, frozen: bool) -> ParameterLayout:
+def _as_given(layout: ParameterLayout, path: str, frozen: bool) -> ParameterLayout:
     """The layouts of a weight as a parameter of a loss."""
     if not frozen:
-        return replace(one, path=path)
-    return replace(one, path=path, role="frozen", gradient=one.compute, state=one.rest)
+        return replace(layout, path=path)
+    return replace(layout, path=path, role="frozen", gradient=layout.compute, state=layout.rest)
 
 
 def _in_place(loss: SingleLoss, program: Program) -> InPlace:
@@ -660,19 +681,19 @@ def _in_place(loss: SingleLoss, program: Program) -> InPlace:
     parts, form = program.parts, loss.found.form
     if parts.run.kept is not None:
         raise PlanError("gradients of a marked loss are exchanged exactly")
-    trained = [path for path, at in loss.params if at in loss.found.trained]
+    trained = [path for path, position in loss.params if position in loss.found.trained]
     positions = dict(loss.params)
 
     def run(*operands: Value) -> list[Value]:
         params, batch = loss.arguments(operands[form.constants :])
-        (value, (metrics, _)), found, _ = parts.run.gradients(params, {}, batch, None)
-        laid = like(constrain(found, parts.params.gradient), parts.updated)
-        gradients = {positions[path]: laid[path] for path in trained}
+        (value, (metrics, _)), slopes, _ = parts.run.gradients(params, {}, batch, None)
+        stored = like(constrain(slopes, parts.params.gradient), parts.updated)
+        gradients = {positions[path]: stored[path] for path in trained}
         traced = [var.aval for var in loss.model.traced.closed_jaxpr.jaxpr.outvars]
         results = [value, *(metrics[name] for name in sorted(metrics))]
         return [
-            *(_in_dtype(one, aval.dtype) for one, aval in zip(results, traced, strict=False)),
-            *(gradients[at] for at in loss.found.trained),
+            *(_in_dtype(result, aval.dtype) for result, aval in zip(results, traced, strict=False)),
+            *(gradients[position] for position in loss.found.trained),
         ]
 
     return run

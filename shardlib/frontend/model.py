@@ -37,7 +37,7 @@ def _transformation(value: Any) -> bool:
 
 def _devices(value: Any) -> bool:
     return isinstance(value, (Sequence, np.ndarray)) and all(
-        isinstance(one, jax.Device) for one in np.asarray(value, object).flat
+        isinstance(device, jax.Device) for device in np.asarray(value, object).flat
     )
 
 
@@ -167,7 +167,7 @@ def read_and_trace(
     model = _read(init, wrt, ambient)
     if name is not None:
         model = replace(model, name=name)
-    given, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows, ambient)
+    untraced, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows, ambient)
     model = traced.model
     if isinstance(init, LinenInit) and not tree.rules_in_force():
         ignored = tree.ignored_constraints(
@@ -175,7 +175,7 @@ def read_and_trace(
         )
         model = replace(model, findings=(*model.findings, *ignored))
     if isinstance(init, LinenInit):
-        model = replace(model, findings=(*model.findings, *_unchanged(given, model, traced)))
+        model = replace(model, findings=(*model.findings, *_unchanged(untraced, model, traced)))
     return TracedModel(
         model=model, traced=traced, loss=loss, optimizer=optimizer, batch=batch, honour=honour
     )
@@ -213,19 +213,19 @@ def state_stays(model: Model, traced: Traced) -> bool:
 
 
 @diagnostic
-def _unchanged(given: Model, model: Model, traced: Traced) -> tuple[Finding, ...]:
-    """A finding where a step leaves all state of a Linen model as it is, `given` as it was read:
+def _unchanged(untraced: Model, model: Model, traced: Traced) -> tuple[Finding, ...]:
+    """A finding where a step leaves all state of a Linen model as it is, `untraced` as it was read:
     its loss returns no updates.
     """
-    if not jax.tree.leaves(given.state) or not state_stays(model, traced):
+    if not jax.tree.leaves(untraced.state) or not state_stays(model, traced):
         return ()
     return (
         Finding(
             code="state-unchanged",
             severity="warning",
-            where=", ".join(given.state),
+            where=", ".join(untraced.state),
             message=(
-                f"no step changes the collections {', '.join(given.state)}: the loss returns no"
+                f"no step changes the collections {', '.join(untraced.state)}: the loss returns no"
                 " updates of them."
             ),
             hint=(

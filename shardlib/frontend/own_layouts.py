@@ -62,8 +62,8 @@ class _Coloured:
     @property
     def text(self) -> str:
         """It and where it stands."""
-        at = f" at {self.layout.line}" if self.layout.line else ""
-        return f"{self.layout}{at}"
+        place = f" at {self.layout.line}" if self.layout.line else ""
+        return f"{self.layout}{place}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +92,10 @@ class Layouts:
     @property
     def written(self) -> dict[str, list[_Coloured]]:
         """The layouts by what the user wrote and where: one line may speak of several layers."""
-        found: dict[str, list[_Coloured]] = defaultdict(list)
-        for one in self.every:
-            found[one.text].append(one)
-        return found
+        by_text: dict[str, list[_Coloured]] = defaultdict(list)
+        for layout in self.every:
+            by_text[layout.text].append(layout)
+        return by_text
 
     def kind(self, name: str) -> str:
         """Returns which kind of mesh axes shards a colour: "batch", "sequence", "expert" or
@@ -105,26 +105,26 @@ class Layouts:
             return "batch"
         if name == self.colouring.named_sequence:
             return "sequence"
-        experts = {self.colouring.canonical(one) for one in _EXPERTS}
+        experts = {self.colouring.canonical(name) for name in _EXPERTS}
         return "expert" if name in experts else "tensor"
 
-    def stored(self, one: _Coloured) -> bool:
+    def stored(self, layout: _Coloured) -> bool:
         """Returns whether a layout is one of an array without rows of the batch, as weights are."""
-        return self.colouring.batch_colour not in one.colours
+        return self.colouring.batch_colour not in layout.colours
 
     def axes(self) -> tuple[dict[str, str], list[str]]:
         """Our mesh axis for each of the user's that shards something, and contradictions."""
         kinds: dict[str, dict[str, _Coloured]] = defaultdict(dict)
-        for one in self.every:
-            for name, axes in one.sharded:
+        for layout in self.every:
+            for name, axes in layout.sharded:
                 for axis in axes:
                     kind = self.kind(name)
                     ours = MESH_AXIS_ALIASES.get(axis, axis)
-                    stored = kind == "tensor" and self.stored(one)
+                    stored = kind == "tensor" and self.stored(layout)
                     if stored and (ours in BATCH_AXES or "batch" in kinds[axis]):
                         kind = "stored"
-                    kinds[axis].setdefault(kind, one)
-        known: dict[str, str] = {}
+                    kinds[axis].setdefault(kind, layout)
+        ours_by_axis: dict[str, str] = {}
         failures: list[str] = []
         for axis, of in kinds.items():
             if "batch" in of and "tensor" in of and self.stored(of["tensor"]):
@@ -132,18 +132,18 @@ class Layouts:
             ours = MESH_AXIS_ALIASES.get(axis, axis)
             match frozenset(of):
                 case s if s <= {"batch", "stored"}:
-                    free = "fsdp" if "stored" in of or "data" in known.values() else "data"
-                    known[axis] = ours if ours in ("data", "fsdp") else free
+                    free = "fsdp" if "stored" in of or "data" in ours_by_axis.values() else "data"
+                    ours_by_axis[axis] = ours if ours in ("data", "fsdp") else free
                 case s if s <= {"batch", "expert"}:
-                    known[axis] = "expert"
+                    ours_by_axis[axis] = "expert"
                 case s if s == {"sequence"} and ours != "tensor":
-                    known[axis] = "context"
+                    ours_by_axis[axis] = "context"
                 case s if s <= {"tensor", "sequence"}:
-                    known[axis] = "tensor"
+                    ours_by_axis[axis] = "tensor"
                 case _:
-                    both = [f"{kind} dims by {one.text}" for kind, one in of.items()]
+                    both = [f"{kind} dims by {layout.text}" for kind, layout in of.items()]
                     failures.append(f"mesh axis {axis!r} shards {' and '.join(both)}")
-        return known, failures
+        return ours_by_axis, failures
 
     def pins(self, chosen: Sequence[_Coloured]) -> dict[str, Any]:
         """The pins that some of the layouts amount to; "rules" holds pairs of which the planner's

@@ -43,19 +43,20 @@ def byte_model(config: TrainConfig) -> TransformerConfig:
 def _machine(config: TrainConfig, console: Console) -> str:
     """Returns what to plan for: the topology, or as much of it as is there."""
     name = config.topology or f"cpu:{cpu_devices_of_job()}"
-    wanted = parse_topology(name)
-    if wanted.name.startswith("cpu:"):
+    topology = parse_topology(name)
+    if topology.name.startswith("cpu:"):
         try:
-            simulate_cpu_devices(wanted.devices)
+            simulate_cpu_devices(topology.devices)
         except TopologyError:
             if not config.elastic:
                 raise
-    found = jax.device_count()
-    if not config.elastic or found >= wanted.devices:
+    available = jax.device_count()
+    if not config.elastic or available >= topology.devices:
         return name
-    left = of_size(wanted, found)
+    left = of_size(topology, available)
     console.print(
-        f"{found} of {wanted.devices} devices are there: planning for {left.name}", highlight=False
+        f"{available} of {topology.devices} devices are there: planning for {left.name}",
+        highlight=False,
     )
     return left.name
 

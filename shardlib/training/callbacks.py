@@ -146,13 +146,13 @@ class LearningRate:
         if self._schedule is not None:
             moment.log(learning_rate=float(self._schedule(moment.step - 1)))
             return
-        found = learning_rate(moment.state)
-        if found is None:
+        rate = learning_rate(moment.state)
+        if rate is None:
             raise ModelError(
                 "the state does not say the learning rate\nTry: LearningRate(schedule), or"
                 " optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
             )
-        moment.log(learning_rate=found)
+        moment.log(learning_rate=rate)
 
 
 # --------------------------------------------------------------------------------------------------

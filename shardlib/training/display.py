@@ -75,8 +75,8 @@ class NotebookBar:
 
 
 def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    total = round(seconds)
+    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
 
 
 #: Steps whose median gives the tokens a second that are shown.
@@ -221,12 +221,14 @@ def figures_table(predicted: Figures, measured: Figures, busy: float | None = No
             lambda value: f"{value / 2**20:,.1f} MiB",
         ),
     )
-    for name, one, other, text in rows:
+    for name, predicted_value, measured_value, text in rows:
         table.add_row(
             name,
-            text(one),
-            text(other),
-            f"{other / one:.2f}" if one and (compared or "memory" in name) else "-",
+            text(predicted_value),
+            text(measured_value),
+            f"{measured_value / predicted_value:.2f}"
+            if predicted_value and (compared or "memory" in name)
+            else "-",
         )
     return table
 

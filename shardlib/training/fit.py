@@ -236,19 +236,20 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         if first:
             folder.probe()
     with console.status("reading text"):
-        data, held = (
+        data, held_data = (
             read(config.data, seq=config.seq, seed=config.seed, split=split)
             for split in ("training", "validation")
         )
         held_out = [
-            held.batch(number * config.batch, config.batch) for number in range(VALIDATION_BATCHES)
+            held_data.batch(number * config.batch, config.batch)
+            for number in range(VALIDATION_BATCHES)
         ]
         baseline = measures.cross_entropy(measures.fit(_sampled(data)), held_out)
     console.print(_kept(config), highlight=False, markup=False)
     console.print(
         f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} examples of {config.seq} bytes,"
-        f" {held.examples_per_epoch:,} more held out; a byte bigram model has {baseline:.3f} nats a"
-        " byte",
+        f" {held_data.examples_per_epoch:,} more held out; a byte bigram model has"
+        f" {baseline:.3f} nats a byte",
         highlight=False,
     )
     for finding in data.findings:

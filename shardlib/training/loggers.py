@@ -126,9 +126,11 @@ class MLflow:
             ) from error
         uri = self.uri or f"sqlite:///{run.place('mlflow.db').absolute()}"
         client = tracking.MlflowClient(tracking_uri=uri)
-        known = client.get_experiment_by_name(self.experiment)
+        existing = client.get_experiment_by_name(self.experiment)
         experiment = (
-            client.create_experiment(self.experiment) if known is None else known.experiment_id
+            client.create_experiment(self.experiment)
+            if existing is None
+            else existing.experiment_id
         )
         number = run.kept(
             "mlflow-id", lambda: client.create_run(experiment, run_name=self.name).info.run_id

@@ -162,11 +162,11 @@ def _sample() -> _Sample | None:
     try:
         words = STAT.read_text().split("\n", 1)[0].split()
         ticks = [int(word) for word in words[1:9]]
-        own = os.times()
+        times = os.times()
         return _Sample(
             total=sum(ticks),
             busy=sum(ticks) - ticks[3] - ticks[4],
-            own=(own.user + own.system + own.children_user + own.children_system)
+            own=(times.user + times.system + times.children_user + times.children_system)
             * os.sysconf("SC_CLK_TCK"),
         )
     except (OSError, ValueError, IndexError):
@@ -214,9 +214,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         failures = [
-            f"{name} is {getattr(self, name)!r}; it must be at least {least}"
-            for name, least in (("window", 2), ("spike", 0), ("attempts", 0), ("skips", 0))
-            if not getattr(self, name) >= least
+            f"{name} is {getattr(self, name)!r}; it must be at least {minimum}"
+            for name, minimum in (("window", 2), ("spike", 0), ("attempts", 0), ("skips", 0))
+            if not getattr(self, name) >= minimum
         ]
         if self.action not in ACTIONS:
             failures.append(f"action is {self.action!r}; it is one of {', '.join(ACTIONS)}")
@@ -364,8 +364,8 @@ def read_lines(path: Path) -> Records:
             " permissions, or another name for what is there; nothing was changed"
         ) from error
     lines = [line for line in lines if line.strip()]
-    found = [record for line in lines if (record := _record(line)) is not None]
-    return Records(records=found, unread=len(lines) - len(found))
+    records = [record for line in lines if (record := _record(line)) is not None]
+    return Records(records=records, unread=len(lines) - len(records))
 
 
 def _record(line: str) -> JsonObject | None:
@@ -408,15 +408,15 @@ def scalars(record: JsonMapping) -> dict[str, float]:
 
 def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
     """The numbers of every validation that counts, by step."""
-    found: dict[int, dict[str, float]] = {}
+    by_step: dict[int, dict[str, float]] = {}
     for record in records:
         if record.get("event") in ("resumed", "rolled-back"):
-            found = {step: kept for step, kept in found.items() if step <= record["step"]}
+            by_step = {step: numbers for step, numbers in by_step.items() if step <= record["step"]}
         elif record.get("event") == VALIDATION:
             numbers = scalars(record)
             numbers.pop("seconds", None)
-            found[record["step"]] = numbers
-    return dict(sorted(found.items()))
+            by_step[record["step"]] = numbers
+    return dict(sorted(by_step.items()))
 
 
 def number(record: JsonMapping, name: str) -> float:
@@ -431,8 +431,8 @@ def number(record: JsonMapping, name: str) -> float:
 def _opened_own(path: str, flags: int) -> int:
     """Opens a regular file of one name that is not a link."""
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    found = os.fstat(file)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         return file
     os.close(file)
     raise OSError(errno.EEXIST, "it is a link, or no regular file", path)
@@ -451,13 +451,13 @@ def by_step(records: Iterable[JsonMapping]) -> dict[int, JsonMapping]:
     """The record of every step that counts: the last one written; steps that a resumed or rolled
     back run has not done again are not there.
     """
-    found: dict[int, Mapping[str, Any]] = {}
+    latest: dict[int, Mapping[str, Any]] = {}
     for record in records:
         if record.get("event") in ("resumed", "rolled-back"):
-            found = {step: kept for step, kept in found.items() if step <= record["step"]}
+            latest = {step: entry for step, entry in latest.items() if step <= record["step"]}
         elif "event" not in record:
-            found[record["step"]] = record
-    return dict(sorted(found.items()))
+            latest[record["step"]] = record
+    return dict(sorted(latest.items()))
 
 
 def _plain(record: JsonMapping) -> JsonObject:

@@ -73,8 +73,8 @@ def versions() -> dict[str, str]:
 
 
 def differences(
-    known: JsonMapping,
-    wanted: JsonMapping,
+    stored: JsonMapping,
+    current: JsonMapping,
     before: JsonMapping,
     now: JsonMapping,
 ) -> list[Difference]:
@@ -90,22 +90,22 @@ def differences(
         if others
         else ""
     )
-    found: list[Difference] = []
-    for name, value in wanted.items():
-        old = known.get(name, _BEFORE.get(name) if known else None)
+    results: list[Difference] = []
+    for name, value in current.items():
+        old = stored.get(name, _BEFORE.get(name) if stored else None)
         if (
             isinstance(old, Mapping)
             and _plain(old) != _plain(value)
             and not (name in _WORDS and old.get("digest") == value.get("digest"))
         ):
-            found.append(
+            results.append(
                 Difference(
                     name=name,
                     text=_differences_text(name, old, value)
                     + (hint if name in ("loss", "optimizer", "lr") else ""),
                 )
             )
-    return found
+    return results
 
 
 #: What runs are that were begun before it was written down.
@@ -160,7 +160,9 @@ def _numbers(old: Any, new: Any) -> str:
     if not isinstance(old, list) or not isinstance(new, list) or len(old) != len(new):
         return ""
     changed = [
-        f"{two!r} in place of {one!r}" for one, two in zip(old, new, strict=True) if one != two
+        f"{two!r} in place of {before!r}"
+        for before, two in zip(old, new, strict=True)
+        if before != two
     ]
     return ", ".join(dict.fromkeys(changed[:SHOWN])) + (
         f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
@@ -278,8 +280,8 @@ def unknown_checkpoints(
 
 def allowed_differences(
     path: Path,
-    known: JsonMapping,
-    wanted: JsonMapping,
+    stored: JsonMapping,
+    current: JsonMapping,
     trace: JsonMapping | None,
     allow: Sequence[str],
 ) -> list[Difference]:
@@ -290,29 +292,32 @@ def allowed_differences(
     """
     words = [
         Difference(name=word, text=text)
-        for word in {**known["run"], **wanted}
-        for text in _unlike(word, known["run"].get(word), wanted.get(word))
+        for word in {**stored["run"], **current}
+        for text in _unlike(word, stored["run"].get(word), current.get(word))
     ]
-    told = {one.name for one in words}
+    changed_words = {difference.name for difference in words}
     traced = (
-        differences(known.get("traced", {}), trace or {}, known.get("versions", {}), versions())
+        differences(stored.get("traced", {}), trace or {}, stored.get("versions", {}), versions())
         if trace
         else []
     )
-    found = [*words, *(one for one in traced if one.name not in told)]
-    if any(one.name not in allow for one in found):
-        names = ",".join(dict.fromkeys(one.name for one in found))
+    results = [
+        *words,
+        *(difference for difference in traced if difference.name not in changed_words),
+    ]
+    if any(difference.name not in allow for difference in results):
+        names = ",".join(dict.fromkeys(difference.name for difference in results))
         raise_all(
             OtherRunError,
             f"{path} holds another run",
-            [one.text for one in found if one.name not in allow],
+            [difference.text for difference in results if difference.name not in allow],
             hint=(
                 "another folder, or what the run was begun with; to go on with these changes"
                 f" on purpose, --allow-changes {names}, or Settings(allow_changes=...). Nothing"
                 " was changed"
             ),
         )
-    return found
+    return results
 
 
 def _wrong(data: Any) -> str:
@@ -332,17 +337,17 @@ def _wrong(data: Any) -> str:
     )
 
 
-def _unlike(word: str, known: Any, wanted: Any) -> list[str]:
+def _unlike(word: str, stored: Any, current: Any) -> list[str]:
     """Returns how two values differ; of objects, which of their fields do."""
-    if isinstance(known, dict) and isinstance(wanted, dict):
+    if isinstance(stored, dict) and isinstance(current, dict):
         return [
             text
-            for key in {**known, **wanted}
-            for text in _unlike(f"{word}.{key}", known.get(key), wanted.get(key))
+            for key in {**stored, **current}
+            for text in _unlike(f"{word}.{key}", stored.get(key), current.get(key))
         ]
     return (
-        [f"{word} is {_manifest_text(wanted)}, the run has {_manifest_text(known)}"]
-        if _manifest_text(known) != _manifest_text(wanted)
+        [f"{word} is {_manifest_text(current)}, the run has {_manifest_text(stored)}"]
+        if _manifest_text(stored) != _manifest_text(current)
         else []
     )
 
@@ -359,7 +364,7 @@ def probe(path: Path) -> None:
     """Looks whether the folder can be made, or written to, before anything takes time; what
     this makes for it is gone afterwards.
     """
-    place = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    place = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
     trial = place / f".shardlib-{secrets.token_hex(8)}"
     try:
         trial.mkdir()
@@ -376,10 +381,10 @@ def unwritable(path: Path, error: OSError) -> RunError:
     what = [
         str(name) for name in (error.filename2, error.filename) if name and str(name) != str(path)
     ][:1]
-    where = f" ({what[0]})" if what else ""
+    location = f" ({what[0]})" if what else ""
     return RunError(
         f"the folder of the run, {path}, cannot be written:"
-        f" {error.strerror or error}{where}\nTry:"
+        f" {error.strerror or error}{location}\nTry:"
         f" {_remedy(error, what[0] if what else str(path))}"
     )
 
@@ -485,10 +490,10 @@ class RunFolder:
 
     def heartbeats(self) -> list[Heartbeat]:
         """Returns what the processes of the run say, by rank."""
-        found = (
+        beats = (
             read_heartbeat(path) for path in sorted((self.path / "heartbeat").glob("rank-*.json"))
         )
-        return sorted((beat for beat in found if beat is not None), key=lambda beat: beat.rank)
+        return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
 
     def open(
         self,
@@ -497,20 +502,22 @@ class RunFolder:
         allow: Sequence[str] = (),
     ) -> Opened:
         """Makes the folder, or checks that it is that of this run; for its owner."""
-        wanted = json.loads(json.dumps(identity))
+        plain = json.loads(json.dumps(identity))
         try:
-            known = read_manifest(self.manifest)
-            if known is None:
+            manifest = read_manifest(self.manifest)
+            if manifest is None:
                 unknown = unknown_checkpoints(self.manifest, self.saved(), allow)
-                self._make(wanted, trace or {}, unknown, allow)
+                self._make(plain, trace or {}, unknown, allow)
                 return Opened(known=False, changes=unknown)
-            changes = allowed_differences(self.path, known, wanted, trace, allow)
-            if changes or (trace is not None and "traced" not in known):
-                self._change(known, wanted, trace, changes)
+            changes = allowed_differences(self.path, manifest, plain, trace, allow)
+            if changes or (trace is not None and "traced" not in manifest):
+                self._change(manifest, plain, trace, changes)
         except OSError as error:
             raise self.unwritable(error) from error
         return Opened(
-            known=True, changes=tuple(changes), untraced=trace is not None and "traced" not in known
+            known=True,
+            changes=tuple(changes),
+            untraced=trace is not None and "traced" not in manifest,
         )
 
     def write_plan(self, text: str) -> None:
@@ -529,23 +536,23 @@ class RunFolder:
         """Looks at a part of what two processes have in common, before anything takes time; a
         folder without a run is fine, and nothing is touched.
         """
-        known = read_manifest(self.manifest)
-        if known is None:
+        manifest = read_manifest(self.manifest)
+        if manifest is None:
             unknown_checkpoints(self.manifest, self.saved(), allow)
         else:
-            wanted = json.loads(json.dumps(identity))
+            plain = json.loads(json.dumps(identity))
             allowed_differences(
                 self.path,
-                {**known, "run": {word: known["run"].get(word) for word in wanted}},
-                wanted,
+                {**manifest, "run": {word: manifest["run"].get(word) for word in plain}},
+                plain,
                 trace,
                 allow,
             )
 
     def identity(self) -> JsonObject | None:
         """Returns what is trained, as it was written down; None where there is no run."""
-        known = read_manifest(self.manifest)
-        return known["run"] if known is not None else None
+        manifest = read_manifest(self.manifest)
+        return manifest["run"] if manifest is not None else None
 
     def changed(self) -> frozenset[str]:
         """Names of what was changed on purpose since the run was begun."""
@@ -564,13 +571,13 @@ class RunFolder:
 
     def require(self) -> JsonObject:
         """Returns what is trained."""
-        found = self.identity() if self.path.is_dir() else None
-        if found is None:
+        identity = self.identity() if self.path.is_dir() else None
+        if identity is None:
             raise MissingFileError(
                 f"there is no run in {self.path}\nTry: a folder that was given to `shardlib train"
                 " --run`"
             )
-        return found
+        return identity
 
     def unwritable(self, error: OSError) -> RunError:
         """The error where something of the folder could not be written."""
@@ -603,19 +610,21 @@ class RunFolder:
 
     def _change(
         self,
-        known: JsonMapping,
-        wanted: JsonMapping,
+        manifest: JsonMapping,
+        identity: JsonMapping,
         trace: JsonMapping | None,
         changes: Sequence[Difference],
     ) -> None:
         """Writes down what the run is from now on, and what it was."""
-        before = {name: known[name] for name in ("run", "traced", "versions") if name in known}
-        history = known["changes"] if isinstance(known.get("changes"), list) else []
-        entry = self._entry(dict.fromkeys(one.name for one in changes), changes, before)
+        before = {
+            name: manifest[name] for name in ("run", "traced", "versions") if name in manifest
+        }
+        history = manifest["changes"] if isinstance(manifest.get("changes"), list) else []
+        entry = self._entry(dict.fromkeys(change.name for change in changes), changes, before)
         self._write(
             {
-                **known,
-                "run": dict(wanted),
+                **manifest,
+                "run": dict(identity),
                 **({"traced": dict(trace), "versions": versions()} if trace else {}),
                 **({"changes": [*history, entry]} if changes else {}),
             }
@@ -629,7 +638,7 @@ class RunFolder:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": max(self.saved(), default=0),
             "names": list(names),
-            "differences": [one.text for one in changes],
+            "differences": [change.text for change in changes],
             "before": dict(before),
         }
 
@@ -752,8 +761,8 @@ class Status:
                 f" {self.pace.tokens_per_second:,.0f} tokens/s, MFU {_mfu(self.pace.mfu)},"
                 f" {self.pace.data_share:.1%} of the time waiting for data"
             )
-        kept = ", ".join(map(str, self.checkpoints)) or "none yet"
-        lines.append(f"  checkpoints: {kept}")
+        listed = ", ".join(map(str, self.checkpoints)) or "none yet"
+        lines.append(f"  checkpoints: {listed}")
         lines += [
             f"  rank {beat.rank} (process {beat.pid}): {beat.phase} since {beat.lasts:.0f} s, seen"
             f" {age:.0f} s ago"
@@ -769,7 +778,7 @@ def status(path: str | Path, *, events: int = 5) -> Status:
     run = folder.require()
     records = read_records(folder.metrics)
     done = [*by_step(records).values()][-RECENT:]
-    told = [record for record in records if "event" in record]
+    events_all = [record for record in records if "event" in record]
     beats = _beats(folder)
     estimate = None
     with contextlib.suppress(
@@ -778,14 +787,14 @@ def status(path: str | Path, *, events: int = 5) -> Status:
         estimate = Plan.from_json(read_regular(folder.plan)).estimate
     return Status(
         run=str(path),
-        state=_state(told, beats, bool(done)),
+        state=_state(events_all, beats, bool(done)),
         step=done[-1]["step"] if done else 0,
         steps=steps if isinstance(steps := run.get("steps"), int) else 0,
         loss=done[-1]["loss"] if done else None,
         checkpoints=folder.saved(),
         pace=_pace(done, estimate),
         processes=beats,
-        events=tuple(told[-events:]),
+        events=tuple(events_all[-events:]),
         owner=described(folder.checkpoints),
     )
 
@@ -829,18 +838,18 @@ def _mfu(share: float) -> str:
 
 
 def _busy(done: Sequence[JsonMapping]) -> float | None:
-    known = [number(record, "others_busy") for record in done if "others_busy" in record]
-    return statistics.fmean(known) if known else None
+    shares = [number(record, "others_busy") for record in done if "others_busy" in record]
+    return statistics.fmean(shares) if shares else None
 
 
 def _beats(folder: RunFolder) -> tuple[tuple[Heartbeat, float], ...]:
     """Heartbeats of loops that go on, and how long each has been silent: those of this machine say
     it themselves, others are watched until all of them have changed, or for `WATCHED` seconds.
     """
-    found = [beat for beat in folder.heartbeats() if beat.phase != ENDED]
-    silent = {beat.rank: age for beat in found if (age := beat.age()) is not None}
+    beats = [beat for beat in folder.heartbeats() if beat.phase != ENDED]
+    silent = {beat.rank: age for beat in beats if (age := beat.age()) is not None}
     others, observer, end = (
-        [beat for beat in found if beat.rank not in silent],
+        [beat for beat in beats if beat.rank not in silent],
         Observer(),
         time.monotonic() + WATCHED,
     )
@@ -863,13 +872,15 @@ def _beats(folder: RunFolder) -> tuple[tuple[Heartbeat, float], ...]:
                 else silent.get(beat.rank, 0.0)
             ),
         )
-        for beat in found
+        for beat in beats
     )
 
 
-def _state(told: list[JsonObject], beats: tuple[tuple[Heartbeat, float], ...], begun: bool) -> str:
+def _state(
+    events: list[JsonObject], beats: tuple[tuple[Heartbeat, float], ...], begun: bool
+) -> str:
     alive = [beat for beat, age in beats if age < SILENT and _lives(beat)]
-    last = told[-1]["event"] if told else ""
+    last = events[-1]["event"] if events else ""
     if alive:
         return "training"
     if any(beat.age() is not None and _lives(beat) for beat, _ in beats):

@@ -106,7 +106,7 @@ class Settings:
         )
 
     def _bests(self) -> list[BestCheckpoint]:
-        return [one for one in self.callbacks if isinstance(one, BestCheckpoint)]
+        return [callback for callback in self.callbacks if isinstance(callback, BestCheckpoint)]
 
     def _best(self) -> list[str]:
         """Returns what is wrong with a best checkpoint."""

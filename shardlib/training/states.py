@@ -82,7 +82,7 @@ def with_average(
         factor = decay(state.count) if callable(decay) else decay
         new = optax.apply_updates(params, updates)
         average = jax.tree.map(
-            lambda old, one: (old + (1 - factor) * (_wide(one) - old)).astype(old.dtype),
+            lambda old, value: (old + (1 - factor) * (_wide(value) - old)).astype(old.dtype),
             state.average,
             new,
         )
@@ -104,14 +104,14 @@ def averaged(program: Program, state: TrainState) -> TrainState:
     that is given stays usable; training goes on from that one.
     """
     require_present("averaged", state.inference)
-    found = [
-        one
-        for one in jax.tree.leaves(
+    averages = [
+        node
+        for node in jax.tree.leaves(
             state.opt_state, is_leaf=lambda node: isinstance(node, AverageState)
         )
-        if isinstance(one, AverageState)
+        if isinstance(node, AverageState)
     ]
-    if not found:
+    if not averages:
         raise StateError(
             "the state has no average of the parameters\nTry: shardlib.compile(init, loss,"
             " with_average(optimizer, 0.999), batch)"
@@ -119,14 +119,14 @@ def averaged(program: Program, state: TrainState) -> TrainState:
 
     def joined(average: Tree, params: Tree) -> Tree:
         trained = jax.tree.map(
-            lambda one, like: one.astype(like.dtype),
+            lambda mean, like: mean.astype(like.dtype),
             average,
             program.model.partition.trained(params),
         )
         return program.model.partition.joined(trained, params)
 
     cast = jax.jit(joined, out_shardings=shardings_of(program.state.params))
-    params = cast(found[0].average, state.params)
+    params = cast(averages[0].average, state.params)
     return replace(state, params=params)
 
 
@@ -162,9 +162,9 @@ def steps_done(state: Tree) -> int | None:
         The number; None where there is none.
     """
     for name in ("step", "count"):
-        found = _scalar(state, name, integer=True)
-        if found is not None:
-            return int(found)
+        count = _scalar(state, name, integer=True)
+        if count is not None:
+            return int(count)
     return None
 
 
@@ -232,12 +232,12 @@ class Surgery:
         fresh = self.program.init(seed)
         before = named_leaves(self.old)
         leaves, structure = jax.tree.flatten(fresh)
-        made = dict(zip(named_leaves(fresh), leaves, strict=True))
+        arrays = dict(zip(named_leaves(fresh), leaves, strict=True))
         for path in self.kept:
-            made[path] = _moved(before[path], made[path])
+            arrays[path] = _moved(before[path], arrays[path])
         for path in self.resized:
-            made[path] = _resized(before[path], made[path])
-        return structure.unflatten(list(made.values()))
+            arrays[path] = _resized(before[path], arrays[path])
+        return structure.unflatten(list(arrays.values()))
 
 
 def operate(
@@ -293,12 +293,13 @@ def _moved(old: Tree, new: Tree) -> jax.Array:
 
 def _resized(old: Tree, new: Tree) -> jax.Array:
     common = tuple(
-        slice(0, min(one, other)) for one, other in zip(old.shape, new.shape, strict=True)
+        slice(0, min(old_size, new_size))
+        for old_size, new_size in zip(old.shape, new.shape, strict=True)
     )
     part = jax.device_put(old, jax.sharding.SingleDeviceSharding(next(iter(new.devices()))))[common]
 
     def joined(part: jax.Array, new: jax.Array) -> jax.Array:
         return new.at[common].set(part.astype(new.dtype))
 
-    whole = jax.sharding.NamedSharding(new.sharding.mesh, jax.sharding.PartitionSpec())
-    return jax.jit(joined, out_shardings=new.sharding)(jax.device_put(part, whole), new)
+    replicated = jax.sharding.NamedSharding(new.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.jit(joined, out_shardings=new.sharding)(jax.device_put(part, replicated), new)

@@ -132,9 +132,9 @@ class _Ahead:
         while len(self._made) <= self._ahead:
             self._made.append((self._next, self._worker.submit(self._batch_of, self._next)))
             self._next += 1
-        step, made = self._made.popleft()
+        step, future = self._made.popleft()
         begin = time.perf_counter()
-        batch = made.result()
+        batch = future.result()
         self.waited_seconds += time.perf_counter() - begin
         return step, batch
 
@@ -178,12 +178,12 @@ def _on_all(plan: Plan) -> str:
         return "the plan was given, so that none for all devices is known"
     devices = plan.source.topology.devices
     try:
-        other = plan.source.on_all_devices()
+        plan_on_all = plan.source.on_all_devices()
     except (InfeasibleError, PinError) as error:
         return f"there is no plan for all {devices} devices ({str(error).partition(chr(10))[0]})"
     return (
-        f"the fastest plan for all {devices} devices, {other.mesh}, is predicted to take"
-        f" {seconds_text(other.estimate.step_seconds)} a step in place of"
+        f"the fastest plan for all {devices} devices, {plan_on_all.mesh}, is predicted to take"
+        f" {seconds_text(plan_on_all.estimate.step_seconds)} a step in place of"
         f" {seconds_text(plan.estimate.step_seconds)}"
     )
 
@@ -211,26 +211,26 @@ def numbers_of(metrics: Tree, judged: str = "loss") -> dict[str, float]:
     """The scalars among the metrics of a step, by name; of several islands the means, and the loss
     of each. Waits for the step.
     """
-    found = {
+    scalars = {
         name: number
         for outer, value in named_metrics(metrics).items()
         for name, number in named_numbers(outer, value).items()
     }
-    if judged in found:
-        found.setdefault("loss", found[judged])
+    if judged in scalars:
+        scalars.setdefault("loss", scalars[judged])
     if isinstance(metrics, IslandMetrics):
-        for number, one in enumerate(metrics.islands, 1):
-            found[f"loss_of_island_{number}"] = float(one["loss"])
-    return found
+        for number, metrics_of_island in enumerate(metrics.islands, 1):
+            scalars[f"loss_of_island_{number}"] = float(metrics_of_island["loss"])
+    return scalars
 
 
 def named_metrics(metrics: Tree) -> dict[str, Tree]:
     """The metrics of a step by name."""
     if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
         return {
-            f"{name}.{inner}".removesuffix("."): one
+            f"{name}.{inner}".removesuffix("."): metric
             for name, value in metrics.items()
-            for inner, one in (
+            for inner, metric in (
                 named_metrics(value).items() if isinstance(value, Mapping) else [("", value)]
             )
         }
@@ -313,11 +313,11 @@ class Records:
     def _read(self, folder: RunFolder, step: int) -> None:
         """Returns what the folder has of the steps until now."""
         lines = read_lines(folder.metrics)
-        known = {done: one for done, one in by_step(lines.records).items() if done <= step}
-        self.losses = {done: record["loss"] for done, record in known.items()}
-        self.seconds = {done: number(record, "seconds") for done, record in known.items()}
+        records = {done: record for done, record in by_step(lines.records).items() if done <= step}
+        self.losses = {done: record["loss"] for done, record in records.items()}
+        self.seconds = {done: number(record, "seconds") for done, record in records.items()}
         self.validations = {
-            done: one for done, one in validations(lines.records).items() if done <= step
+            done: numbers for done, numbers in validations(lines.records).items() if done <= step
         }
         if lines.unread:
             self.say(
@@ -331,8 +331,10 @@ class Records:
 
     def forget_after(self, step: int) -> None:
         """Takes back the losses of later steps."""
-        self.losses = {kept: value for kept, value in self.losses.items() if kept <= step}
-        self.validations = {kept: one for kept, one in self.validations.items() if kept <= step}
+        self.losses = {done: value for done, value in self.losses.items() if done <= step}
+        self.validations = {
+            done: numbers for done, numbers in self.validations.items() if done <= step
+        }
 
     def event(self, event: str, step: int, **more: Json) -> None:
         """Writes down what happened."""
@@ -341,9 +343,9 @@ class Records:
     def skipped(self, step: int, share: float) -> None:
         """Writes down, and says, that a step was left out."""
         self.event("skipped", step)
-        where = " on some islands" if share < 1 else ""
+        islands = " on some islands" if share < 1 else ""
         self.say(
-            f"step {step} was left out{where}: its gradients were not finite, or its loss was a"
+            f"step {step} was left out{islands}: its gradients were not finite, or its loss was a"
             " spike"
         )
 
@@ -464,22 +466,22 @@ class Task:
 
 def _check_alike(programs: Sequence[tuple[int, Program]]) -> None:
     """Raises where programs that follow one another cannot hand over a state."""
-    wanted = jax.tree_util.tree_leaves_with_path(programs[0][1].state)
+    expected = jax.tree_util.tree_leaves_with_path(programs[0][1].state)
     failures = (
         []
         if [before for before, _ in programs] == sorted({before for before, _ in programs})
         else ["their first steps do not rise"]
     )
     for before, program in programs[1:]:
-        found = jax.tree.leaves(program.state)
-        if len(found) != len(wanted):
+        leaves = jax.tree.leaves(program.state)
+        if len(leaves) != len(expected):
             failures.append(f"the one after step {before} has another state")
             continue
         different = [
             path_text(path)
-            for (path, one), other in zip(wanted, found, strict=True)
-            if (one.shape, one.dtype) != (other.shape, other.dtype)
-            or not one.sharding.is_equivalent_to(other.sharding, one.ndim)
+            for (path, leaf), actual in zip(expected, leaves, strict=True)
+            if (leaf.shape, leaf.dtype) != (actual.shape, actual.dtype)
+            or not leaf.sharding.is_equivalent_to(actual.sharding, leaf.ndim)
         ]
         if different:
             more = f" and {len(different) - 4} more" if len(different) > 4 else ""
@@ -552,8 +554,8 @@ def require_judged(task: Task) -> None:
         return
     names = [
         name
-        for name, one in named_metrics(program.traced.metrics).items()
-        if is_metric(one) or not getattr(one, "shape", ())
+        for name, metric in named_metrics(program.traced.metrics).items()
+        if is_metric(metric) or not getattr(metric, "shape", ())
     ]
     if policy.metric not in names:
         raise ModelError(
@@ -575,7 +577,7 @@ def has_limit(program: Program | IslandsProgram | StepProgram) -> bool:
 def limited_to(state: S, limit: float) -> S:
     """The state with a limit for the loss of the next step, the same on all islands."""
     if isinstance(state, IslandsState):
-        return replace(state, islands=tuple(limited(one, limit) for one in state.islands))
+        return replace(state, islands=tuple(limited(island, limit) for island in state.islands))
     return limited(state, limit)
 
 
