@@ -110,7 +110,7 @@ def _lower_islands(
     plan: Plan,
     exchange: Several,
     devices: Sequence[jax.Device] | None,
-    where: Mapping[str, BuildOption],
+    options: Mapping[str, BuildOption],
 ) -> IslandsProgram:
     """A program for each island, and their meetings."""
     from shardlib.frontend.lowered import lower
@@ -122,7 +122,7 @@ def _lower_islands(
     require_carried(model, plan, exchange)
     inner = of_one_island(plan)
     groups = _devices_of(exchange, inner.mesh.devices, devices)
-    programs = tuple(lower(model, inner, devices=group, **where) for group in groups)
+    programs = tuple(lower(model, inner, devices=group, **options) for group in groups)
     dims = with_keys(_dims(model.traced.problem.batch), abstract(model.batch), model.traced.program)
 
     def again() -> LossJaxpr:

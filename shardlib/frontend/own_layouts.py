@@ -149,20 +149,22 @@ class Layouts:
         """The pins that some of the layouts amount to; "rules" holds pairs of which the planner's
         own come last.
         """
-        known, failures = self.axes()
-        used = {axis for one in chosen for axis in one.layout.names}
-        failures = [one for one in failures if any(f"axis {axis!r} " in one for axis in used)]
+        ours_by_axis, failures = self.axes()
+        used = {axis for layout in chosen for axis in layout.layout.names}
+        failures = [
+            failure for failure in failures if any(f"axis {axis!r} " in failure for axis in used)
+        ]
         sizes: dict[str, dict[str, int]] = defaultdict(dict)
-        for one in chosen:
-            apart = len(chosen) < len(self.every)
-            spoken = known.keys() & one.layout.names if apart else known.keys()
-            for axis, size in one.layout.mesh:
-                if axis in spoken and sizes[known[axis]].setdefault(axis, size) != size:
+        for layout in chosen:
+            partial = len(chosen) < len(self.every)
+            spoken = ours_by_axis.keys() & layout.layout.names if partial else ours_by_axis.keys()
+            for axis, size in layout.layout.mesh:
+                if axis in spoken and sizes[ours_by_axis[axis]].setdefault(axis, size) != size:
                     failures.append(
-                        f"mesh axis {axis!r} has size {sizes[known[axis]][axis]} and, by"
-                        f" {one.text}, {size}"
+                        f"mesh axis {axis!r} has size {sizes[ours_by_axis[axis]][axis]} and, by"
+                        f" {layout.text}, {size}"
                     )
-        failures += self._ambiguous(chosen, known)
+        failures += self._ambiguous(chosen, ours_by_axis)
         if failures:
             raise_all(
                 PinError,
@@ -171,73 +173,80 @@ class Layouts:
                 hint="honour='hints', which lists them and imposes none; or take out those that"
                 " contradict",
             )
-        wanted = {ours: math.prod(of.values()) for ours, of in sizes.items()}
-        pins: dict[str, Any] = {f"mesh.{ours}": size for ours, size in wanted.items()}
-        if wanted.keys() & {"data", "fsdp"}:
-            pins = {f"mesh.{ours}": wanted.get(ours, 1) for ours in ("data", "fsdp")} | pins
+        mesh = {ours: math.prod(of.values()) for ours, of in sizes.items()}
+        pins: dict[str, Any] = {f"mesh.{ours}": size for ours, size in mesh.items()}
+        if mesh.keys() & {"data", "fsdp"}:
+            pins = {f"mesh.{ours}": mesh.get(ours, 1) for ours in ("data", "fsdp")} | pins
         if any(
-            known.get(axis) == "fsdp" and self.kind(name) == "tensor"
-            for one in chosen
-            for name, axes in one.sharded
+            ours_by_axis.get(axis) == "fsdp" and self.kind(name) == "tensor"
+            for layout in chosen
+            for name, axes in layout.sharded
             for axis in axes
         ):
             pins["zero"] = 3
-        tensor = self._over_tensor(chosen, known)
-        if tensor or self._whole(chosen, known):
+        tensor = self._over_tensor(chosen, ours_by_axis)
+        if tensor or self._whole(chosen, ours_by_axis):
             pins["rules"] = tensor
         if self.colouring.named_sequence in tensor:
             pins["sequence_parallel"] = True
         return pins
 
-    def _over_tensor(self, chosen: Sequence[_Coloured], known: Mapping[str, str]) -> list[str]:
+    def _over_tensor(
+        self, chosen: Sequence[_Coloured], ours_by_axis: Mapping[str, str]
+    ) -> list[str]:
         """Colours that the layouts shard over tensor, in their order."""
         return list(
             dict.fromkeys(
                 name
-                for one in chosen
-                for name, axes in one.sharded
-                if any(known.get(axis) == "tensor" for axis in axes)
+                for layout in chosen
+                for name, axes in layout.sharded
+                if any(ours_by_axis.get(axis) == "tensor" for axis in axes)
             )
         )
 
-    def _whole(self, chosen: Sequence[_Coloured], known: Mapping[str, str]) -> dict[str, _Coloured]:
+    def _whole(
+        self, chosen: Sequence[_Coloured], ours_by_axis: Mapping[str, str]
+    ) -> dict[str, _Coloured]:
         """Colours that the layouts leave whole where nothing else of the array is sharded over
         tensor.
         """
         return {
-            name: one
-            for one in chosen
-            if not any(known.get(axis) == "tensor" for axis in one.layout.names)
-            for name, axes in one.sharded
-            if not axes and self.kind(name) in ("tensor", "sequence") and not self.stored(one)
+            name: layout
+            for layout in chosen
+            if not any(ours_by_axis.get(axis) == "tensor" for axis in layout.layout.names)
+            for name, axes in layout.sharded
+            if not axes and self.kind(name) in ("tensor", "sequence") and not self.stored(layout)
         }
 
-    def _ambiguous(self, chosen: Sequence[_Coloured], known: Mapping[str, str]) -> list[str]:
+    def _ambiguous(self, chosen: Sequence[_Coloured], ours_by_axis: Mapping[str, str]) -> list[str]:
         failures: list[str] = []
-        whole = self._whole(chosen, known)
+        unsharded = self._whole(chosen, ours_by_axis)
         groups: dict[frozenset[str], _Coloured] = {}
         spread: dict[str, tuple[frozenset[str], _Coloured]] = {}
         batch = self.colouring.batch_colour
-        for one in chosen:
-            for name, axes in one.sharded:
-                tensor = frozenset(axis for axis in axes if known.get(axis) == "tensor")
+        for layout in chosen:
+            for name, axes in layout.sharded:
+                tensor = frozenset(axis for axis in axes if ours_by_axis.get(axis) == "tensor")
                 if tensor:
-                    groups.setdefault(tensor, one)
-                    if name in whole:
+                    groups.setdefault(tensor, layout)
+                    if name in unsharded:
                         failures.append(
-                            f"{name!r} is sharded by {one.text} and whole by {whole[name].text}"
+                            f"{name!r} is sharded by {layout.text} and whole by"
+                            f" {unsharded[name].text}"
                         )
                 if name == batch:
-                    ways = frozenset(axes)
-                    other, by = spread.setdefault(name, (ways, one))
-                    if other != ways:
+                    axes_of_batch = frozenset(axes)
+                    first_axes, by = spread.setdefault(name, (axes_of_batch, layout))
+                    if first_axes != axes_of_batch:
                         failures.append(
-                            f"{name!r} is sharded over {', '.join(sorted(other)) or 'nothing'} by"
-                            f" {by.text} and over {', '.join(sorted(ways)) or 'nothing'} by"
-                            f" {one.text}"
+                            f"{name!r} is sharded over"
+                            f" {', '.join(sorted(first_axes)) or 'nothing'} by {by.text} and over"
+                            f" {', '.join(sorted(axes_of_batch)) or 'nothing'} by {layout.text}"
                         )
         if len(groups) > 1:
-            texts = [f"{', '.join(sorted(axes))} by {one.text}" for axes, one in groups.items()]
+            texts = [
+                f"{', '.join(sorted(axes))} by {layout.text}" for axes, layout in groups.items()
+            ]
             failures.append(
                 f"different mesh axes shard dims that a plan shards over tensor: {'; '.join(texts)}"
             )
@@ -252,16 +261,16 @@ class Layouts:
         """The pins beside those of the user, with rules for the colours that no layout speaks of:
         those are sharded as the planner shards them on that mesh.
         """
-        own = Pins.parse(pin)
+        user_pins = Pins.parse(pin)
         failures: list[str] = []
         for word, value in pins.items():
             axis = word.removeprefix("mesh.")
-            fixed: Any = own.get(word)
+            fixed: Any = user_pins.get(word)
             if word.startswith("mesh."):
-                mesh = own.mesh if own.mesh is not None else dict(own.axes)
-                fixed = mesh[axis] if own.mesh is not None else mesh.get(axis)
-            elif word == "rules" and own.rules is not None:
-                fixed = own.rules
+                mesh = user_pins.mesh if user_pins.mesh is not None else dict(user_pins.axes)
+                fixed = mesh[axis] if user_pins.mesh is not None else mesh.get(axis)
+            elif word == "rules" and user_pins.rules is not None:
+                fixed = user_pins.rules
             if fixed is not None and fixed != value:
                 failures.append(
                     f"{word} is pinned to {fixed} and the program's layouts say {value}"
@@ -274,22 +283,24 @@ class Layouts:
                 hint="leave the pin out, or honour='hints'",
             )
         sizes = {word: size for word, size in pins.items() if word.startswith("mesh.")}
-        beside = {} if own.mesh is not None else sizes
+        beside = {} if user_pins.mesh is not None else sizes
         others = {word: pins[word] for word in ("zero", "sequence_parallel") if word in pins}
-        begun = own.changed(Pins.parse(others)) if others else own
+        begun = user_pins.changed(Pins.parse(others)) if others else user_pins
         if beside:
-            begun = begun.but(axes=tuple(sorted({**dict(own.axes), **_named(beside)}.items())))
+            begun = begun.but(
+                axes=tuple(sorted({**dict(user_pins.axes), **_named(beside)}.items()))
+            )
         if "rules" not in pins:
             return begun
         tensor = list(pins["rules"])
-        known, _ = self.axes()
-        whole = self._whole(self.every, known)
+        ours_by_axis, _ = self.axes()
+        unsharded = self._whole(self.every, ours_by_axis)
         free = search(begun)
         entries = free.rules.entries
         tensor += [
             name
             for name, axes in entries
-            if "tensor" in axes and name not in tensor and name not in whole
+            if "tensor" in axes and name not in tensor and name not in unsharded
         ]
         batch = self.colouring.batch_colour
         rules = [(batch, ["data", "fsdp"])] if batch is not None else []
@@ -310,8 +321,8 @@ def pinned(
     """The user's pins, with all layouts of the program as pins."""
     if not layouts:
         return pin
-    own = Layouts.of(layouts, colour(problem))
-    return own.complete(own.pins(own.every), pin, search)
+    of_program = Layouts.of(layouts, colour(problem))
+    return of_program.complete(of_program.pins(of_program.every), pin, search)
 
 
 @diagnostic
@@ -328,25 +339,25 @@ def findings(
     """
     if not layouts:
         return ()
-    own = Layouts.of(layouts, colour(problem))
-    if not own.every:
+    of_program = Layouts.of(layouts, colour(problem))
+    if not of_program.every:
         return ()
     fixed = Pins.parse(pin)
     on_mesh = fixed.mesh is not None or bool(fixed.axes)
-    told: list[str] = []
+    lines: list[str] = []
     costs: dict[str, str] = {}
 
     def cost(chosen: Sequence[_Coloured]) -> str:
         try:
-            pins = own.pins(chosen)
+            pins = of_program.pins(chosen)
             if on_mesh:  # as it would be on the mesh that the user fixed
-                pins = {word: one for word, one in pins.items() if not word.startswith("mesh.")}
+                pins = {word: value for word, value in pins.items() if not word.startswith("mesh.")}
             key = repr(sorted(pins.items(), key=lambda item: item[0]))
             if key not in costs:
                 if len(costs) >= MOST_PRICED:
                     return "not priced"
-                other = search(own.complete(pins, _without(pin, pins), search))
-                costs[key] = _difference(plan, other)
+                priced = search(of_program.complete(pins, _without(pin, pins), search))
+                costs[key] = _difference(plan, priced)
             return costs[key]
         except (PinError, InfeasibleError) as error:
             return f"no plan has it: {[*error.failures, *str(error).splitlines()][0].strip()}"
@@ -354,30 +365,34 @@ def findings(
     if honour == "pins":
         free = search(Pins.parse(pin))
         spent = _difference(free, plan)
-        told = list(own.written)
+        lines = list(of_program.written)
         message = (
             f"the program's own layouts are pins of this plan, {spent} than without them"
             if spent != "as fast"
             else "the program's own layouts are pins of this plan, which is as fast as without them"
         )
     else:
-        every = list(own.written.items())
-        told = [f"{text}: {cost(ones)}" for text, ones in every[:MOST_NAMED]]
-        if len(every) > 1:
-            told.append(f"all together: {cost(own.every)}")
+        written = list(of_program.written.items())
+        lines = [f"{text}: {cost(ones)}" for text, ones in written[:MOST_NAMED]]
+        if len(written) > 1:
+            lines.append(f"all together: {cost(of_program.every)}")
         message = (
-            f"the program brings layouts of its own ({len(every)}), and none of them is"
+            f"the program brings layouts of its own ({len(written)}), and none of them is"
             " imposed; what a step of the best plan with each would take beside this one"
         )
-    more = len(own.written) - MOST_NAMED
+    more = len(of_program.written) - MOST_NAMED
     if more > 0:
-        told = [*told[:MOST_NAMED], f"{more} more", *told[MOST_NAMED:][-1:]]
+        lines = [*lines[:MOST_NAMED], f"{more} more", *lines[MOST_NAMED:][-1:]]
     return (
         Finding(
             code="own-layouts",
             severity="info",
-            message=f"{message}: {'; '.join(told)}" if told else message,
-            where=", ".join(dict.fromkeys(one.layout.line for one in own.every if one.layout.line)),
+            message=f"{message}: {'; '.join(lines)}" if lines else message,
+            where=", ".join(
+                dict.fromkeys(
+                    layout.layout.line for layout in of_program.every if layout.layout.line
+                )
+            ),
             hint="honour='pins' imposes them" if honour == "hints" else "",
         ),
     )
@@ -389,9 +404,9 @@ def _without(pin: PinMapping | Pins | None, pins: Mapping[str, Any]) -> Pins:
     return Pins.parse(pin).but(**{word: None for word in words if word in pins})
 
 
-def _difference(plan: Plan, other: Plan) -> str:
+def _difference(plan: Plan, changed: Plan) -> str:
     """Returns how much longer a step of another plan takes."""
-    before, after = plan.estimate.step_seconds, other.estimate.step_seconds
+    before, after = plan.estimate.step_seconds, changed.estimate.step_seconds
     more = after - before
     if abs(more) <= 1e-3 * before:
         return "as fast"

@@ -76,7 +76,7 @@ class StepLoss:
 
 def plain_text(model: TracedModel, plan: Plan, mode: str) -> str:
     """A plan as a file of plain JAX."""
-    frozen = [one.path for one in plan.parameters if not one.trained]
+    frozen = [parameter.path for parameter in plan.parameters if not parameter.trained]
     others = [f"frozen parameters ({', '.join(frozen[:4])})"] if frozen else []
     _require([*_of_plan(plan), *_of_model(model, plan), *others], plan)
     tables = {"LOSSES": _dict({"loss": _loss_layouts(model, plan)})}
@@ -96,20 +96,20 @@ def plain_step_text(
             *_of_plan(plan),
             *_of_step(traced, losses),
             *(
-                f"in the loss {one.name}: {what}"
-                for one in losses
-                for what in _of_model(one.model, one.plan)
+                f"in the loss {loss.name}: {what}"
+                for loss in losses
+                for what in _of_model(loss.model, loss.plan)
             ),
         ],
         plan,
     )
     names = plain.names(plain.flatten(traced.closed))
     marked = {
-        names[one.path]: {
-            **_loss_layouts(one.model, one.plan),
-            "leaves": repr(list(one.leaves)),
+        names[loss.path]: {
+            **_loss_layouts(loss.model, loss.plan),
+            "leaves": repr(list(loss.leaves)),
         }
-        for one in losses
+        for loss in losses
     }
     return _written(
         plan,
@@ -169,20 +169,20 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
         f"{plan.microbatches} microbatches of a loss that is no mean over rows": (
             several
             and rows is not None
-            and any(one.kind not in ("mean", "constant") for _, one in rows.all)
+            and any(dependence.kind not in ("mean", "constant") for _, dependence in rows.all)
         ),
         f"{plan.microbatches} microbatches of a loss that draws random numbers": (
-            several and any(one.name in _DRAWS for one in _all(loss.program))
+            several and any(equation.name in _DRAWS for equation in _all(loss.program))
         ),
     }
-    held = [what for what, holds in facts.items() if holds]
-    return [*held, *_of_program(loss.program, model.traced.problem)]
+    reasons = [what for what, holds in facts.items() if holds]
+    return [*reasons, *_of_program(loss.program, model.traced.problem)]
 
 
 def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
     """Returns what of a step beside its losses such a file has no form for."""
     marks = [name for name, _ in plain.named(plain.flatten(traced.closed)) if name[:5] == "loss."]
-    outside = [one for one in _all(traced.program) if one.call is None]
+    outside = [equation for equation in _all(traced.program) if equation.call is None]
     facts = {
         f"calls of {', '.join(sorted(traced.others))} outside of marked losses": bool(
             traced.others
@@ -191,8 +191,8 @@ def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
         " loop": len(marks) != len(losses),
         "layouts of its own in a step that marks its losses": bool(traced.layouts and losses),
     }
-    held = [what for what, holds in facts.items() if holds]
-    return [*held, *_of_program(outside, traced.problem)]
+    reasons = [what for what, holds in facts.items() if holds]
+    return [*reasons, *_of_program(outside, traced.problem)]
 
 
 def _of_program(program: Program | Sequence[Equation], problem: Problem) -> list[str]:
@@ -208,7 +208,7 @@ def _of_program(program: Program | Sequence[Equation], problem: Problem) -> list
             grouped
         ),
         "reductions over an axis of jax.pmap": any(
-            one.code == "mapped-axis" for one in problem.forward.findings
+            finding.code == "mapped-axis" for finding in problem.forward.findings
         ),
     }
     return [what for what, holds in facts.items() if holds]
@@ -220,13 +220,13 @@ def _whole(model: TracedModel) -> LossJaxpr:
 
 def _loss_of_part(model: TracedModel, plan: Plan) -> LossJaxpr:
     """The loss of one microbatch."""
-    whole = _whole(model)
+    batch_loss = _whole(model)
     if plan.microbatches == 1:
-        return whole
+        return batch_loss
     part = part_of(model.batch, _rows(model.traced.problem), plan.microbatches)
     bound = model.model.bind(model.loss)
     again = trace_loss(bound, model.model.params, model.model.state, part)
-    if not same_program(whole, again):
+    if not same_program(batch_loss, again):
         _require(["a loss that computes other operations on a microbatch"], plan)
     return again
 
@@ -256,9 +256,9 @@ def _loss_layouts(model: TracedModel, plan: Plan) -> dict[str, str]:
 
 def _step_layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> dict[str, str]:
     """The layouts of a step around its losses, as fields of `step.Layouts`."""
-    laid = step_layouts.layouts(traced, plan, colouring)
+    step_layout = step_layouts.layouts(traced, plan, colouring)
     values = _values(traced.program, _names(traced.closed))
-    state = zip(plain.paths(traced.state), laid.state, strict=True)
+    state = zip(plain.paths(traced.state), step_layout.state, strict=True)
     return {
         "parameters": _rows_text(
             (f"{path!r}: ({_shape(leaf.shape)}, {_spec(plan, layout)})", "")
@@ -266,7 +266,7 @@ def _step_layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> dict[
         ),
         **_batch(plan, traced.problem),
         "microbatches": repr(plan.microbatches),
-        **_value_layouts(plan, laid.values, values, follow=False),
+        **_value_layouts(plan, step_layout.values, values, follow=False),
     }
 
 
@@ -286,7 +286,7 @@ def _values(program: Program, names: Mapping[str, str]) -> Values:
     """Returns what a file calls the values that it can reach: those of a loss, or of a step outside
     of its losses, and of layers under a scan or under rematerialisation.
     """
-    found: dict[tuple[str, int], tuple[str, tuple[int, ...], str]] = {}
+    names_of_values: dict[tuple[str, int], tuple[str, tuple[int, ...], str]] = {}
 
     def walk(program: Program) -> None:
         for equation in program.equations:
@@ -299,24 +299,24 @@ def _values(program: Program, names: Mapping[str, str]) -> Values:
                 body = flatten(equation.params["jaxpr"], f"{path}/body/")
                 constants, carried = scan_counts(equation.params)
                 inner = [tuple(body.avals[number].shape) for number in body.inputs[constants:]]
-                for kind, some in (
+                for kind, group in (
                     ("carry", inner[:carried]),
                     ("enter", inner[carried:]),
                     ("final", shapes[:carried]),
                     ("exit", shapes[carried:]),
                 ):
-                    for k, shape in enumerate(some):
-                        found[f"{path}/{kind}/{k}", 0] = f"{name} {kind} {k}", shape, line
+                    for k, shape in enumerate(group):
+                        names_of_values[f"{path}/{kind}/{k}", 0] = f"{name} {kind} {k}", shape, line
                 walk(body)
             elif equation.name in REMAT:
                 walk(flatten(callee(equation.eqn), f"{path}/"))
             else:
                 for k, shape in enumerate(shapes):
                     key = result_path(equation, k) or (path, k)
-                    found[key] = f"{name} {k}" if k else name, shape, line
+                    names_of_values[key] = f"{name} {k}" if k else name, shape, line
 
     walk(program)
-    return found
+    return names_of_values
 
 
 def _names(closed: Jaxpr) -> Mapping[str, str]:
@@ -344,25 +344,25 @@ def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr, values: Values) -> 
     def spec(layout: Layout) -> str:
         return _spec(plan, layout)
 
-    def whole(number: int, one: ParameterLayout) -> bool:
-        shape = one.shape[1:] if number in stacked else one.shape
+    def whole(number: int, parameter: ParameterLayout) -> bool:
+        shape = parameter.shape[1:] if number in stacked else parameter.shape
         return number in reading.tables or tuple(shape) in reading.kernels
 
-    parameters = [plan.parameters[at] for at in order]
-    paths = [one.path for one in plan.parameters]
+    parameters = [plan.parameters[index] for index in order]
+    paths = [param.path for param in plan.parameters]
     return {
         "parameters": _rows_text(
             (
-                f"{one.path!r}: ({_shape(one.shape)}, {spec(one.rest)}, {spec(one.gradient)},"
-                f" {spec(one.state)})",
+                f"{param.path!r}: ({_shape(param.shape)}, {spec(param.rest)},"
+                f" {spec(param.gradient)}, {spec(param.state)})",
                 "",
             )
-            for one in parameters
+            for param in parameters
         ),
         "gathered": _rows_text(
-            (f"{one.path!r}: {spec(one.compute)}", "")
-            for number, one in enumerate(parameters)
-            if whole(number, one)
+            (f"{param.path!r}: {spec(param.compute)}", "")
+            for number, param in enumerate(parameters)
+            if whole(number, param)
         ),
         "layers": _rows_text(
             (f"{values[path, 0][0]!r}: {paths[number]!r}", "")
@@ -404,14 +404,14 @@ def _value_layouts(
         count = next((n for n in (3, 2) if used(path, n) in placements), None)
         if count is None or key[1]:
             continue
-        *operands, result = [placements[used(path, at)] for at in range(count + 1)]
-        before = [placements.get(arriving(path, at)) for at in (0, 1)]
+        *operands, result = [placements[used(path, index)] for index in range(count + 1)]
+        before = [placements.get(arriving(path, index)) for index in (0, 1)]
         settles = not follow or not follows(layout, operands, result)
         contractions.append(
             (
-                f"{name!r}: ({_tuple(_spec(plan, one) for one in operands)},"
+                f"{name!r}: ({_tuple(_spec(plan, pin) for pin in operands)},"
                 f" {_spec(plan, result)}, {settles},"
-                f" {_tuple('None' if one is None else _spec(plan, one) for one in before)})",
+                f" {_tuple('None' if pin is None else _spec(plan, pin) for pin in before)})",
                 line,
             )
         )
@@ -424,7 +424,7 @@ def _value_layouts(
 
 def _dict(losses: Mapping[str, Mapping[str, str]]) -> str:
     """Losses by name, as Python."""
-    text = "".join(f"{name!r}: {_layouts_text(one)},\n" for name, one in losses.items())
+    text = "".join(f"{name!r}: {_layouts_text(layouts)},\n" for name, layouts in losses.items())
     return "{\n" + textwrap.indent(text, "    ") + "}"
 
 

@@ -160,23 +160,27 @@ class StepProgram:
         """Compiles the step for the machine of its plan, which need not be here, and compares what
         the compiler made with the plan.
         """
-        where = target(self.topology, self.plan.mesh, self.plan.axis_order)
-        require_compiler(where.platform)
+        machine = target(self.topology, self.plan.mesh, self.plan.axis_order)
+        require_compiler(machine.platform)
 
         def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
             return self.function(state, batch)
 
         step.__name__ = step.__qualname__ = "shardlib_step"
-        made = exported(
+        program = exported(
             step,
             (self.state, self.batch),
             results=jax.tree.leaves(self.state),
             mesh=self.mesh,
-            platform=where.platform,
+            platform=machine.platform,
             what=f"the step {self.traced.name}",
         )
         return judge(
-            self.plan, self.topology, where, made, compile_apart(made, where, limits, options)
+            self.plan,
+            self.topology,
+            machine,
+            program,
+            compile_apart(program, machine, limits, options),
         )
 
     def save(self, folder: str | Path, state: Tree) -> None:
@@ -189,10 +193,10 @@ class StepProgram:
         """A state that a program of the same step has saved, on any mesh, where this one has it."""
         from shardlib.processes import values as shards
 
-        found = shards.read(Path(folder).absolute(), _plain(self.state))
+        arrays = shards.read(Path(folder).absolute(), _plain(self.state))
         leaves, structure = jax.tree.flatten(self.state)
         return structure.unflatten(
-            [_keyed(leaf, found[str(number)]) for number, leaf in enumerate(leaves)]
+            [_keyed(leaf, arrays[str(number)]) for number, leaf in enumerate(leaves)]
         )
 
     @cached_property
@@ -215,7 +219,7 @@ class StepProgram:
     def function(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """The step with its layouts, to be traced."""
         leaves = jax.tree.leaves((state, batch))
-        found = evaluate_program(
+        results = evaluate_program(
             self.traced.program,
             leaves,
             Walk(place=self._place, run=self._run, calls=self.calls),
@@ -223,11 +227,11 @@ class StepProgram:
         count = len(self.traced.paths)
         new = [
             held(leaf, named_sharding(self.mesh, layout))
-            for leaf, layout in zip(found[:count], self.layouts.state, strict=True)
+            for leaf, layout in zip(results[:count], self.layouts.state, strict=True)
         ]
         return (
             jax.tree.unflatten(jax.tree.structure(self.traced.state), new),
-            jax.tree.unflatten(jax.tree.structure(self.traced.metrics), found[count:]),
+            jax.tree.unflatten(jax.tree.structure(self.traced.metrics), results[count:]),
         )
 
     def _first(self, number: jax.Array) -> Tree:
@@ -243,14 +247,14 @@ class StepProgram:
     def _run(self, equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
         """A contraction with its operands in the layouts in which it runs."""
         values = self.layouts.values
-        pins = [values.get(used(equation.path, at)) for at in range(len(operands) + 1)]
+        pins = [values.get(used(equation.path, index)) for index in range(len(operands) + 1)]
         if not any(pins) or len(equation.outputs) != 1:
             return None
-        laid = [
-            one if pin is None or jnp.ndim(one) != len(pin) else self._held(one, pin)
-            for one, pin in zip(operands, pins, strict=False)
+        placed = [
+            operand if pin is None or jnp.ndim(operand) != len(pin) else self._held(operand, pin)
+            for operand, pin in zip(operands, pins, strict=False)
         ]
-        (result,) = self._bound(equation, laid, pins)
+        (result,) = self._bound(equation, placed, pins)
         last = pins[-1]
         if last is None or jnp.ndim(result) != len(last):
             return [result]
@@ -260,7 +264,7 @@ class StepProgram:
         self, equation: Equation, operands: list[Value], layouts: Sequence[Layout | None]
     ) -> list[Value]:
         """An operation, of operands that are laid out as it reads them."""
-        shardings = [named_sharding(self.mesh, one) for one in layouts if one is not None]
+        shardings = [named_sharding(self.mesh, layout) for layout in layouts if layout is not None]
         if len(shardings) < len(layouts):
             return bind(equation, operands)
         pins = Pins(operands=tuple(shardings[:-1]), result=shardings[-1], settles=False)
@@ -272,16 +276,16 @@ class StepProgram:
     def _required(self, state: Tree) -> Tree:
         """The state in the form that was traced; refuses states of other programs."""
         leaves, structure = jax.tree.flatten(state)
-        own = jax.tree.structure(self.state)
-        if difference := static_difference(structure, own):
+        expected = jax.tree.structure(self.state)
+        if difference := static_difference(structure, expected):
             theirs = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-            mine = self.traced.paths
+            paths = self.traced.paths
             raise_all(
                 StateError,
                 "this is no state of the program",
                 [
-                    *(f"{path}: not there" for path in mine if path not in theirs),
-                    *(f"{path}: not of the program" for path in theirs if path not in mine),
+                    *(f"{path}: not there" for path in paths if path not in theirs),
+                    *(f"{path}: not of the program" for path in theirs if path not in paths),
                 ]
                 or [difference],
                 hint="program.init(seed), or what program.step returned",
@@ -296,7 +300,7 @@ class StepProgram:
                 f"arrays of the state were donated to a step before: {', '.join(gone[:4])}\nTry:"
                 " state, metrics = program.step(state, batch)"
             )
-        return own.unflatten(leaves)
+        return expected.unflatten(leaves)
 
 
 def build_step(
@@ -342,7 +346,7 @@ def build_step(
     )
 
 
-def _abstract(tree: Tree, found: Sequence[object], mesh: Mesh | AbstractMesh) -> Tree:
+def _abstract(tree: Tree, layouts: Sequence[object], mesh: Mesh | AbstractMesh) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(
         [
@@ -351,7 +355,7 @@ def _abstract(tree: Tree, found: Sequence[object], mesh: Mesh | AbstractMesh) ->
                 leaf.dtype,
                 sharding=named_sharding(mesh, layout),  # pyright: ignore[reportArgumentType]
             )
-            for leaf, layout in zip(leaves, found, strict=True)
+            for leaf, layout in zip(leaves, layouts, strict=True)
         ]
     )
 
@@ -364,19 +368,19 @@ def copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
 def _plain(tree: Tree) -> Tree:
     """A tree with random keys as the integers that they are made of."""
 
-    def leaf(one: jax.Array | jax.ShapeDtypeStruct) -> object:
-        if not is_key(one):
-            return one
-        if isinstance(one, jax.Array):
-            return jax.random.key_data(one)
-        raw = jax.eval_shape(jax.random.key_data, one)
-        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=one.sharding)
+    def leaf(array: jax.Array | jax.ShapeDtypeStruct) -> object:
+        if not is_key(array):
+            return array
+        if isinstance(array, jax.Array):
+            return jax.random.key_data(array)
+        raw = jax.eval_shape(jax.random.key_data, array)
+        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=array.sharding)
 
     leaves = jax.tree.leaves(tree)
-    return {str(number): leaf(one) for number, one in enumerate(leaves)}
+    return {str(number): leaf(array) for number, array in enumerate(leaves)}
 
 
-def _keyed(asked: jax.ShapeDtypeStruct, found: jax.Array) -> jax.Array:
-    if is_key(asked):
-        return jax.random.wrap_key_data(jnp.asarray(found), impl=implementation(asked.dtype))
-    return found
+def _keyed(target: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
+    if is_key(target):
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=implementation(target.dtype))
+    return array

@@ -122,7 +122,7 @@ def compile_step(
     require_honour(honour)
     ambient = ambient_mesh()
     with no_mesh():
-        first, given, shapes, stacks = _state_of(init, ambient)
+        first, state, shapes, stacks = _state_of(init, ambient)
         machine = machine_of(topology)
         traced = traced_freed(
             step,
@@ -139,7 +139,7 @@ def compile_step(
             machine,
             pin,
             first=first,
-            given=given,
+            given=state,
             devices=devices if devices is not None else devices_of(topology),
             abstract=abstract,
             honour=honour,
@@ -192,37 +192,41 @@ def stepping(
     marked = MarkedStep.of(traced) if traced.losses else None
     problem = traced.problem if marked is None else marked.traced.problem
 
-    def pins(own: PinMapping | Pins | None) -> PinMapping:
-        given = own.to_json() if isinstance(own, Pins) else own
+    def pins(user_pins: PinMapping | Pins | None) -> PinMapping:
+        plain_pins = user_pins.to_json() if isinstance(user_pins, Pins) else user_pins
         if marked is None:
-            return step_pins(given)
-        return marked_pins(given, marked.unstaged, marked.unsharded)
+            return step_pins(plain_pins)
+        return marked_pins(plain_pins, marked.unstaged, marked.unsharded)
 
-    def searched(own: Pins) -> Plan:
-        return search(problem if marked is None else marked.problem, machine, pins(own))
+    def searched(user_pins: Pins) -> Plan:
+        return search(problem if marked is None else marked.problem, machine, pins(user_pins))
 
-    own = pin
+    user_pins = pin
     if honour == "pins":
-        found = own_layouts.pinned(traced.layouts, problem, pin, searched)
-        own = found.to_json() if isinstance(found, Pins) else found
+        pins_of_layouts = own_layouts.pinned(traced.layouts, problem, pin, searched)
+        user_pins = (
+            pins_of_layouts.to_json() if isinstance(pins_of_layouts, Pins) else pins_of_layouts
+        )
     if marked is not None:
-        marked, plan = marked.searched(machine, own)
-        traced, known = marked.traced, marked.colouring
+        marked, plan = marked.searched(machine, user_pins)
+        traced, colouring = marked.traced, marked.colouring
     else:
-        plan = search(traced.problem, machine, step_pins(own))
-        known = plan.source.load.colouring if plan.source is not None else colour(traced.problem)
+        plan = search(traced.problem, machine, step_pins(user_pins))
+        colouring = (
+            plan.source.load.colouring if plan.source is not None else colour(traced.problem)
+        )
     plan = plan.with_findings(
         *own_layouts.findings(traced.layouts, problem, plan, pin, honour, searched)
     )
     plan = plan.with_findings(*traced.findings)
-    plan = _with_written(plan, traced, () if marked is None else marked.losses, known)
+    plan = _with_written(plan, traced, () if marked is None else marked.losses, colouring)
     count = plan.mesh.devices
     chosen = None if abstract else list(jax.devices() if devices is None else devices)[:count]
     losses = None if marked is None else lower_losses(marked, plan, chosen)
     return build_step(
         traced,
         plan,
-        known,
+        colouring,
         machine,
         first=first,
         given=given,
@@ -247,13 +251,13 @@ def _with_written(
 
         marked = [
             StepLoss(
-                path=one.found.call.path,
-                name=one.found.form.name,
-                model=one.model,
-                plan=loss_plan(plan, one),
-                leaves=one.leaves,
+                path=loss.found.call.path,
+                name=loss.found.form.name,
+                model=loss.model,
+                plan=loss_plan(plan, loss),
+                leaves=loss.leaves,
             )
-            for one in losses
+            for loss in losses
         ]
         return plain_step_text(traced, marked, plan, colouring, mode)
 
@@ -268,21 +272,21 @@ def _state_of(
     """
     if not callable(init):
         return None, init, init, ()
-    made = names_alone()(cast("Callable[..., Tree]", init))
+    make = names_alone()(cast("Callable[..., Tree]", init))
     if names_axes(ambient):
-        made = freed(made, ambient)
+        make = freed(make, ambient)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    first = made
+    first = make
     try:
-        shapes = jax.eval_shape(made, key)
+        shapes = jax.eval_shape(make, key)
     except TypeError as error:
         try:
-            shapes = jax.eval_shape(made)
+            shapes = jax.eval_shape(make)
         except TypeError:
             raise _untraced(error) from error
 
         def first(_: jax.Array) -> Tree:
-            return made()
+            return make()
     except Exception as error:
         raise _untraced(error) from error
     if any(map(has_layout, jax.tree.leaves(shapes))):
@@ -330,8 +334,8 @@ class StepEvaluation:
         key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self.programs:
             self.programs[key] = self._compiled(shapes)
-        call, asked = self.programs[key]
-        return in_every_process(call(state, placed(batch, asked)))
+        call, abstract_batch = self.programs[key]
+        return in_every_process(call(state, placed(batch, abstract_batch)))
 
     def _compiled(self, shapes: Tree) -> tuple[Callable[..., dict[str, Any]], Tree]:
         dims, sizes = rows_of(describe_batch(shapes))
@@ -339,13 +343,13 @@ class StepEvaluation:
             raise BatchError("a batch to evaluate has no rows\nTry: at least one row")
         mesh, axes = self.program.mesh, self._axes(sizes)
         leaves, structure = jax.tree.flatten(shapes)
-        asked = structure.unflatten(
+        abstract_batch = structure.unflatten(
             [
                 jax.ShapeDtypeStruct(
                     leaf.shape,
                     leaf.dtype,
                     sharding=named_sharding(
-                        mesh, Layout(*(axes if at == dim else () for at in range(leaf.ndim)))
+                        mesh, Layout(*(axes if index == dim else () for index in range(leaf.ndim)))
                     ),
                 )
                 for leaf, dim in zip(leaves, dims, strict=True)
@@ -358,18 +362,20 @@ class StepEvaluation:
 
         with _jax_compat.in_mesh(mesh):
             call = jax.jit(evaluate, out_shardings=named_sharding(mesh, Layout()))
-            compiled = call.lower(self.program.state, asked).compile()
-        arguments = (self.program.state, asked)
-        return _jax_compat.runnable(call, compiled, arguments, mesh), asked
+            compiled = call.lower(self.program.state, abstract_batch).compile()
+        arguments = (self.program.state, abstract_batch)
+        return _jax_compat.runnable(call, compiled, arguments, mesh), abstract_batch
 
     def _axes(self, sizes: tuple[int, ...]) -> tuple[str, ...]:
         """Those axes of the plan's batch that divide all numbers of rows the most ways."""
         plan = self.program.plan
-        known = max((dim for _, one in plan.batch_layouts for dim in one), key=len, default=())
+        batch_axes = max(
+            (dim for _, layout in plan.batch_layouts for dim in layout), key=len, default=()
+        )
         subsets = [
             subset
-            for count in range(len(known), -1, -1)
-            for subset in itertools.combinations(known, count)
+            for count in range(len(batch_axes), -1, -1)
+            for subset in itertools.combinations(batch_axes, count)
             if all(size % plan.mesh.ways(subset) == 0 for size in sizes)
         ]
         return max(subsets, key=plan.mesh.ways)
@@ -419,8 +425,8 @@ class Parallel:
     def __call__(self, state: Tree, batch: Tree) -> Tree:
         """Calls the function on the devices of its plan."""
         result, program = self._of(state, batch)
-        held = jax.tree.map(_placed, state, program.state)
-        return result(*program.step(held, batch))
+        on_mesh = jax.tree.map(_placed, state, program.state)
+        return result(*program.step(on_mesh, batch))
 
     def _of(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
         key = _shapes((state, batch))
@@ -525,11 +531,11 @@ def _rest(_: Tree, rest: Tree) -> Tree:
 
 def _shapes(tree: Tree) -> object:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((one.shape, str(one.dtype)) for one in map(abstract_leaf, leaves))
+    return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in map(abstract_leaf, leaves))
 
 
-def _placed(leaf: Tree, asked: jax.ShapeDtypeStruct) -> jax.Array:
+def _placed(leaf: Tree, target: jax.ShapeDtypeStruct) -> jax.Array:
     """An array where the program has it; a copy, unless it is there already."""
-    if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding:
+    if isinstance(leaf, jax.Array) and leaf.sharding == target.sharding:
         return leaf
-    return copied(leaf, asked.sharding)
+    return copied(leaf, target.sharding)

@@ -107,16 +107,16 @@ class Gradient:
     @property
     def matrices(self) -> tuple[int, int, int]:
         """(layers, rows, columns) of what a device holds."""
-        first, at = int(self.stacked), self._split
-        layers, rows, columns = self.local[:first], self.local[first:at], self.local[at:]
+        first, split = int(self.stacked), self._split
+        layers, rows, columns = self.local[:first], self.local[first:split], self.local[split:]
         return math.prod(layers), math.prod(rows), math.prod(columns)
 
     def factor(self, rank: int) -> tuple[tuple[int, ...], tuple[Axes, ...]]:
         """Shape and mesh axes of Q: layers where there are some, the columns' dims, the rank."""
-        first, at = int(self.stacked), self._split
+        first, split = int(self.stacked), self._split
         return (
-            (*self.shape[:first], *self.shape[at:], rank),
-            (*self.axes[:first], *self.axes[at:], ()),
+            (*self.shape[:first], *self.shape[split:], rank),
+            (*self.axes[:first], *self.axes[split:], ()),
         )
 
     @property
@@ -141,13 +141,13 @@ def quantised(
     rows = joined(sums, by.dtype, islands, by.block)
     bits = packed(rows, by.dtype, by.block)
     left = rows - unpacked(bits, by.dtype, by.block)
-    mine = jax.lax.all_to_all(bits, ISLAND.name, 0, 0, tiled=True)
-    mean = jnp.mean(unpacked(mine, by.dtype, by.block), axis=0, keepdims=True)
+    received = jax.lax.all_to_all(bits, ISLAND.name, 0, 0, tiled=True)
+    mean = jnp.mean(unpacked(received, by.dtype, by.block), axis=0, keepdims=True)
     sent = packed(mean, by.dtype, by.block)
     over = islands * (mean - unpacked(sent, by.dtype, by.block))
     left = left.at[jax.lax.axis_index(ISLAND.name)].add(over[0])
-    every = jax.lax.all_gather(sent, ISLAND.name, axis=0, tiled=True)
-    means = unpacked(every, by.dtype, by.block)
+    gathered = jax.lax.all_gather(sent, ISLAND.name, axis=0, tiled=True)
+    means = unpacked(gathered, by.dtype, by.block)
     return meeting_split(means, sums, by.dtype, by.block), meeting_split(
         left, sums, by.dtype, by.block
     )
@@ -157,31 +157,37 @@ def signs(
     gradients: Sequence[Gradient], islands: int, sums: Sequence[Value]
 ) -> tuple[list[Value], list[Value]]:
     """Returns what is sent of gradients: their signs, times the mean of their absolute numbers."""
-    scales = [_scale(*one) for one in zip(gradients, sums, strict=True)]
-    mine = [_signs(one, scale) for one, scale in zip(sums, scales, strict=True)]
-    bits = [_bits(one) for one in sums]
+    scales = [_scale(*pair) for pair in zip(gradients, sums, strict=True)]
+    sent_by_this = [
+        _signs(total_of_parameter, scale)
+        for total_of_parameter, scale in zip(sums, scales, strict=True)
+    ]
+    bits = [_bits(total_of_parameter) for total_of_parameter in sums]
     numbers = jax.lax.bitcast_convert_type(jnp.stack(scales), jnp.uint8).reshape(-1)
-    every = jax.lax.all_gather(jnp.concatenate([*bits, numbers]), ISLAND.name)
+    gathered = jax.lax.all_gather(jnp.concatenate([*bits, numbers]), ISLAND.name)
     ends = jax.lax.bitcast_convert_type(
-        every[:, -4 * len(sums) :].reshape(islands, len(sums), 4), jnp.float32
+        gathered[:, -4 * len(sums) :].reshape(islands, len(sums), 4), jnp.float32
     )
     means, start = list[Value](), 0
-    for number, (one, own) in enumerate(zip(sums, bits, strict=True)):
-        part = every[:, start : start + own.shape[0]]
-        start += own.shape[0]
+    for number, (shape_source, packed_signs) in enumerate(zip(sums, bits, strict=True)):
+        part = gathered[:, start : start + packed_signs.shape[0]]
+        start += packed_signs.shape[0]
         spread = (part[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1
-        flat = spread.reshape(islands, -1)[:, : math.prod(one.shape)].astype(jnp.float32)
+        flat = spread.reshape(islands, -1)[:, : math.prod(shape_source.shape)].astype(jnp.float32)
         total = jnp.sum((2 * flat - 1) * ends[:, number, None], axis=0)
-        means.append((total / islands).reshape(one.shape))
-    return means, [one - sent for one, sent in zip(sums, mine, strict=True)]
+        means.append((total / islands).reshape(shape_source.shape))
+    return means, [
+        total_of_parameter - sent
+        for total_of_parameter, sent in zip(sums, sent_by_this, strict=True)
+    ]
 
 
 def _scale(gradient: Gradient, total: Value) -> Value:
     """The mean of the absolute numbers of a whole parameter."""
-    found = jnp.sum(jnp.abs(total))
+    magnitude = jnp.sum(jnp.abs(total))
     if gradient.every:
-        found = jax.lax.psum(found, gradient.every)
-    return found / max(1, math.prod(gradient.shape))
+        magnitude = jax.lax.psum(magnitude, gradient.every)
+    return magnitude / max(1, math.prod(gradient.shape))
 
 
 def _signs(total: Value, scale: Value) -> Value:
@@ -208,8 +214,8 @@ def low_rank(
     gradients: Sequence[Gradient], sums: Sequence[Value], factors: Sequence[Value]
 ) -> tuple[list[Value], list[Value], list[Value]]:
     """Returns what is sent of gradients."""
-    found = [_sent(*one) for one in zip(gradients, sums, factors, strict=True)]
-    means, residuals, after = (list(one) for one in zip(*found, strict=True))
+    parts = [_sent(*arguments) for arguments in zip(gradients, sums, factors, strict=True)]
+    means, residuals, after = (list(column) for column in zip(*parts, strict=True))
     return means, residuals, after
 
 
@@ -270,16 +276,16 @@ def largest(
     vs = [v + u for v, u in zip(residuals, us, strict=True)]
     places = [_places(v, by.sent(math.prod(v.shape), stage)) for v in vs]
     numbers = [v.reshape(-1)[place] for v, place in zip(vs, places, strict=True)]
-    bits = [jax.lax.bitcast_convert_type(one, jnp.int32) for one in numbers]
+    bits = [jax.lax.bitcast_convert_type(number, jnp.int32) for number in numbers]
     sent = jnp.concatenate([*bits, *places])
-    every = jax.lax.all_gather(sent, ISLAND.name)
+    gathered = jax.lax.all_gather(sent, ISLAND.name)
     means, start, half = list[Value](), 0, sent.shape[0] // 2
     for v, place in zip(vs, places, strict=True):
         size = place.shape[0]
-        values = jax.lax.bitcast_convert_type(every[:, start : start + size], jnp.float32)
-        where = every[:, half + start : half + start + size]
+        values = jax.lax.bitcast_convert_type(gathered[:, start : start + size], jnp.float32)
+        indices = gathered[:, half + start : half + start + size]
         zeros = jnp.zeros(math.prod(v.shape), jnp.float32)
-        total = zeros.at[where.reshape(-1)].add(values.reshape(-1))
+        total = zeros.at[indices.reshape(-1)].add(values.reshape(-1))
         means.append((total / islands).reshape(v.shape))
         start += size
     return means, _cleared(vs, places), _cleared(us, places)
@@ -295,8 +301,8 @@ def _places(array: Value, count: int) -> Value:
 
 def _cleared(arrays: Sequence[Value], places: Sequence[Value]) -> list[Value]:
     return [
-        one.reshape(-1).at[place].set(0.0).reshape(one.shape)
-        for one, place in zip(arrays, places, strict=True)
+        array.reshape(-1).at[place].set(0.0).reshape(array.shape)
+        for array, place in zip(arrays, places, strict=True)
     ]
 
 
@@ -334,18 +340,18 @@ class GradientExchange:
         def stacks(shardings: Sequence[NamedSharding]) -> list[Tree]:
             return [
                 jax.ShapeDtypeStruct(
-                    stacked_shape(one.shape, islands), jnp.float32, sharding=sharding
+                    stacked_shape(gradient.shape, islands), jnp.float32, sharding=sharding
                 )
-                for one, sharding in zip(self.gradients, shardings, strict=True)
+                for gradient, sharding in zip(self.gradients, shardings, strict=True)
             ]
 
         return (
-            stacks([stacked_sharding(one, self.mesh) for one in self.given]),
+            stacks([stacked_sharding(sharding, self.mesh) for sharding in self.given]),
             stacks(self._stacks),
             stacks(self._stacks) if isinstance(by, TopK) else [],
             [
-                jax.ShapeDtypeStruct(self._factor(one)[0], jnp.float32, sharding=sharding)
-                for one, sharding in zip(self.gradients, self._factors, strict=True)
+                jax.ShapeDtypeStruct(self._factor(gradient)[0], jnp.float32, sharding=sharding)
+                for gradient, sharding in zip(self.gradients, self._factors, strict=True)
             ]
             if isinstance(by, PowerSGD)
             else [],
@@ -356,8 +362,8 @@ class GradientExchange:
         arguments.
         """
         means = [
-            jax.ShapeDtypeStruct(one.shape, jnp.float32, sharding=sharding)
-            for one, sharding in zip(self.gradients, self.means, strict=True)
+            jax.ShapeDtypeStruct(gradient.shape, jnp.float32, sharding=sharding)
+            for gradient, sharding in zip(self.gradients, self.means, strict=True)
         ]
         return (means, *self.arguments()[1:])
 
@@ -375,9 +381,9 @@ class GradientExchange:
             return jax.jit(draw, out_shardings=leaf.sharding)()
 
         return (
-            [zeros(one) for one in residual],
-            [zeros(one) for one in momentum],
-            [drawn(number, one) for number, one in enumerate(factors)],
+            [zeros(leaf) for leaf in residual],
+            [zeros(leaf) for leaf in momentum],
+            [drawn(number, leaf) for number, leaf in enumerate(factors)],
         )
 
     def lower(self) -> jax.stages.Lowered:
@@ -397,17 +403,17 @@ class GradientExchange:
         """(gradients, residuals and momenta of all islands, Q) -> what all update by, and the same
         afterwards.
         """
-        own = [one.spec for one in self._stacks]
-        summed = own if isinstance(self.exchange.by, TopK) else []
-        factored = [one.spec for one in self._factors] if factors else []
-        mine = [held(one, to) for one, to in zip(gradients, self._stacks, strict=True)]
+        specs = [sharding.spec for sharding in self._stacks]
+        summed = specs if isinstance(self.exchange.by, TopK) else []
+        factored = [sharding.spec for sharding in self._factors] if factors else []
+        stacks = [held(gradient, to) for gradient, to in zip(gradients, self._stacks, strict=True)]
         return jax.shard_map(
             self._exchanged,
             mesh=self.mesh,
-            in_specs=(own, own, summed, factored),
-            out_specs=([one.spec for one in self.means], own, summed, factored),
+            in_specs=(specs, specs, summed, factored),
+            out_specs=([sharding.spec for sharding in self.means], specs, summed, factored),
             check_vma=False,
-        )(mine, residuals, momenta, factors)
+        )(stacks, residuals, momenta, factors)
 
     def __call__(
         self, gradients: Arrays, residuals: Arrays, momenta: Arrays, factors: Arrays
@@ -422,7 +428,7 @@ class GradientExchange:
     @property
     def means(self) -> list[NamedSharding]:
         """Returns how what all islands update by is sharded: alike on all."""
-        return [NamedSharding(self.mesh, one.state.spec) for one in self.gradients]
+        return [NamedSharding(self.mesh, gradient.state.spec) for gradient in self.gradients]
 
     @cached_property
     def _compiled(self) -> jax.stages.Compiled:
@@ -430,24 +436,27 @@ class GradientExchange:
 
     @cached_property
     def _stacks(self) -> list[NamedSharding]:
-        return [stacked_sharding(one.state, self.mesh) for one in self.gradients]
+        return [stacked_sharding(gradient.state, self.mesh) for gradient in self.gradients]
 
     @cached_property
     def _factors(self) -> list[NamedSharding]:
         return [
-            NamedSharding(self.mesh, PartitionSpec(*self._factor(one)[1])) for one in self.gradients
+            NamedSharding(self.mesh, PartitionSpec(*self._factor(gradient)[1]))
+            for gradient in self.gradients
         ]
 
-    def _factor(self, one: Gradient) -> tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]:
+    def _factor(self, gradient: Gradient) -> tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]:
         by = self.exchange.by
-        return one.factor(by.rank) if one.matrix and isinstance(by, PowerSGD) else ((), ())
+        return (
+            gradient.factor(by.rank) if gradient.matrix and isinstance(by, PowerSGD) else ((), ())
+        )
 
     def _exchanged(
         self, gradients: Arrays, residuals: Arrays, momenta: Arrays, factors: Arrays
     ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         """The exchange on one device."""
         by, islands = self.exchange.by, self.exchange.islands
-        shapes = [one.local for one in self.gradients]
+        shapes = [gradient.local for gradient in self.gradients]
 
         def plain(arrays: Arrays) -> Arrays:
             return [a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True)]
@@ -455,11 +464,11 @@ class GradientExchange:
         def along(arrays: Arrays) -> Arrays:
             return [a.reshape(old.shape) for a, old in zip(arrays, gradients, strict=True)]
 
-        mine, before = plain(gradients), plain(residuals)
+        local, before = plain(gradients), plain(residuals)
         if isinstance(by, TopK):
-            means, left, sums = largest(by, self.number, islands, mine, before, plain(momenta))
+            means, left, sums = largest(by, self.number, islands, local, before, plain(momenta))
             return means, along(left), along(sums), factors
-        total = [g + e for g, e in zip(mine, before, strict=True)]
+        total = [g + e for g, e in zip(local, before, strict=True)]
         if isinstance(by, PowerSGD):
             means, left, factors = low_rank(self.gradients, total, factors)
         elif isinstance(by, Quantised):
@@ -496,39 +505,44 @@ class CompressedStep:
         )
 
     def __call__(
-        self, states: Sequence[TrainState], kept: ResidualState, batches: Sequence[Tree]
+        self, states: Sequence[TrainState], residuals: ResidualState, batches: Sequence[Tree]
     ) -> tuple[list[TrainState], ResidualState, list[Metrics]]:
         """Does a step; donates states and what is kept."""
-        found = [
+        halves = [
             half.call(state.params, state.model_state, rows)
             for (half, _), state, rows in zip(self._halves, states, batches, strict=True)
         ]
         gradients = [
             stacked(arrays, self.mesh)
-            for arrays in zip(*(jax.tree.leaves(one[1]) for one in found), strict=True)
+            for arrays in zip(
+                *(jax.tree.leaves(half_result[1]) for half_result in halves), strict=True
+            )
         ]
-        means, residual, momentum, factors = self.exchanges[self.exchange.due(int(kept.step))](
-            gradients, kept.residual, kept.momentum, kept.factors
+        means, residual, momentum, factors = self.exchanges[self.exchange.due(int(residuals.step))](
+            gradients, residuals.residual, residuals.momentum, residuals.factors
         )
         after: list[TrainState] = []
-        for (_, half), state, (metrics, own, model_state) in zip(
-            self._halves, states, found, strict=True
+        for (_, half), state, (metrics, gradient_tree, model_state) in zip(
+            self._halves, states, halves, strict=True
         ):
             specs = jax.tree.leaves(half.program.parts.params.state)
-            mine = [local(mean, spec) for mean, spec in zip(means, specs, strict=True)]
+            updates = [local(mean, spec) for mean, spec in zip(means, specs, strict=True)]
             after.append(
                 half.call(
-                    state, jax.tree.structure(own).unflatten(mine), model_state, metrics["loss"]
+                    state,
+                    jax.tree.structure(gradient_tree).unflatten(updates),
+                    model_state,
+                    metrics["loss"],
                 )
             )
-        kept = replace(kept, residual=residual, momentum=momentum, factors=factors)
-        return after, kept, [one[0] for one in found]
+        residuals = replace(residuals, residual=residual, momentum=momentum, factors=factors)
+        return after, residuals, [half_result[0] for half_result in halves]
 
     def prepare(self) -> None:
         """Compiles all of it, if that has not been done."""
         _ = self._halves
-        for one in self.exchanges:
-            one.prepare()
+        for exchange in self.exchanges:
+            exchange.prepare()
 
     @cached_property
     def exchanges(self) -> tuple[GradientExchange, ...]:
@@ -537,7 +551,9 @@ class CompressedStep:
 
     @cached_property
     def _halves(self) -> list[tuple[GradientProgram, UpdateProgram]]:
-        return [(GradientProgram.of(one), UpdateProgram.of(one)) for one in self.programs]
+        return [
+            (GradientProgram.of(program), UpdateProgram.of(program)) for program in self.programs
+        ]
 
 
 def exchanges_of(
@@ -545,7 +561,9 @@ def exchanges_of(
 ) -> tuple[GradientExchange, ...]:
     """The exchanges of gradients that differ."""
     trained = program.model.partition.trained(program.state.params)
-    planned = {one.path: one for one in program.plan.parameters if one.trained}
+    planned = {
+        parameter.path: parameter for parameter in program.plan.parameters if parameter.trained
+    }
     leaves: list[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(trained)
     states, given = (
         jax.tree.leaves(tree)
@@ -580,9 +598,9 @@ class CompressedProgram(IslandsProgram):
         require_islands(state, len(self.programs))
         require_present("step", (state.islands[0].params, _residual(state).residual))
         rows = batch if isinstance(batch, IslandBatches) else self.put(batch)
-        kept = replace(_residual(state), step=np.int32(int(state.exchange.step) + 1))
-        islands, kept, metrics = self.compressed(state.islands, kept, rows.islands)
-        after = replace(state, islands=tuple(islands), exchange=kept)
+        residuals = replace(_residual(state), step=np.int32(int(state.exchange.step) + 1))
+        islands, residuals, metrics = self.compressed(state.islands, residuals, rows.islands)
+        after = replace(state, islands=tuple(islands), exchange=residuals)
         return after, IslandMetrics(tuple(metrics))
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
@@ -608,8 +626,8 @@ class CompressedProgram(IslandsProgram):
 
     def _kept(self) -> ResidualState:
         _, residual, momentum, factors = self.compressed.exchanges[0].arguments()
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        step = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
         return ResidualState(step=step, residual=residual, momentum=momentum, factors=factors)
 
     def _first(self, states: tuple[TrainState, ...]) -> ResidualState:
@@ -617,10 +635,10 @@ class CompressedProgram(IslandsProgram):
 
 
 def _residual(state: IslandsState) -> ResidualState:
-    kept = state.exchange
-    if not isinstance(kept, ResidualState):
+    exchange = state.exchange
+    if not isinstance(exchange, ResidualState):
         raise StateError(
             "the state has no residuals of compressed gradients\nTry: program.init(), or a"
             " checkpoint of this exchange"
         )
-    return kept
+    return exchange

@@ -118,30 +118,30 @@ class IslandCall(ABC):
     @property
     def rows(self) -> list[Rows]:
         """Of each parameter, on every device."""
-        return [one.rows for one in self.about]
+        return [parameter.rows for parameter in self.about]
 
     @cached_property
     def states(self) -> list[NamedSharding]:
         """Of the parameters, sharded as optimizer state is."""
-        return [NamedSharding(self.mesh, one.state.spec) for one in self.about]
+        return [NamedSharding(self.mesh, parameter.state.spec) for parameter in self.about]
 
     @cached_property
     def rests(self) -> list[NamedSharding]:
         """Of the parameters, as they rest."""
-        return [_on(self.mesh, one.leaf.sharding) for one in self.about]
+        return [_on(self.mesh, parameter.leaf.sharding) for parameter in self.about]
 
     def thetas(self) -> list[Tree]:
         """Abstract parameters."""
         return [
-            jax.ShapeDtypeStruct(one.leaf.shape, one.leaf.dtype, sharding=sharding)
-            for one, sharding in zip(self.about, self.rests, strict=True)
+            jax.ShapeDtypeStruct(parameter.leaf.shape, parameter.leaf.dtype, sharding=sharding)
+            for parameter, sharding in zip(self.about, self.rests, strict=True)
         ]
 
     def wide(self) -> list[Tree]:
         """Abstract float32 arrays, sharded as optimizer state is."""
         return [
-            jax.ShapeDtypeStruct(one.leaf.shape, jnp.float32, sharding=sharding)
-            for one, sharding in zip(self.about, self.states, strict=True)
+            jax.ShapeDtypeStruct(parameter.leaf.shape, jnp.float32, sharding=sharding)
+            for parameter, sharding in zip(self.about, self.states, strict=True)
         ]
 
 
@@ -158,8 +158,8 @@ def delivered(rows: Sequence[jax.Array]) -> list[list[jax.Array]]:
     """Returns what every island has of all: each device sends what it holds to the device in its
     place on every other island. Nothing waits for the copies but what uses them.
     """
-    places = [_sharding(one) for one in rows]
-    return [[_copied(one, place) for one in rows] for place in places]
+    places = [_sharding(array) for array in rows]
+    return [[_copied(array, place) for array in rows] for place in places]
 
 
 def _sharding(array: jax.Array) -> NamedSharding:
@@ -169,10 +169,10 @@ def _sharding(array: jax.Array) -> NamedSharding:
 
 def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
     """The array on the devices of another island, shard by shard."""
-    own = _sharding(array)
-    if own == place:
+    source = _sharding(array)
+    if source == place:
         return array
-    here, there = own.mesh, place.mesh
+    here, there = source.mesh, place.mesh
     assert isinstance(here, Mesh) and isinstance(there, Mesh)
     target = dict(zip(here.devices.flat, there.devices.flat, strict=True))
     shards = list(array.addressable_shards)
@@ -228,17 +228,17 @@ class Sending(IslandCall):
         """(sent before, parameters, outer parameters) -> sent now."""
         before, thetas, outer = arguments
         taken = meeting.taken(self.mesh, thetas, self.rests, self.rows)
-        mine = [held(one, state) for one, state in zip(taken, self.states, strict=True)]
-        specs = [one.spec for one in self.states]
+        placed = [held(theta, state) for theta, state in zip(taken, self.states, strict=True)]
+        specs = [sharding.spec for sharding in self.states]
         sent = jax.shard_map(
             self._sent, mesh=self.mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False
-        )(before, mine, outer)
+        )(before, placed, outer)
         return (sent,)
 
-    def _sent(self, before: Arrays, mine: Arrays, outer: Arrays) -> Arrays:
+    def _sent(self, before: Arrays, thetas: Arrays, outer: Arrays) -> Arrays:
         """On one device."""
-        pairs = zip(meeting.rows_of(self.rows, outer), mine, strict=True)
-        gradients = [theta - own.astype(jnp.float32) for theta, own in pairs]
+        pairs = zip(meeting.rows_of(self.rows, outer), thetas, strict=True)
+        gradients = [theta - local.astype(jnp.float32) for theta, local in pairs]
         return meeting.with_rows(self.rows, before, gradients)
 
 
@@ -255,7 +255,7 @@ class Packing(IslandCall):
 
     def function(self, *arguments: Arrays) -> tuple[Arrays]:
         """(sent) -> as it crosses."""
-        specs = [one.spec for one in self.states]
+        specs = [sharding.spec for sharding in self.states]
         out = over_all(self).spec
         rows = jax.shard_map(
             self._packed, mesh=self.mesh, in_specs=(specs,), out_specs=out, check_vma=False
@@ -288,13 +288,13 @@ def shards(call: IslandCall) -> list[tuple[int, ...]]:
     """Shapes of what a device holds of the parameters of a fragment, sharded as optimizer state
     is.
     """
-    found: list[tuple[int, ...]] = []
-    for one, state in zip(call.about, call.states, strict=True):
-        shape = state.shard_shape(one.leaf.shape)
-        if one.rows is not None:
-            shape = (len(range(one.rows[0], shape[0], one.rows[1])), *shape[1:])
-        found.append(shape)
-    return found
+    shapes: list[tuple[int, ...]] = []
+    for parameter, state in zip(call.about, call.states, strict=True):
+        shape = state.shard_shape(parameter.leaf.shape)
+        if parameter.rows is not None:
+            shape = (len(range(parameter.rows[0], shape[0], parameter.rows[1])), *shape[1:])
+        shapes.append(shape)
+    return shapes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,27 +321,29 @@ class Arriving(IslandCall):
         """(parameters, outer parameters, momentum, what all sent) -> the first three afterwards."""
         thetas, outer, momentum, sent = arguments
         taken = layers.taken(self.mesh, thetas, self.rests, self.rows)
-        mine = [held(one, state) for one, state in zip(taken, self.states, strict=True)]
-        own, row = [one.spec for one in self.states], over_all(self).spec
+        placed = [held(theta, state) for theta, state in zip(taken, self.states, strict=True)]
+        specs, row = [sharding.spec for sharding in self.states], over_all(self).spec
         after, outer, momentum = jax.shard_map(
             self._updated,
             mesh=self.mesh,
-            in_specs=(own, own, own, [row] * len(sent)),
-            out_specs=(own,) * 3,
+            in_specs=(specs, specs, specs, [row] * len(sent)),
+            out_specs=(specs,) * 3,
             check_vma=False,
-        )(mine, outer, momentum, sent)
-        back = [held(one, rest) for one, rest in zip(after, self.rests, strict=True)]
+        )(placed, outer, momentum, sent)
+        back = [held(theta, sharding) for theta, sharding in zip(after, self.rests, strict=True)]
         return layers.put(self.mesh, thetas, back, self.rests, self.rows), outer, momentum
 
     def _updated(
-        self, mine: Arrays, outer: Arrays, momentum: Arrays, sent: Arrays
+        self, thetas: Arrays, outer: Arrays, momentum: Arrays, sent: Arrays
     ) -> tuple[Arrays, Arrays, Arrays]:
         """On one device."""
         kind, like = self.exchange.wire, [jnp.zeros(shape, jnp.float32) for shape in shards(self)]
-        every = [
+        received = [
             split(row if kind == "float32" else unpacked(row, kind), like, kind) for row in sent
         ]
-        means = [_mean(list(one)) for one in zip(*every, strict=True)]
+        means = [
+            _mean(list(parts_of_parameter)) for parts_of_parameter in zip(*received, strict=True)
+        ]
         theta, v = outer_update(
             self.exchange,
             means,
@@ -351,7 +353,7 @@ class Arriving(IslandCall):
         part = self.exchange.mixing
         after = [
             (part * old.astype(jnp.float32) + (1 - part) * new).astype(old.dtype)
-            for old, new in zip(mine, theta, strict=True)
+            for old, new in zip(thetas, theta, strict=True)
         ]
         return (
             after,
@@ -391,14 +393,16 @@ class DelayedProgram(IslandsProgram):
         for program in self.programs:
             program.prepare()
         for calls in self.calls:
-            for call in (one for mine in calls for one in mine):
+            for call in (
+                call_of_island for island_calls in calls for call_of_island in island_calls
+            ):
                 call.prepare()
 
     @cached_property
     def calls(self) -> tuple[tuple[Calls, ...], ...]:
         """For each fragment what each island runs for it."""
-        every = [calls_of(self.exchange, program, program.mesh) for program in self.programs]
-        return tuple(zip(*every, strict=True))
+        calls = [calls_of(self.exchange, program, program.mesh) for program in self.programs]
+        return tuple(zip(*calls, strict=True))
 
     @cached_property
     def _flights(self) -> Flights:
@@ -419,15 +423,15 @@ class DelayedProgram(IslandsProgram):
     def _sent(self, state: IslandsState, fragment: int, step: int) -> IslandsState:
         """The state whose outer gradients of a fragment are on the way."""
         outer, calls = flying_of(state), self.calls[fragment]
-        places = [one.place for one in calls[0][0].about]
+        places = [parameter.place for parameter in calls[0][0].about]
         before = self._apart(outer.sent, places)
         sent: list[list[jax.Array]] = []
         for number, (sending, _, _) in enumerate(calls):
-            mine = self._trained(state.islands[number])
+            parameters = self._trained(state.islands[number])
             theta = self._local(outer.params, places, number)
-            (found,) = sending(before[number], [mine[place] for place in places], theta)
-            sent.append(found)
-        together = [stacked(one, self.mesh) for one in zip(*sent, strict=True)]
+            (gradients,) = sending(before[number], [parameters[place] for place in places], theta)
+            sent.append(gradients)
+        together = [stacked(arrays, self.mesh) for arrays in zip(*sent, strict=True)]
         self._flights.start(together[0], self._rows(calls, sent))
         exchange = replace(
             outer, sent=replaced(outer.sent, places, together), sent_at=np.int32(step)
@@ -444,7 +448,7 @@ class DelayedProgram(IslandsProgram):
         if fragment is None:  # sent by islands that met after other steps
             return replace(state, exchange=nothing)
         calls = self.calls[fragment]
-        places = [one.place for one in calls[0][0].about]
+        places = [parameter.place for parameter in calls[0][0].about]
         rows = self._flights.land(outer.sent[places[0]]) or delivered(
             self._rows(calls, self._apart(outer.sent, places))
         )
@@ -452,27 +456,31 @@ class DelayedProgram(IslandsProgram):
             (self._local(outer.params, places, k), self._local(outer.momentum, places, k))
             for k in range(len(calls))
         ]
-        found = [
-            arriving([mine[place] for place in places], *own, arrived)
-            for (_, _, arriving), mine, own, arrived in zip(
+        results = [
+            arriving([parameters[place] for place in places], *outer_arrays, arrived)
+            for (_, _, arriving), parameters, outer_arrays, arrived in zip(
                 calls, map(self._trained, state.islands), outers, rows, strict=True
             )
         ]
         islands = [
-            self._with_trained(one, replaced(self._trained(one), places, thetas))
-            for one, (thetas, _, _) in zip(state.islands, found, strict=True)
+            self._with_trained(island, replaced(self._trained(island), places, thetas))
+            for island, (thetas, _, _) in zip(state.islands, results, strict=True)
         ]
         exchange = replace(
             nothing,
-            params=replaced(outer.params, places, self._alike([one[1] for one in found])),
-            momentum=replaced(outer.momentum, places, self._alike([one[2] for one in found])),
+            params=replaced(outer.params, places, self._alike([result[1] for result in results])),
+            momentum=replaced(
+                outer.momentum, places, self._alike([result[2] for result in results])
+            ),
         )
         return replace(state, islands=tuple(islands), exchange=exchange)
 
     @staticmethod
     def _rows(calls: Sequence[Calls], sent: Sequence[list[jax.Array]]) -> list[jax.Array]:
         """Returns what each island sends, as it crosses."""
-        return [packing(own)[0][0] for (_, packing, _), own in zip(calls, sent, strict=True)]
+        return [
+            packing(gradients)[0][0] for (_, packing, _), gradients in zip(calls, sent, strict=True)
+        ]
 
     def _local(
         self, arrays: Sequence[jax.Array], places: Sequence[int], number: int
@@ -483,16 +491,18 @@ class DelayedProgram(IslandsProgram):
 
     def _alike(self, arrays: Sequence[list[jax.Array]]) -> list[jax.Array]:
         """Arrays of islands, which are alike, over the devices of all."""
-        return [over_islands(one, self.mesh) for one in zip(*arrays, strict=True)]
+        return [over_islands(copies, self.mesh) for copies in zip(*arrays, strict=True)]
 
     def _apart(self, arrays: Sequence[jax.Array], places: Sequence[int]) -> list[list[jax.Array]]:
         """For each island its arrays of some that are stacked."""
-        found: list[list[jax.Array]] = [[] for _ in self.programs]
+        by_island: list[list[jax.Array]] = [[] for _ in self.programs]
         for place in places:
             like = [self._wide(program, place) for program in self.programs]
-            for mine, array in zip(found, unstacked(arrays[place], like), strict=True):
-                mine.append(array)
-        return found
+            for arrays_of_island, array in zip(
+                by_island, unstacked(arrays[place], like), strict=True
+            ):
+                arrays_of_island.append(array)
+        return by_island
 
     def _wide(self, program: Program, place: int) -> jax.ShapeDtypeStruct:
         leaf = jax.tree.leaves(self._partition(program.state.params))[place]
@@ -501,21 +511,21 @@ class DelayedProgram(IslandsProgram):
 
     def _kept(self) -> FlyingState:
         outer: OuterState = super()._kept()
-        islands, whole = len(self.programs), NamedSharding(self.mesh, PartitionSpec())
+        islands, replicated = len(self.programs), NamedSharding(self.mesh, PartitionSpec())
         sent = [
             jax.ShapeDtypeStruct(
-                stacked_shape(one.shape, islands),
+                stacked_shape(param.shape, islands),
                 jnp.float32,
                 sharding=stacked_sharding(spec, self.mesh),
             )
-            for one, spec in zip(outer.params, self._states, strict=True)
+            for param, spec in zip(outer.params, self._states, strict=True)
         ]
-        at = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
-        return FlyingState(**vars(outer), sent=sent, sent_at=at)
+        sent_at = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
+        return FlyingState(**vars(outer), sent=sent, sent_at=sent_at)
 
     def _first(self, states: tuple[TrainState, ...]) -> FlyingState:
         outer: OuterState = super()._first(states)
-        sent = [zeros(one) for one in self._kept().sent]
+        sent = [zeros(leaf) for leaf in self._kept().sent]
         return FlyingState(**vars(outer), sent=sent, sent_at=np.int32(0))
 
 
@@ -536,8 +546,8 @@ def checked_calls(exchange: DiLoCo, program: Program) -> tuple[IslandCall, ...]:
     """Returns what an island runs beside steps and what its devices could communicate in,
     abstract.
     """
-    every = calls_of(exchange, program, program.mesh)
-    return tuple(one for sending, _, arriving in every for one in (sending, arriving))
+    calls = calls_of(exchange, program, program.mesh)
+    return tuple(call for sending, _, arriving in calls for call in (sending, arriving))
 
 
 def flying_of(state: IslandsState) -> FlyingState:

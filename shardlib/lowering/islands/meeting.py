@@ -37,11 +37,15 @@ def taken(
     """The rows of arrays."""
     return [
         array
-        if some is None
+        if slice_of_rows is None
         else jax.shard_map(
-            partial(_rows, some), mesh=mesh, in_specs=own.spec, out_specs=own.spec, check_vma=False
+            partial(_rows, slice_of_rows),
+            mesh=mesh,
+            in_specs=sharding.spec,
+            out_specs=sharding.spec,
+            check_vma=False,
         )(array)
-        for array, own, some in zip(arrays, shardings, rows, strict=True)
+        for array, sharding, slice_of_rows in zip(arrays, shardings, rows, strict=True)
     ]
 
 
@@ -55,34 +59,34 @@ def put(
     """Arrays with new rows."""
     return [
         after
-        if some is None
+        if slice_of_rows is None
         else jax.shard_map(
-            partial(_with_rows, some),
+            partial(_with_rows, slice_of_rows),
             mesh=mesh,
-            in_specs=(own.spec, own.spec),
-            out_specs=own.spec,
+            in_specs=(sharding.spec, sharding.spec),
+            out_specs=sharding.spec,
             check_vma=False,
         )(array, after)
-        for array, after, own, some in zip(arrays, new, shardings, rows, strict=True)
+        for array, after, sharding, slice_of_rows in zip(arrays, new, shardings, rows, strict=True)
     ]
 
 
 def rows_of(rows: Sequence[Rows], arrays: Sequence[Value]) -> list[Value]:
     """On one device: the rows of what it holds."""
-    return [_rows(some, array) for some, array in zip(rows, arrays, strict=True)]
+    return [_rows(slice_of_rows, array) for slice_of_rows, array in zip(rows, arrays, strict=True)]
 
 
 def with_rows(rows: Sequence[Rows], arrays: Sequence[Value], new: Sequence[Value]) -> list[Value]:
     """On one device: what it holds, with new rows."""
-    return [_with_rows(*one) for one in zip(rows, arrays, new, strict=True)]
+    return [_with_rows(*arguments) for arguments in zip(rows, arrays, new, strict=True)]
 
 
 def _rows(rows: Rows, array: Value) -> Value:
     return array if rows is None else array[rows[0] :: rows[1]]
 
 
-def _with_rows(rows: Rows, array: Value, some: Value) -> Value:
-    return some if rows is None else array.at[rows[0] :: rows[1]].set(some)
+def _with_rows(rows: Rows, array: Value, new: Value) -> Value:
+    return new if rows is None else array.at[rows[0] :: rows[1]].set(new)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -107,12 +111,14 @@ def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
         wire: dtype that crosses.
     """
     if wire == "float32":
-        return [jax.lax.pmean(one.reshape(-1), ISLAND.name).reshape(one.shape) for one in arrays]
+        return [
+            jax.lax.pmean(array.reshape(-1), ISLAND.name).reshape(array.shape) for array in arrays
+        ]
     rows = joined(arrays, wire, islands)
-    mine = jax.lax.all_to_all(packed(rows, wire), ISLAND.name, 0, 0, tiled=True)
-    mean = jnp.mean(unpacked(mine, wire), axis=0, keepdims=True)
-    every = jax.lax.all_gather(packed(mean, wire), ISLAND.name, axis=0, tiled=True)
-    return split(unpacked(every, wire), arrays, wire)
+    received = jax.lax.all_to_all(packed(rows, wire), ISLAND.name, 0, 0, tiled=True)
+    mean = jnp.mean(unpacked(received, wire), axis=0, keepdims=True)
+    gathered = jax.lax.all_gather(packed(mean, wire), ISLAND.name, axis=0, tiled=True)
+    return split(unpacked(gathered, wire), arrays, wire)
 
 
 def joined(arrays: Sequence[Value], wire: str, islands: int, block: int = BLOCK) -> Value:
@@ -121,14 +127,14 @@ def joined(arrays: Sequence[Value], wire: str, islands: int, block: int = BLOCK)
     Args:
         wire: dtype that crosses.
     """
-    sizes = [math.prod(one.shape) for one in arrays]
+    sizes = [math.prod(array.shape) for array in arrays]
     room = spaces(wire, sizes, block)
-    rest = padded(wire, sizes, islands, block) - sum(room)
+    padding = padded(wire, sizes, islands, block) - sum(room)
     flat = [
-        jnp.pad(one.reshape(-1), (0, space - size))
-        for one, size, space in zip(arrays, sizes, room, strict=True)
+        jnp.pad(array.reshape(-1), (0, space - size))
+        for array, size, space in zip(arrays, sizes, room, strict=True)
     ]
-    return jnp.concatenate([*flat, jnp.zeros(rest, jnp.float32)]).reshape(islands, -1)
+    return jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)]).reshape(islands, -1)
 
 
 def split(rows: Value, like: Sequence[Value], wire: str, block: int = BLOCK) -> list[Value]:
@@ -137,12 +143,12 @@ def split(rows: Value, like: Sequence[Value], wire: str, block: int = BLOCK) -> 
     Args:
         wire: dtype that crosses.
     """
-    flat, found, start = rows.reshape(-1), list[Value](), 0
-    sizes = [math.prod(one.shape) for one in like]
-    for one, size, space in zip(like, sizes, spaces(wire, sizes, block), strict=True):
-        found.append(flat[start : start + size].reshape(one.shape))
+    flat, arrays, start = rows.reshape(-1), list[Value](), 0
+    sizes = [math.prod(shape_source.shape) for shape_source in like]
+    for shape_source, size, space in zip(like, sizes, spaces(wire, sizes, block), strict=True):
+        arrays.append(flat[start : start + size].reshape(shape_source.shape))
         start += space
-    return found
+    return arrays
 
 
 def packed(rows: Value, wire: str, block: int = BLOCK) -> Value:
@@ -206,11 +212,11 @@ def update_of(exchange: Meets, meeting: int) -> Update:
 
 
 def _outer_step(
-    exchange: DiLoCo, mine: Shards, outer: Shards, momentum: Shards
+    exchange: DiLoCo, thetas: Shards, outer: Shards, momentum: Shards
 ) -> tuple[Shards, Shards, Shards]:
     """The outer update (arXiv:2311.08105, algorithm 1): all islands go on from its parameters."""
-    apart = [theta - own for theta, own in zip(outer, mine, strict=True)]
-    gradients = means(apart, exchange.wire, exchange.islands)
+    differences = [theta - local for theta, local in zip(outer, thetas, strict=True)]
+    gradients = means(differences, exchange.wire, exchange.islands)
     outer, momentum = outer_update(exchange, gradients, outer, momentum)
     return outer, outer, momentum
 
@@ -229,13 +235,15 @@ def outer_update(
 
 
 def _averaged(
-    exchange: Gossip, meeting: int, mine: Shards, outer: Shards, momentum: Shards
+    exchange: Gossip, meeting: int, thetas: Shards, outer: Shards, momentum: Shards
 ) -> tuple[Shards, Shards, Shards]:
     """The mean of what an island has and of what it hears."""
     distances = exchange.distances(meeting)
-    heard = [[_from(one, distance, exchange.islands) for one in mine] for distance in distances]
+    heard = [
+        [_from(theta, distance, exchange.islands) for theta in thetas] for distance in distances
+    ]
     return (
-        [_mean([own, *others]) for own, *others in zip(mine, *heard, strict=True)],
+        [_mean([local, *others]) for local, *others in zip(thetas, *heard, strict=True)],
         outer,
         momentum,
     )
@@ -288,20 +296,20 @@ def stacked_shape(shape: Sequence[int], islands: int) -> tuple[int, ...]:
 
 def stacked(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     """The arrays of all islands as one."""
-    one = [array if array.ndim else array.reshape(1) for array in arrays]
-    first = one[0].sharding
+    parts = [array if array.ndim else array.reshape(1) for array in arrays]
+    first = parts[0].sharding
     assert isinstance(first, NamedSharding)
     spec = stacked_sharding(first, mesh).spec
     return jax.make_array_from_single_device_arrays(
-        stacked_shape(one[0].shape, len(one)),
+        stacked_shape(parts[0].shape, len(parts)),
         NamedSharding(mesh, spec, memory_kind=first.memory_kind),
-        [shard.data for array in one for shard in array.addressable_shards],
+        [shard.data for array in parts for shard in array.addressable_shards],
     )
 
 
 def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """The array of each island of a stacked one."""
-    return [_of_island(array, one) for one in like]
+    return [_of_island(array, leaf) for leaf in like]
 
 
 def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
@@ -322,17 +330,17 @@ def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def held(array: jax.Array, mesh: Mesh) -> list[jax.Array]:
     """Returns what the devices of one island hold of an array."""
-    found = {shard.device: shard.data for shard in array.addressable_shards}
-    return [found[device] for device in mesh.devices.flat if device in found]
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    return [by_device[device] for device in mesh.devices.flat if device in by_device]
 
 
 def _of_island(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     sharding: Any = like.sharding
-    mine = held(array, sharding.mesh)
+    shards = held(array, sharding.mesh)
     array = jax.make_array_from_single_device_arrays(
         like.shape or (1,),
         sharding if like.shape else NamedSharding(sharding.mesh, PartitionSpec()),
-        mine,
+        shards,
     )
     return array if like.shape else array.reshape(())
 
@@ -388,17 +396,17 @@ class Meeting:
         outer where the exchange keeps nothing.
         """
         outer = [
-            jax.ShapeDtypeStruct(one.leaf.shape, jnp.float32, sharding=sharding)
-            for one, sharding in zip(self.about, self._outer, strict=True)
+            jax.ShapeDtypeStruct(parameter.leaf.shape, jnp.float32, sharding=sharding)
+            for parameter, sharding in zip(self.about, self._outer, strict=True)
             if self.exchange.keeps
         ]
         thetas = [
             jax.ShapeDtypeStruct(
-                stacked_shape(one.leaf.shape, self.exchange.islands),
-                one.leaf.dtype,
+                stacked_shape(parameter.leaf.shape, self.exchange.islands),
+                parameter.leaf.dtype,
                 sharding=sharding,
             )
-            for one, sharding in zip(self.about, self._rest, strict=True)
+            for parameter, sharding in zip(self.about, self._rest, strict=True)
         ]
         return thetas, outer, outer
 
@@ -419,15 +427,17 @@ class Meeting:
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         """(parameters of all islands, outer parameters, momentum) -> the same after the meeting."""
         sharded = [NamedSharding(self.mesh, s.spec) for s in self._sharded]
-        rows = [one.rows for one in self.about]
+        rows = [parameter.rows for parameter in self.about]
         thetas_taken = taken(self.mesh, thetas, self._rest, rows)
-        mine = [mesh_held(one, s) for one, s in zip(thetas_taken, sharded, strict=True)]
-        alike = [one.spec for one in self._outer] if self.exchange.keeps else []
-        specs = ([one.spec for one in sharded], alike, alike)
+        placed = [mesh_held(theta, s) for theta, s in zip(thetas_taken, sharded, strict=True)]
+        alike = [sharding.spec for sharding in self._outer] if self.exchange.keeps else []
+        specs = ([sharding.spec for sharding in sharded], alike, alike)
         after, outer, momentum = jax.shard_map(
             self._updated, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
-        )(mine, outer, momentum)
-        back = [mesh_held(one, rest) for one, rest in zip(after, self._rest, strict=True)]
+        )(placed, outer, momentum)
+        back = [
+            mesh_held(theta, sharding) for theta, sharding in zip(after, self._rest, strict=True)
+        ]
         return put(self.mesh, thetas, back, self._rest, rows), outer, momentum
 
     def __call__(
@@ -447,30 +457,30 @@ class Meeting:
     @cached_property
     def _rest(self) -> list[NamedSharding]:
         """Of the stacked parameters, as they rest."""
-        return [_stacked_of(one.leaf, self.mesh) for one in self.about]
+        return [_stacked_of(parameter.leaf, self.mesh) for parameter in self.about]
 
     @cached_property
     def _sharded(self) -> list[NamedSharding]:
         """Of the stacked parameters, sharded as optimizer state is."""
-        return [stacked_sharding(one.state, self.mesh) for one in self.about]
+        return [stacked_sharding(parameter.state, self.mesh) for parameter in self.about]
 
     @cached_property
     def _outer(self) -> list[NamedSharding]:
         """Of what is outer: alike on all islands."""
-        return [NamedSharding(self.mesh, one.state.spec) for one in self.about]
+        return [NamedSharding(self.mesh, parameter.state.spec) for parameter in self.about]
 
     def _updated(
         self, thetas: Shards, outer: Shards, momentum: Shards
     ) -> tuple[Shards, Shards, Shards]:
         """The meeting on one device."""
-        rows = [one.rows for one in self.about]
-        kept = rows if self.exchange.keeps else []
-        mine = [
-            theta.astype(jnp.float32).reshape(theta.shape if one.leaf.ndim else ())
-            for one, theta in zip(self.about, thetas, strict=True)
+        rows = [parameter.rows for parameter in self.about]
+        outer_rows = rows if self.exchange.keeps else []
+        local = [
+            theta.astype(jnp.float32).reshape(theta.shape if parameter.leaf.ndim else ())
+            for parameter, theta in zip(self.about, thetas, strict=True)
         ]
         after, *news = update_of(self.exchange, self.number)(
-            mine, rows_of(kept, outer), rows_of(kept, momentum)
+            local, rows_of(outer_rows, outer), rows_of(outer_rows, momentum)
         )
         back = [
             new.astype(theta.dtype).reshape(theta.shape)
@@ -478,8 +488,8 @@ class Meeting:
         ]
         return (
             back,
-            with_rows(kept, outer, news[0]),
-            with_rows(kept, momentum, news[1]),
+            with_rows(outer_rows, outer, news[0]),
+            with_rows(outer_rows, momentum, news[1]),
         )
 
 
@@ -523,25 +533,25 @@ def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array
     islands.
     """
     mesh = meeting.mesh
-    stacks = [stacked_sharding(one.state, mesh) for one in meeting.about]
-    alike = [NamedSharding(mesh, one.state.spec) for one in meeting.about]
+    stacks = [stacked_sharding(parameter.state, mesh) for parameter in meeting.about]
+    alike = [NamedSharding(mesh, parameter.state.spec) for parameter in meeting.about]
 
-    def mean(mine: list[jax.Array]) -> list[jax.Array]:
+    def mean(stacks_local: list[jax.Array]) -> list[jax.Array]:
         return [
-            jax.lax.pmean(own.astype(jnp.float32), ISLAND.name).reshape(
-                own.shape if one.leaf.ndim else ()
+            jax.lax.pmean(stack.astype(jnp.float32), ISLAND.name).reshape(
+                stack.shape if parameter.leaf.ndim else ()
             )
-            for one, own in zip(meeting.about, mine, strict=True)
+            for parameter, stack in zip(meeting.about, stacks_local, strict=True)
         ]
 
     def function(thetas: list[jax.Array]) -> list[jax.Array]:
         return jax.shard_map(
             mean,
             mesh=mesh,
-            in_specs=([one.spec for one in stacks],),
-            out_specs=[one.spec for one in alike],
+            in_specs=([sharding.spec for sharding in stacks],),
+            out_specs=[sharding.spec for sharding in alike],
             check_vma=False,
-        )([mesh_held(theta, own) for theta, own in zip(thetas, stacks, strict=True)])
+        )([mesh_held(theta, sharding) for theta, sharding in zip(thetas, stacks, strict=True)])
 
     return jax.jit(function)(thetas)
 

@@ -86,16 +86,16 @@ class GradientProgram:
         parts, state = program.parts, program.state
 
         def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
-            (loss, (metrics, after)), found, _ = parts.run.gradients(
+            (loss, (metrics, after)), grads, _ = parts.run.gradients(
                 params, model_state, batch, None
             )
-            found = like(constrain(found, parts.params.gradient), parts.updated)
-            return {"loss": loss, **metrics}, found, after
+            grads = like(constrain(grads, parts.params.gradient), parts.updated)
+            return {"loss": loss, **metrics}, grads, after
 
         named(gradients, "gradients", program.plan.digest)
         arguments = (state.params, state.model_state, program.batch)
-        whole = mesh.named_sharding(program.mesh, Layout())
-        results = (whole, parts.params.gradient, shardings_of(state.model_state))
+        replicated = mesh.named_sharding(program.mesh, Layout())
+        results = (replicated, parts.params.gradient, shardings_of(state.model_state))
         call = _compiled(program, gradients, arguments, results)
         return GradientProgram(program=program, call=call)
 
@@ -124,13 +124,13 @@ class UpdateProgram:
             return updated(parts, state, loss, like(gradients, parts.updated), model_state)
 
         named(update, "update", program.plan.digest)
-        whole = mesh.named_sharding(program.mesh, Layout())
+        replicated = mesh.named_sharding(program.mesh, Layout())
         gradients = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding),
             program.model.partition.trained(state.params),
             parts.params.state,
         )
-        loss = jax.ShapeDtypeStruct((), np.float32, sharding=whole)
+        loss = jax.ShapeDtypeStruct((), np.float32, sharding=replicated)
         arguments = (state, gradients, state.model_state, loss)
         call = _compiled(program, update, arguments, shardings_of(state), donated=(0,))
         return UpdateProgram(program=program, call=call)
@@ -206,7 +206,9 @@ def require_divided(program: Program, *, staged: bool = False) -> None:
         failures.append("it has guards, which skip updates")
     if program.parts.run.kept is not None:
         failures.append("its devices keep partial sums of gradients from step to step")
-    updated = [one.path for one in program.plan.parameters if one.role == "updated"]
+    updated = [
+        parameter.path for parameter in program.plan.parameters if parameter.role == "updated"
+    ]
     if updated:
         failures.append(
             f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
@@ -248,8 +250,8 @@ def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
             if dim is None:
                 return leaf
             rows = leaf.shape[dim] // islands
-            where = [slice(None)] * dim + [slice(number * rows, (number + 1) * rows)]
-            return leaf[tuple(where)]
+            index = [slice(None)] * dim + [slice(number * rows, (number + 1) * rows)]
+            return leaf[tuple(index)]
 
         return jax.tree_util.tree_map_with_path(of_leaf, batch)
 
@@ -279,23 +281,26 @@ def placed_parts(batch: Tree, whole: Tree, batches: IslandBatches) -> tuple[Tree
     leaves, structure = jax.tree.flatten(batch)
     if not all(
         isinstance(leaf, jax.Array)
-        and leaf.sharding == asked.sharding
-        and leaf.shape == asked.shape
-        for leaf, asked in zip(leaves, jax.tree.leaves(whole), strict=True)
+        and leaf.sharding == target.sharding
+        and leaf.shape == target.shape
+        for leaf, target in zip(leaves, jax.tree.leaves(whole), strict=True)
     ):
         return ()
     return tuple(
         structure.unflatten(
-            [_own(leaf, asked) for leaf, asked in zip(leaves, jax.tree.leaves(one), strict=True)]
+            [
+                _own(leaf, target)
+                for leaf, target in zip(leaves, jax.tree.leaves(island_batch), strict=True)
+            ]
         )
-        for one in batches.islands
+        for island_batch in batches.islands
     )
 
 
-def _own(leaf: jax.Array, asked: jax.ShapeDtypeStruct) -> jax.Array:
-    sharding: Any = asked.sharding
+def _own(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding: Any = target.sharding
     return jax.make_array_from_single_device_arrays(
-        asked.shape, sharding, held(leaf, sharding.mesh)
+        target.shape, sharding, held(leaf, sharding.mesh)
     )
 
 
@@ -354,8 +359,8 @@ class _GradientUpdate:
     made: Made
 
     def step(self, state: TrainState, batch: Made, /) -> tuple[Any, Metrics]:
-        metrics, found, after = self._call(state.params, state.model_state, batch)
-        return (found, after), metrics
+        metrics, grads, after = self._call(state.params, state.model_state, batch)
+        return (grads, after), metrics
 
     def memory(self) -> dict[str, int]:
         return _jax_compat.compiled_memory(self._call)
@@ -365,11 +370,11 @@ class _GradientUpdate:
         program, parts = self.program, self.program.parts
 
         def gradients(params: Tree, model_state: Tree, made: Made) -> Any:
-            (loss, (metrics, after)), found, _ = parts.run.gradients(
+            (loss, (metrics, after)), grads, _ = parts.run.gradients(
                 params, model_state, made, None
             )
-            found = like(constrain(found, parts.params.gradient), parts.updated)
-            return {"loss": loss, **metrics}, found, after
+            grads = like(constrain(grads, parts.params.gradient), parts.updated)
+            return {"loss": loss, **metrics}, grads, after
 
         named(gradients, "gradients", program.plan.digest)
         state = program.state
@@ -411,28 +416,28 @@ class StagedGradients:
     def call(self, params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
         """(metrics, gradients, model state) of a step whose parameters are all there."""
         state = replace(self.program.state, params=params, model_state=model_state)
-        (found, after), metrics = self.dispatch.step(state, batch)
-        return metrics, found, after
+        (grads, after), metrics = self.dispatch.step(state, batch)
+        return metrics, grads, after
 
     @cached_property
     def runs(self) -> dict[str, int]:
         """Into how many equal runs each parameter is divided that stages need one by one; empty
         where no stage can begin before all parameters are there.
         """
-        dispatch, found = self.dispatch, dict[str, int]()
-        simple = all(one.gather is None and one.reduce is None for one in dispatch.chunks)
+        dispatch, runs = self.dispatch, dict[str, int]()
+        simple = all(chunk.gather is None and chunk.reduce is None for chunk in dispatch.chunks)
         opening = self._opening
         if not simple or len(dispatch.chunks) != len(dispatch.stages) or self._shared:
             return {}
-        given = jax.tree.unflatten(dispatch.opened, list(dispatch.opening.sources))
-        sources = [(True, source) for stack in given.stacks for source in stack]
-        sources += [(False, source) for source in given.kept.values()]
-        for in_stack, (fresh, at) in sources:
-            if fresh or at >= len(self._names):
+        opened = jax.tree.unflatten(dispatch.opened, list(dispatch.opening.sources))
+        sources = [(True, source) for stack in opened.stacks for source in stack]
+        sources += [(False, source) for source in opened.kept.values()]
+        for in_stack, (fresh, source_index) in sources:
+            if fresh or source_index >= len(self._names):
                 return {}
-            found[self._names[at]] = len(dispatch.stages) if in_stack else 1
-        assert len(given.stacks) == len(opening.dealt), "a turn of each"
-        return found if found.keys() >= trained(self.program).keys() else {}
+            runs[self._names[source_index]] = len(dispatch.stages) if in_stack else 1
+        assert len(opened.stacks) == len(opening.dealt), "a turn of each"
+        return runs if runs.keys() >= trained(self.program).keys() else {}
 
     def begun(self, params: Tree, model_state: Tree, batch: Tree, landed: Landed) -> Sums:
         """Queues a step whose parameters are on their way; returns once all stages have them."""
@@ -453,11 +458,11 @@ class StagedGradients:
 
     def needs(self, stage: int) -> tuple[Run, ...]:
         """The runs that a stage needs."""
-        known = trained(self.program)
+        names = trained(self.program)
         numbers = [(number, stage) for number in self._opening.dealt]
         numbers += [(number, 0) for number in self.dispatch.kept[stage]]
         runs = [(self._path(number), run) for number, run in numbers]
-        return tuple(run for run in runs if run[0] in known)
+        return tuple(run for run in runs if run[0] in names)
 
     def _path(self, number: int) -> str:
         """The path of the parameter that a value is."""
@@ -484,10 +489,10 @@ class _Arriving:
 
     def __init__(self, *, staged: StagedGradients, params: Tree, landed: Landed) -> None:
         self._staged, self._landed = staged, landed
-        known = trained(staged.program)
+        names = trained(staged.program)
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        self._paths = {id(leaf): name_of(path) for path, leaf in leaves if name_of(path) in known}
-        self._known = known
+        self._paths = {id(leaf): name_of(path) for path, leaf in leaves if name_of(path) in names}
+        self._known = names
         self._needs = [staged.needs(stage) for stage in range(len(staged.dispatch.stages))]
 
     def there(self, stage: int) -> bool:
