@@ -9,6 +9,7 @@ The packages, from the ground up; a file imports only from its own layer or from
 there is no JAX below the doors (`tool.importlinter` in pyproject.toml):
 
     errors, untrusted, compact   what can go wrong; data from elsewhere; short reprs
+    wings                        what the core uses of packages that may be missing
     layout, rules, collective, findings
                                  the small values that everything else speaks
     machines                     chips, link tiers, the spelling of topologies
@@ -35,10 +36,9 @@ nothing here touches a device.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardlib import _moved
+from shardlib import _moved, wings
 
 if TYPE_CHECKING:
     from shardlib.annotation.flax import linen
@@ -270,7 +270,16 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"shardlib.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    module = wings.wing_module(_HOME[name])
+    if module is None:
+        from shardlib.errors import MissingPackageError
+
+        package = ".".join(_HOME[name].split(".")[:2])
+        raise MissingPackageError(
+            f"shardlib.{name} is part of {package}, and that package is missing here\nTry: pip"
+            " install --force-reinstall shardlib"
+        )
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -114,6 +114,7 @@ TESTS = {
     "test_site.py": "unit",
     "test_snippets.py": "unit",
     "test_tiers.py": "unit",
+    "test_wings.py": "processes",
     "test_wrong_kinds.py": "compile",
 }
 EXAMPLES = dict.fromkeys(
@@ -133,6 +134,7 @@ EXAMPLES = dict.fromkeys(
         "rules.py",
         "schedules.py",
         "untrusted",
+        "wings.py",
     ),
     "unit",
 )

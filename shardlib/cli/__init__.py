@@ -1,6 +1,7 @@
 """The command line: `shardlib plan | explain | diff | timeline | replan | scale | compare |
 fit-model | edge | edge-stage | verify | train | status | launch | generate | export | serve |
-bench-serve | doctor | models | topologies`.
+bench-serve | doctor | models | topologies`. Those of a wing are there where its package is
+(`shardlib.wings`).
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
@@ -9,7 +10,6 @@ model, never for `--help`.
 
 app.py       the application, its options and the types of arguments that commands share
 inputs.py    from the words of a command line to models and plans
-islands.py   `shardlib launch --islands N`
 output.py    what commands print, and the files that they read and write
 planning.py  pages and comparisons of plans
 training.py  `shardlib train | status`
@@ -21,41 +21,44 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from shardlib import wings
 from shardlib.cli import planning, training
 from shardlib.cli.app import app
 from shardlib.cli.inputs import parse_pins
 from shardlib.cli.output import report
 from shardlib.errors import ArgumentError, LaunchError, ShardlibError
-from shardlib.launch import booking_commands, commands
-from shardlib.serve import commands as bench
 
-#: The commands, in the order of the help.
-COMMANDS: Mapping[str, Callable[..., None]] = {
-    "doctor": commands.doctor_command,
-    "launch": commands.launch,
+#: The order of the help; commands that are not named here follow.
+ORDER = (
+    *("doctor", "launch", "plan", "explain", "diff", "timeline", "replan", "scale", "compare"),
+    *("fit-model", "edge", "edge-stage", "verify", "train", "status", "generate", "export"),
+    *("serve", "bench-serve", "models", "topologies"),
+)
+_ALL: Mapping[str, Callable[..., None]] = {
     "plan": planning.plan_command,
     "explain": planning.explain_command,
     "diff": planning.diff_command,
     "timeline": planning.timeline_command,
     "replan": planning.replan_command,
     "scale": planning.scale_command,
-    "compare": booking_commands.compare_command,
-    "fit-model": booking_commands.fit_model_command,
-    "edge": bench.edge_command,
-    "edge-stage": bench.edge_stage_command,
     "verify": planning.verify_command,
     "train": training.train_command,
     "status": training.status_command,
-    "generate": bench.generate_command,
-    "export": bench.export_command,
-    "serve": bench.serve_command,
-    "bench-serve": bench.bench_serve_command,
     "models": planning.models_command,
     "topologies": planning.topologies_command,
+    **wings.commands(),
+}
+#: The commands of the core and of the wings, in the order of the help.
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    name: _ALL[name] for name in sorted(_ALL, key=[*ORDER, *_ALL].index)
 }
 for _name, _command in COMMANDS.items():
     # Words after those of `launch` are another program's.
-    app.command(_name, context_settings={"allow_interspersed_args": _name != "launch"})(_command)
+    app.command(
+        _name,
+        help=wings.extension(_name).help or None,
+        context_settings={"allow_interspersed_args": _name != "launch"},
+    )(_command)
 
 __all__ = ["COMMANDS", "app", "main", "parse_pins"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +44,18 @@ PinList = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of the batch."""
+
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")
+    ] = None
+    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = (
+        None
+    )
 
 
 def _show_version(wanted: bool) -> None:

@@ -7,12 +7,13 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile
+from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile, Sizes
 from shardlib.cli.inputs import (
     inputs_of,
     make_plan,
@@ -38,8 +39,8 @@ from shardlib.errors import (
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import seconds_text
 from shardlib.report.timelines import Timeline
-from shardlib.serve.commands import Serving, explain_serving, plan_to_serve
 from shardlib.untrusted.data import parse_json, shown
+from shardlib.wings import extension
 
 if TYPE_CHECKING:
     from shardlib.planner.answers import Answers
@@ -391,22 +392,8 @@ def _held_to(plan: Plan, stored: Mapping[str, Any], source: Path) -> None:
 # `shardlib plan | explain | timeline | replan`.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of the batch."""
-
-    batch: Annotated[
-        int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")
-    ] = None
-    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = (
-        None
-    )
-
-
 #: Where `--emit jax` writes.
 PLAIN_FILE = "sharded_step.py"
-
-
 #: What `--emit` says for plain JAX -> mode of its mesh axes.
 PLAIN_FORMS = {"jax": "auto", "jax-explicit": "explicit"}
 
@@ -472,7 +459,7 @@ class Searching:
     ] = None
 
 
-@spread
+@partial(spread, serving=extension("plan").options)
 def plan_command(
     model: Model,
     topology: Annotated[
@@ -482,34 +469,33 @@ def plan_command(
     sizes: Sizes,
     searching: Searching,
     run: Run,
-    serving: Serving,
+    serving: Any,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", callback=writable, help="Write the plan here, as JSON."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best way to spread a model over a topology, or with --serve to answer requests
-    there.
-    """
+    """Find the best way to spread a model over a topology."""
     from shardlib.planner.plan import plan_to_data
     from shardlib.report.emission import require_written
     from shardlib.report.text import explain
 
-    if serving.asked(
-        batch=sizes.batch,
-        seq=sizes.seq,
-        allow=searching.allow,
-        refine=searching.refine,
-        framework=searching.framework,
-        emit=searching.emit,
-        tokens=run.tokens,
-        price=run.price,
-        mtbf=run.mtbf,
-    ):
-        plan_to_serve(model, topology, serving, searching.pin or [], out, as_json)
+    training = {
+        "batch": sizes.batch,
+        "seq": sizes.seq,
+        "allow": searching.allow,
+        "refine": searching.refine,
+        "framework": searching.framework,
+        "emit": searching.emit,
+        "tokens": run.tokens,
+        "price": run.price,
+        "mtbf": run.mtbf,
+    }
+    pin = searching.pin or []
+    if extension("plan").run(model, topology, serving, pin, out, as_json, training=training):
         return
-    pins = {**parse_pins(searching.pin or []), **parse_allow(searching.allow or [])}
+    pins = {**parse_pins(pin), **parse_allow(searching.allow or [])}
     plain = _plain_file(searching.emit) if searching.framework is None else None
     if searching.emit is not None and plain is None:
         require_written(searching.framework)
@@ -571,7 +557,7 @@ def explain_command(
     from shardlib.report.changes import diff
     from shardlib.report.text import explain
 
-    if explain_serving(
+    if extension("explain").run(
         file,
         as_json,
         others=bool(why_not or alternatives or sensitivity or kernels or page.html or page.svg),

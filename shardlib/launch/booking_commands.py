@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlib.cli.app import AsJson, Model, PinList
+from shardlib.cli.app import AsJson, Model, PinList, Sizes
 from shardlib.cli.inputs import duration, inputs_of, parse_pins, price, quantity, spread
 from shardlib.cli.output import echo, quiet_stdout, status, writable, write
-from shardlib.cli.planning import Sizes
 from shardlib.errors import ArgumentError, MissingFileError, PlanError
 from shardlib.launch.booking import LARGEST, TOKENS_PER_PARAMETER, Failures
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import shlex
-from collections.abc import Callable, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,16 +17,191 @@ import typer
 
 from shardlib.cli.app import AsJson
 from shardlib.cli.inputs import given, spread
-from shardlib.cli.islands import Islands, run_islands
 from shardlib.cli.output import echo, quiet_stdout, writable, write
-from shardlib.cli.training import Here, completed, environment_of, option_of, run_here
 from shardlib.errors import LaunchError
+from shardlib.launch.booking_commands import compare_command, fit_model_command
 from shardlib.launch.engines import ENGINES
+from shardlib.launch.job import COMMANDS as OWN
 from shardlib.launch.job import Job
 from shardlib.launch.submission import Engine, Submission, settings_of
+from shardlib.untrusted.data import shown
+from shardlib.wings import NoOptions, extension
 
 #: Where submissions are written, each in a folder of its name.
 FOLDER = Path("launches")
+
+
+# --------------------------------------------------------------------------------------------------
+# Words behind `shardlib launch`: a training with its machine and its run, and variables.
+
+
+def completed(command: Sequence[str], topology: str | None, run: str | None) -> tuple[str, ...]:
+    """The words of a training with the machine and the folder of the run, where they do not name
+    them; other words as they are.
+
+    >>> completed(["train", "--steps", "9"], "16*h100:8", "/runs/a")
+    ('train', '--steps', '9', '--topology', '16*h100:8', '--run', '/runs/a')
+    """
+    if not command or command[0] != "train":
+        return tuple(command)
+    missing = [
+        (long, value)
+        for long, short, value in (("--topology", "-t", topology), ("--run", "-r", run))
+        if value is not None and option_of(command, (long, short)) is None
+    ]
+    return (*command, *(word for pair in missing for word in pair))
+
+
+def option_of(command: Sequence[str], names: tuple[str, str]) -> str | None:
+    """The value of an option of a training; None for other commands.
+
+    >>> [option_of(["train", *words], ("--run", "-r")) for words in (["--run=a"], ["-r", "b"])]
+    ['a', 'b']
+
+    Args:
+        command: words of a `shardlib` command.
+        names: of the option, long and short.
+    """
+    if not command or command[0] != "train":
+        return None
+    for word, after in zip(command, [*command[1:], None], strict=True):
+        if word in names:
+            return after
+        if word.startswith(f"{names[0]}="):
+            return word.partition("=")[2]
+    return None
+
+
+def environment_of(words: Sequence[str]) -> dict[str, str]:
+    """Variables from NAME=VALUE."""
+    wrong = [word for word in words if "=" not in word]
+    if wrong:
+        raise LaunchError(
+            f"--env {wrong[0]!r} is no NAME=VALUE\nTry: --env"
+            " XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true"
+        )
+    return dict(word.split("=", 1) for word in words)
+
+
+# --------------------------------------------------------------------------------------------------
+# `shardlib launch -n N`: processes of this machine.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """Options of processes of this machine."""
+
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", "-n", min=1, help="Run on this machine, in so many processes."),
+    ] = None
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices-per-process",
+            min=1,
+            help="CPU devices that each simulates; if left out, they share the accelerators.",
+        ),
+    ] = None
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            "--interface",
+            help="Of this machine: interface or address at which process 0 listens. [127.0.0.1]",
+        ),
+    ] = None
+    port: Annotated[
+        int | None,
+        typer.Option("--port", help="Of process 0 on this machine; if left out, a free one."),
+    ] = None
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="On this machine: go on with fewer processes where one fails again and again.",
+        ),
+    ] = False
+    silent_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--silent-seconds",
+            min=2,
+            help=(
+                "On this machine: without a sign of life, after which a process counts as frozen."
+                " [60]"
+            ),
+        ),
+    ] = None
+    stop_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--stop-seconds",
+            min=0,
+            help=(
+                "On this machine: that processes have to save and end once they are asked to stop."
+                " [120]"
+            ),
+        ),
+    ] = None
+    join_seconds: Annotated[
+        int | None,
+        typer.Option(
+            "--join-seconds",
+            min=1,
+            help="On this machine: how long processes wait for each other at the start. [300]",
+        ),
+    ] = None
+
+
+def run_here(
+    words: Sequence[str], here: Here, *, restarts: int, environment: Mapping[str, str]
+) -> int:
+    """Runs a command in several processes of this machine, and gives its exit code."""
+    from shardlib.launch.local import LOOPBACK, Local, address_of, launch
+    from shardlib.training.supervisor import Budget
+
+    ours = bool(words) and words[0] in OWN
+    if not ours:
+        _require_program(words, {**os.environ, **environment})
+    command = (sys.executable, "-m", "shardlib", *words) if ours else tuple(words)
+    if here.elastic and ours and "--elastic" not in words and words[0] == "train":
+        command = (*command, "--elastic")
+    budget = {"silent_seconds": here.silent_seconds, "stop_seconds": here.stop_seconds}
+    waiting = {"join_seconds": here.join_seconds}
+    local = Local(
+        command=command,
+        processes=here.processes or 0,
+        devices=here.devices,
+        address=address_of(here.interface) if here.interface else LOOPBACK,
+        port=here.port,
+        run=option_of(words, ("--run", "-r")),
+        elastic=here.elastic,
+        budget=Budget(restarts=restarts, **_said(budget)),
+        **_said(waiting),
+    )
+    return launch(local, environ={**os.environ, **environment})
+
+
+def _require_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Refuses a program that is not there."""
+    if not words or shutil.which(words[0], path=environ.get("PATH")) is not None:
+        return
+    near = difflib.get_close_matches(words[0], OWN, 1)
+    raise LaunchError(
+        f"there is no program {shown(words[0])} here"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+        + f"\nTry: a command of shardlib that runs in several processes ({', '.join(OWN)}), or"
+        " any program; the other commands of shardlib run in one process, without `launch`"
+    )
+
+
+def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values without those that were left out."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# --------------------------------------------------------------------------------------------------
+# What an engine is asked for.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +379,8 @@ def flags(engines: Sequence[Engine]) -> type:
 def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
     """The command, for a table of engines."""
     names = ", ".join(f"--{engine.name}" for engine in engines)
+    extended = extension("launch")
+    islands_option = "" if extended.options is NoOptions else " or --islands N"
 
     def launch(
         command: Annotated[
@@ -214,7 +395,7 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         common: Common,
         job: JobOptions,
         submission: SubmissionOptions,
-        islands: Islands,
+        islands: Any,
     ) -> None:
         """Run one program in many processes: on this machine, or on many hosts with what you have
         already. Exit code on this machine: that of the first process that failed; 75: stopped, and
@@ -225,11 +406,11 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         if given(islands):
             others = {**given(job), **given(submission), **given(wanted)}
             _only(others, "is for an engine, and islands are on this machine, or come by hand")
-            raise typer.Exit(run_islands(command, islands, here, common, variables))
+            raise typer.Exit(extended.run(command, islands, here, common, variables))
         if engine is None and here.processes is None:
             raise LaunchError(
-                "nothing says who starts the processes\nTry: --processes N or --islands N for this"
-                f" machine, or one of {names}"
+                "nothing says who starts the processes\nTry: --processes"
+                f" N{islands_option} for this machine, or one of {names}"
             )
         if engine is None:
             _only({**given(job), **given(submission)}, f"is for an engine: one of {names}")
@@ -243,7 +424,7 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         )
         _submit(_request(engine, command, common, job, submission), submission, job.name)
 
-    return spread(launch, wanted=flags(engines))
+    return spread(launch, wanted=flags(engines), islands=extended.options)
 
 
 def _request(
@@ -375,3 +556,11 @@ def doctor_command(
         echo(json.dumps(examination.to_json()) if as_json else str(examination), nl=True)
     if not examination.ok:
         raise typer.Exit(1)
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "doctor": doctor_command,
+    "launch": launch,
+    "compare": compare_command,
+    "fit-model": fit_model_command,
+}

@@ -27,6 +27,7 @@ from shardlib.errors import (
 )
 from shardlib.report.elements import seconds_text
 from shardlib.untrusted.data import LIMITS, JsonObject, read_regular
+from shardlib.wings import Extension
 
 if TYPE_CHECKING:
     import jax
@@ -817,8 +818,14 @@ def plan_to_serve(
     pins: list[str],
     out: Path | None,
     as_json: bool,
-) -> None:
-    """Plans a server and prints it."""
+    *,
+    training: Mapping[str, object],
+) -> bool:
+    """Plans a server and prints it; False where a training is planned, of which `training` are
+    options.
+    """
+    if not serving.asked(**training):
+        return False
     from shardlib.machines.topology import topology as find_topology
 
     machine, pin = find_topology(topology), _pins(pins)
@@ -856,6 +863,7 @@ def plan_to_serve(
         data["two_meshes"] = None if two is None else two.to_json()
         text += f"\n{curve(points)}\n\n{meshes(two)}\n"
     echo(json.dumps(data) if as_json else text, nl=as_json)
+    return True
 
 
 def explain_serving(file: Path, as_json: bool, *, others: bool) -> bool:
@@ -1304,3 +1312,23 @@ def _split(word: str) -> tuple[str, str]:
     if not equals or Path(word).exists() or "/" in name or not name:
         return "", word
     return name, model
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "edge": edge_command,
+    "edge-stage": edge_stage_command,
+    "generate": generate_command,
+    "export": export_command,
+    "serve": serve_command,
+    "bench-serve": bench_serve_command,
+}
+#: `plan` and `explain` go on with their own work where these return False.
+EXTENSIONS: Mapping[str, Extension] = {
+    "plan": Extension(
+        options=Serving,
+        run=plan_to_serve,
+        help="Find the best way to spread a model over a topology, or with --serve to answer"
+        " requests there.",
+    ),
+    "explain": Extension(run=explain_serving),
+}

@@ -37,7 +37,6 @@ from shardlib.errors import (
 from shardlib.exchanges import DiLoCo, Exact
 from shardlib.findings import Finding
 from shardlib.frontend.step_program import StepProgram
-from shardlib.launch.doctor import examine
 from shardlib.lowering.islands.program import IslandMetrics, IslandsProgram, IslandsState, first_of
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
@@ -75,6 +74,7 @@ from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import is_metric, named_numbers, validator
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject
+from shardlib.wings import wing_module
 
 # --------------------------------------------------------------------------------------------------
 # Streams of batches, and how far ahead they are computed.
@@ -733,8 +733,11 @@ class Equipment:
         seconds = task.settings.doctor_seconds
         if seconds is None or jax.process_count() == 1:
             return
+        doctor = wing_module("shardlib.launch.doctor")
+        if doctor is None:
+            return
         run = str(self.folder.path) if self.folder is not None else None
-        for finding in examine(run=run, seconds=seconds, measure=False).require().findings:
+        for finding in doctor.examine(run=run, seconds=seconds, measure=False).require().findings:
             say(str(finding))
 
     def open_records(self, task: Task, step: int, stack: contextlib.ExitStack) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from shardlib.cli.training import Here
 from shardlib.errors import LaunchError
-from shardlib.launch.job import COMMANDS
+from shardlib.wings import Extension
+
+if TYPE_CHECKING:
+    from shardlib.launch.commands import Here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +99,14 @@ def run_islands(
     from shardlib.islands.servers.joining import LocalIslands, OuterServer, launch_islands
     from shardlib.islands.servers.relay import read_link
     from shardlib.islands.servers.rounds import Rounds
+    from shardlib.launch.job import COMMANDS as SINGLE
     from shardlib.launch.local import LOOPBACK, address_of
 
     if options.islands is None:
         raise LaunchError("nothing says how many islands there are\nTry: --islands 2")
     if here.processes is not None:
         raise LaunchError("an island is one process\nTry: --islands N without --processes")
-    if words and words[0] in COMMANDS:
+    if words and words[0] in SINGLE:
         raise LaunchError(
             f"{words[0]} is no island of its own: its islands are of one process\nTry: -- python"
             " train.py, a script that calls shardlib.servers.join"
@@ -131,3 +134,8 @@ def run_islands(
         token_file=options.token_file,
     )
     return launch_islands(local, server)
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {}
+#: `launch` calls `run_islands` where an option of `Islands` is there.
+EXTENSIONS: Mapping[str, Extension] = {"launch": Extension(options=Islands, run=run_islands)}

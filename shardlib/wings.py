@@ -1,0 +1,73 @@
+"""Wings: packages that the core does not import, and uses where their folder is there.
+
+A wing may have a module `commands`: its `COMMANDS` maps names of commands to functions, and its
+`EXTENSIONS` maps a command of another package to the options that the wing adds to it. Of `launch`
+the core also uses `joining.join` (the public name `shardlib.join`) and `doctor.examine`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+WINGS = ("launch", "serve", "islands")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a command that no wing extends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What a wing adds to a command of another package.
+
+    Attributes:
+        options: a dataclass of options.
+        run: handles the command in place of its package; what it is called with and what it returns
+            is said where the command calls it. By default it returns False: not handled.
+        help: of the command with these options; "" for the text that the command has anyway.
+    """
+
+    options: type = NoOptions
+    run: Callable[..., Any] = lambda *_, **__: False
+    help: str = ""
+
+
+def is_missing(module: str) -> bool:
+    """Whether a module is of a wing whose package is missing.
+
+    >>> is_missing("shardlib.api")
+    False
+    """
+    package = ".".join(module.split(".")[:2])
+    return package in {f"shardlib.{wing}" for wing in WINGS} and find_spec(package) is None
+
+
+def wing_module(name: str) -> ModuleType | None:
+    """A module such as "shardlib.launch.doctor"; None where the package of its wing is missing."""
+    return None if is_missing(name) else importlib.import_module(name)
+
+
+def commands() -> dict[str, Callable[..., None]]:
+    """The commands of all wings, by name."""
+    return {name: command for module in _modules() for name, command in module.COMMANDS.items()}
+
+
+def extension(command: str) -> Extension:
+    """What a wing adds to a command; an extension without options where none does."""
+    # A wing that calls this while it is imported has no table yet; its own commands need none.
+    tables = [getattr(module, "EXTENSIONS", {}) for module in _modules()]
+    return next((table[command] for table in tables if command in table), Extension())
+
+
+def _modules() -> Iterator[ModuleType]:
+    """The modules `commands` of the wings that are there."""
+    for wing in WINGS:
+        module = wing_module(f"shardlib.{wing}.commands")
+        if module is not None:
+            yield module
