@@ -36,6 +36,7 @@ nothing here touches a device.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from shardlib import _moved, wings

@@ -141,7 +141,8 @@ def test_command_line_lacks_the_commands_of_the_wing(without: tuple[str, Path]):
 
 def test_plan_command_works(without: tuple[str, Path], tmp_path: Path):
     _, folder = without
-    words = ("gpt2-small", "--topology", "8*h100:8", "--pin", "mesh.data=64", "--json")
+    sizes = ("--batch", "64", "--seq", "128", "--pin", "mesh.data=64")
+    words = ("gpt2-small", "--topology", "8*h100:8", *sizes, "--json")
     file = tmp_path / "plan.json"
     done = python(folder, "-m", "shardlib", "plan", *words, "--out", str(file))
     assert done.returncode == 0, done.stderr
@@ -155,9 +156,14 @@ def test_train_needs_launch_where_it_is_one_of_several_processes(without: tuple[
     if wing != "launch":
         pytest.skip("only launch joins processes")
     words = ("-m", "shardlib", "train", "--steps", "1", "--batch", "2", "--seq", "16")
+    card = (
+        "vocab_size = 256\nlayers = 1\nembed = 32\nheads = 2\nkv_heads = 2\nhead_dim = 16\nmlp = 32"
+    )
+    (folder / "small.toml").write_text(f"{card}\nmax_seq = 64\n")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("the cat sat on the mat and looked at the rat\n" * 2000)
     words = (*words, "--data", "text", "--sample-bytes", "0", "--json", "--topology", "cpu:2")
+    words = (*words, "--model", "small.toml")
     alone = python(folder, *words)
     assert alone.returncode == 0, alone.stderr
     assert json.loads(alone.stdout)["validation_loss"] > 0
