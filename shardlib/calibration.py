@@ -368,7 +368,7 @@ def kernel_figures(mesh: Mesh) -> dict[str, float]:
 
 
 def speed_alone(devices: Sequence[jax.Device]) -> float:
-    """How many times as fast a device runs a block of a model while the others idle: between 1 and
+    """Number of times as fast a device runs a block of a model while the others idle: between 1 and
     their number.
     """
     together, alone = (

@@ -393,7 +393,7 @@ BLOCK, SCALE = 256, 4
 
 
 def spaces(wire: str, sizes: Iterable[int], block: int = BLOCK) -> list[int]:
-    """How many places each array has: whole blocks, so that scales are those of one array, and
+    """Number of places each array has: whole blocks, so that scales are those of one array, and
     devices that hold the same of it send the same.
     """
     each = block if blocks(wire) else 1
@@ -401,7 +401,7 @@ def spaces(wire: str, sizes: Iterable[int], block: int = BLOCK) -> list[int]:
 
 
 def padded(wire: str, sizes: Iterable[int], islands: int, block: int = BLOCK) -> int:
-    """How many numbers cross: a whole number of blocks for every island."""
+    """Number of numbers cross: a whole number of blocks for every island."""
     count = sum(spaces(wire, sizes, block))
     if wire == "float32":
         return count
@@ -410,7 +410,7 @@ def padded(wire: str, sizes: Iterable[int], islands: int, block: int = BLOCK) ->
 
 
 def blocks(wire: str) -> bool:
-    """Whether numbers share scales."""
+    """Returns whether numbers share scales."""
     return wire in ("int8", "int4")
 
 
@@ -520,7 +520,7 @@ class TopK:
         return min(falling, (step - 1) * falling // self.warm_up) if falling else 0
 
     def sent(self, count: int, stage: int) -> int:
-        """How many of so many numbers are sent.
+        """Number of of so many numbers are sent.
 
         Args:
             count: of a device's shard.

@@ -668,7 +668,7 @@ class Rows:
 
     @property
     def splits(self) -> bool:
-        """Whether the batch can be worked through in parts with the numbers of the whole."""
+        """True if the batch can be worked through in parts with the numbers of the whole."""
         return not self.reasons
 
     @property
@@ -725,7 +725,7 @@ class Parameter:
 
     @property
     def trained(self) -> bool:
-        """Whether it has a gradient and optimizer state."""
+        """True if it has a gradient and optimizer state."""
         return self.role == "trained"
 
 

@@ -271,7 +271,7 @@ class Schedule(Protocol):
         ...
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """Whether stages may have so many chunks of layers."""
+        """Returns whether stages may have so many chunks of layers."""
         ...
 
     def fits(self, pipelines: Pipelines) -> Array:
@@ -317,7 +317,7 @@ class Schedule(Protocol):
         ...
 
     def put_off(self, *, lockstep: bool) -> float:
-        """How often the time of gradients of weights is taken off each of the S - 1 rounds of
+        """Number of times the time of gradients of weights is taken off each of the S - 1 rounds of
         waiting, at the most.
         """
         ...
@@ -867,7 +867,7 @@ def named(name: str) -> Schedule:
 
 
 def lowered(name: str) -> bool:
-    """Whether there is a schedule of a name that programs are lowered to."""
+    """Returns whether there is a schedule of a name that programs are lowered to."""
     return name in SCHEDULES and SCHEDULES[name].lowered
 
 
@@ -913,7 +913,7 @@ class Timetable:
 
     @property
     def forward_first(self) -> bool:
-        """Whether all forward work is done before any backward work."""
+        """True if all forward work is done before any backward work."""
         return named(self.schedule).forward_first
 
     @property
@@ -959,7 +959,7 @@ class Timetable:
 
     @property
     def split(self) -> bool:
-        """Whether gradients of weights are made later than those of activations."""
+        """True if gradients of weights are made later than those of activations."""
         return named(self.schedule).backward_in_two
 
     @property

@@ -286,8 +286,8 @@ class Builder:
         self._copies: dict[int, int] = {}
 
     def _replaceable(self, pair: Pair, small: float) -> bool:
-        """Whether a saved value is the result of element-wise ops that no matmul reads in the other
-        loop.
+        """Returns whether a saved value is the result of element-wise ops that no matmul reads in
+        the other loop.
         """
         maker = self._producers.get(pair.value)
         if (
@@ -309,8 +309,8 @@ class Builder:
         )
 
     def _feeds_matmul(self, value: int) -> bool:
-        """Whether a matmul or a kernel of several ops reads a value, as it is or through views and
-        casts.
+        """Returns whether a matmul or a kernel of several ops reads a value, as it is or through
+        views and casts.
         """
         views = {value}
         for op in self._graph.ops:
@@ -579,7 +579,7 @@ class Keeping:
         )
 
     def plain(self, value: int) -> bool:
-        """Whether a value is kept as it is sharded, and takes no more than its bytes."""
+        """Returns whether a value is kept as it is sharded, and takes no more than its bytes."""
         return value not in self._gathered and value not in self._arrived
 
     def room(self, value: int, choice: Choice) -> float:

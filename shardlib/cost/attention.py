@@ -449,7 +449,9 @@ class _Search:
         )
 
     def _of_positions(self, value: int) -> bool:
-        """Whether a value is made of nothing but constants and positions, and there are some."""
+        """Returns whether a value is made of nothing but constants and positions, and there are
+        some.
+        """
         return self._ancestors(value) is not None and self._graph.values[value].role != "constant"
 
     def _compared(self, value: int) -> bool:
@@ -641,7 +643,7 @@ def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | 
 
 
 def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:
-    """Whether a value is a view of another."""
+    """Returns whether a value is a view of another."""
     producers = graph.producers()
     while value != source:
         maker = producers.get(value)

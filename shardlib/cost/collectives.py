@@ -599,7 +599,9 @@ def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Arra
 
 
 def _stepwise(slot: Slot) -> bool:
-    """Whether a collective is done in steps along the dims of a torus, in the order of its axes."""
+    """Returns whether a collective is done in steps along the dims of a torus, in the order of its
+    axes.
+    """
     return slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
 
 

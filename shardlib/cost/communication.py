@@ -231,7 +231,7 @@ def _runs(term: Transfer, slot: Slot, segment: int, stage: _Stage) -> float:
 
 
 def _times(slot: Slot, ends: bool, stage: _Stage) -> float | None:
-    """How often a stage gathers parameters or reduces gradients in a step; None: in every
+    """Number of times a stage gathers parameters or reduces gradients in a step; None: in every
     microbatch.
     """
     knobs, c, profile = stage.how, stage.candidate, stage.profile
@@ -411,7 +411,7 @@ _DEALING = np.array(
 
 
 def passes_over(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
-    """How often a stage reads its weights and reduces its gradients in a step; see
+    """Number of times a stage reads its weights and reduces its gradients in a step; see
     `passes_over_weights`.
     """
     return passes_over_weights(

@@ -50,7 +50,7 @@ class Capped:
 
 
 def is_capped(op: Op) -> bool:
-    """Whether an op belongs to experts with a capacity."""
+    """Returns whether an op belongs to experts with a capacity."""
     return CAPPED in op.scope
 
 
@@ -338,7 +338,7 @@ def arrived_values(
 
 
 def _whole_rows(op: Op, graph: Graph) -> bool:
-    """Whether rows move as a whole, which tells tokens from single scores."""
+    """Returns whether rows move as a whole, which tells tokens from single scores."""
     source = graph.values[op.operands[0]].shape
     moved = graph.values[op.results[0] if op.category == "gather" else op.operands[-1]].shape
     return len(source) == 2 and source[1] == moved[-1]

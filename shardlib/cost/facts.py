@@ -373,8 +373,8 @@ def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int 
 
 
 def leaves_loop(op: Op) -> bool:
-    """Whether a boundary op carries a value out of a loop: a stack, or the final carry, which also
-    reads the first one.
+    """Returns whether a boundary op carries a value out of a loop: a stack, or the final carry,
+    which also reads the first one.
     """
     return op.kind == "exit" or (op.kind == "carry" and len(op.operands) > 1)
 
@@ -720,8 +720,9 @@ class Facts:
         return cuts[axes]
 
     def shares_heads(self, index: int, choice: Choice) -> bool:
-        """Whether an op is a kernel of attention whose heads the tensor axis shards inside of it
-        alone, while it shards the sequence or the width of heads of what goes in and comes out.
+        """Returns whether an op is a kernel of attention whose heads the tensor axis shards inside
+        of it alone, while it shards the sequence or the width of heads of what goes in and comes
+        out.
         """
         if index not in self.heads:
             return False
@@ -738,8 +739,8 @@ class Facts:
         )
 
     def plain(self, ops: Iterable[int], values: Iterable[int]) -> bool:
-        """Whether ops and values are sharded as their colours say, and heads of attention change
-        nothing about it.
+        """Returns whether ops and values are sharded as their colours say, and heads of attention
+        change nothing about it.
         """
         return not (
             any(index in self.heads for index in ops)
@@ -747,14 +748,14 @@ class Facts:
         )
 
     def pairs(self, value: int, choice: Choice) -> bool:
-        """Whether a gradient that a kernel of attention makes is such a value, and dims of a head
-        are paired before the gradient of the projection is made of it.
+        """Returns whether a gradient that a kernel of attention makes is such a value, and dims of
+        a head are paired before the gradient of the projection is made of it.
         """
         return value in self._between.paired and self.turned(value, choice)
 
     def turned(self, value: int, choice: Choice) -> bool:
-        """Whether a value lies between a projection whose heads the tensor axis shards along their
-        width and a kernel of attention, so that it has whole heads already.
+        """Returns whether a value lies between a projection whose heads the tensor axis shards
+        along their width and a kernel of attention, so that it has whole heads already.
         """
         heads = self._between.heads.get(value)
         return heads is not None and any(
@@ -773,7 +774,7 @@ class Facts:
         )
 
     def shares_width(self, region: int, choice: Choice) -> bool:
-        """Whether tensor shards an index of the grouped matmuls of a region."""
+        """Returns whether tensor shards an index of the grouped matmuls of a region."""
         return any(
             has(self.op_cut(number, choice), "tensor")
             for number, op in enumerate(self.graph.ops)

@@ -313,7 +313,7 @@ def gathers(profile: FrameworkProfile) -> tuple[str, ...]:
 
 
 def ends_on_all_stages(profile: FrameworkProfile) -> bool:
-    """Whether the devices of all stages compute embedding and head, each for a part of the
+    """Returns whether the devices of all stages compute embedding and head, each for a part of the
     sequence: pipelines in one program do. Otherwise the first and the last stage do.
     """
     return profile.pipeline == "lockstep" and profile.embedding_and_head == "spread"
@@ -449,13 +449,13 @@ class Abilities:
             raise_all(PinError, "what the framework can do is not usable", failures)
 
     def has(self, rule: str) -> bool:
-        """Whether plans keep a rule."""
+        """Returns whether plans keep a rule."""
         assert rule in RULES, f"{rule!r} is no rule"
         return rule in self.rules
 
     @property
     def free(self) -> bool:
-        """Whether it can do whatever a plan may decide."""
+        """True if it can do whatever a plan may decide."""
         return self == ANYTHING
 
     def refusals(self, pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
@@ -633,5 +633,5 @@ class Knobs(Protocol):
 
     @property
     def ring(self) -> bool:
-        """Whether keys and values go around the context axis."""
+        """True if keys and values go around the context axis."""
         ...

@@ -304,7 +304,7 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
 
 
 def _again(facts: Facts, region: int) -> bool:
-    """Whether a region rematerialises layers."""
+    """Returns whether a region rematerialises layers."""
     return any(op.region == region and "rematted_computation" in op.scope for op in facts.graph.ops)
 
 
@@ -373,8 +373,8 @@ def _rematerialised(facts: Facts, readers: list[int]) -> set[int]:
 
 
 def _gathers_apart(facts: Facts, index: int, rematerialised: set[int]) -> bool:
-    """Whether a reader gets a gather of its own: what the backward pass rematerialises is gathered
-    for that by the compiler, and for the gradient of a weight by the manual region.
+    """Returns whether a reader gets a gather of its own: what the backward pass rematerialises is
+    gathered for that by the compiler, and for the gradient of a weight by the manual region.
     """
     op = facts.graph.ops[index]
     return (
@@ -468,8 +468,8 @@ def _before_casts(facts: Facts, index: int, value: int) -> int:
 
 
 def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
-    """Whether a kernel of attention, or what lies between it and a projection, gets a value by the
-    exchange of parts of the sequence, or of the width of heads, for heads (`exchanges.py`).
+    """Returns whether a kernel of attention, or what lies between it and a projection, gets a value
+    by the exchange of parts of the sequence, or of the width of heads, for heads (`exchanges.py`).
     """
     return facts.shares_heads(index, choice) or facts.turned(value, choice)
 
@@ -846,7 +846,9 @@ def sum_groups(facts: Facts) -> list[Summands]:
 
 
 def _is_view(op: Op) -> bool:
-    """Whether an op only rearranges or casts its operand; so does a sum over dims of size 1."""
+    """Returns whether an op only rearranges or casts its operand; so does a sum over dims of size
+    1.
+    """
     return op.kind in _LINEAR_VIEWS or (op.kind == "reduce_sum" and not op.rule.summed)
 
 
@@ -1049,13 +1051,13 @@ def _cause(op: Op) -> str:
 
 
 def _around(facts: Facts, op: Op) -> int:
-    """How often the loop runs that an op is in."""
+    """Number of times the loop runs that an op is in."""
     return facts.trips[facts.graph.regions[op.region].parent]
 
 
 def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
-    """Whether what looks like partial sums over an axis are sums of whole experts, of which ranks
-    of tensor have different ones.
+    """Returns whether what looks like partial sums over an axis are sums of whole experts, of which
+    ranks of tensor have different ones.
     """
     return (
         axis == "tensor"

@@ -81,9 +81,9 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
 
 
 def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> int:
-    """How often the same parameters are used outside of all layer groups, as where a loss calls its
-    model several times: the calls become one loop, or the parameters are stacked several times. 1
-    where there is nothing of the kind.
+    """Number of times the same parameters are used outside of all layer groups, as where a loss
+    calls its model several times: the calls become one loop, or the parameters are stacked several
+    times. 1 where there is nothing of the kind.
 
     Args:
         weights: value -> the parameter that it is a copy, cast or slice of.
@@ -123,7 +123,9 @@ def _carried(graph: Graph, region: int) -> int:
 
 
 def _repeats(graph: Graph, op: Op) -> bool:
-    """Whether an op writes its operand several times over, so that its result is no copy of it."""
+    """Returns whether an op writes its operand several times over, so that its result is no copy of
+    it.
+    """
     return op.kind == "broadcast_in_dim" and math.prod(
         graph.values[op.results[0]].shape
     ) > math.prod(graph.values[op.operands[0]].shape)

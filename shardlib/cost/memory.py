@@ -88,8 +88,8 @@ def gathered(facts: Facts) -> list[Gathered]:
 
 
 def _of_pieces(facts: Facts, op: Op) -> bool:
-    """Whether an op makes something of parameters alone, element by element, and so of their
-    pieces: the moving average of one.
+    """Returns whether an op makes something of parameters alone, element by element, and so of
+    their pieces: the moving average of one.
     """
     return op.category == "elementwise" and all(
         value in facts.weights for value in op.operands if facts.graph.values[value].shape
@@ -124,9 +124,9 @@ def gathered_bytes(facts: Facts, item: Gathered) -> float:
 
 
 def _times(facts: Facts, item: Gathered) -> int:
-    """How often a parameter is gathered in a region: in every iteration, but for what those of a
-    forward loop have in common (the matrix of a recurrence), which JAX computes before the loop
-    (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
+    """Number of times a parameter is gathered in a region: in every iteration, but for what those
+    of a forward loop have in common (the matrix of a recurrence), which JAX computes before the
+    loop (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
     """
     values, trips = facts.graph.values, facts.trips[item.region]
     if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):

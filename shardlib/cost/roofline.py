@@ -593,7 +593,7 @@ class Curve:
 
     @property
     def well_founded(self) -> bool:
-        """Whether the curve rests on at least `ROWS_A_FIGURE` runs for every fitted figure."""
+        """True if the curve rests on at least `ROWS_A_FIGURE` runs for every fitted figure."""
         return self.rows >= ROWS_A_FIGURE * len(self.fitted)
 
     @classmethod
@@ -862,7 +862,7 @@ def _compute_seconds(
 
 
 def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> float:
-    """How many times its FLOPs a kernel of attention computes, because of heads that it pads.
+    """Number of times its FLOPs a kernel of attention computes, because of heads that it pads.
 
     Forward one matmul contracts heads of queries and one makes heads of values; backward there are
     3 and 2 (arXiv:2307.08691, section 3.1).

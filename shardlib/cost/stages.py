@@ -438,20 +438,20 @@ def on_stage(quantity: Array, scale: Array) -> Array:
 
 
 def once_a_step(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with
-    parameters stored sharded (ZeRO 3) they never are.
+    """Returns whether gradients are kept whole over the microbatches of a step and reduced at its
+    end; with parameters stored sharded (ZeRO 3) they never are.
     """
     return profile.reduction == "step" and knobs.zero < 3
 
 
 def in_the_last(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """Whether gradients are stored replicated and reduced in the last microbatch of a step."""
+    """Returns whether gradients are stored replicated and reduced in the last microbatch of a step."""
     return profile.reduction == "last" and knobs.zero < 2
 
 
 def scatters(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """Whether gradients are reduced to the shards of the optimizer: where they are stored sharded,
-    and where they are reduced once for a distributed optimizer.
+    """Returns whether gradients are reduced to the shards of the optimizer: where they are stored
+    sharded, and where they are reduced once for a distributed optimizer.
     """
     return knobs.zero >= 2 or (knobs.zero == 1 and profile.reduction == "step")
 
@@ -466,8 +466,8 @@ _SLACK = 1 + 1e-12
 def passes_over_weights(
     schedule: str, gather: str, virtual: int, microbatches: Array, groups: int = 1
 ) -> tuple[Array, Array, float]:
-    """How often a stage gathers its weights and reduces their gradients in a step, and the share of
-    them that is whole at a time.
+    """Number of times a stage gathers its weights and reduces their gradients in a step, and the
+    share of them that is whole at a time.
 
     Gathered at every "use", that is twice (forward, backward) and once in every microbatch.
     Gathered "once" that is once each, or twice and once where all microbatches go through one chunk
@@ -490,9 +490,9 @@ def passes_over_weights(
 
 
 def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """How often the parameters of embedding and head are gathered, and their gradients reduced, in
-    a step of a pipeline whose stages all compute both: once, where those of layers are, but for
-    rounds of chunks, and in every microbatch otherwise.
+    """Number of times the parameters of embedding and head are gathered, and their gradients
+    reduced, in a step of a pipeline whose stages all compute both: once, where those of layers are,
+    but for rounds of chunks, and in every microbatch otherwise.
     """
     assert ends_on_all_stages(profile)
     rounds = named(knobs.schedule).forward_first and knobs.virtual > 1
@@ -501,8 +501,8 @@ def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> 
 
 
 def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """How often a stage does its part for a microbatch in a step: in a pipeline in one program it
-    does so while it waits, too, with what nobody asks for.
+    """Number of times a stage does its part for a microbatch in a step: in a pipeline in one
+    program it does so while it waits, too, with what nobody asks for.
     """
     if profile.pipeline != "lockstep":
         return np.asarray(c.micro, dtype=float)

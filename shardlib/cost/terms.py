@@ -56,7 +56,7 @@ class Heads:
     shared: tuple[Shared, ...]
 
     def counts(self, degree: int) -> bool:
-        """Whether the term counts on so many devices along tensor."""
+        """Returns whether the term counts on so many devices along tensor."""
         return (
             shared(heads=self.groups * self.each, groups=self.groups, devices=degree) in self.shared
         )
@@ -393,8 +393,8 @@ def local(amount: Amount, shapes: Shapes) -> Array:
 def divides_stored(
     shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
 ) -> Array:
-    """Whether some dim that is no stack of layers divides over the stored axes, on top of what
-    shards it in compute; vectors are stored replicated.
+    """Returns whether some dim that is no stack of layers divides over the stored axes, on top of
+    what shards it in compute; vectors are stored replicated.
 
     A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
     """

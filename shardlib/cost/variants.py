@@ -180,7 +180,7 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
 
 
 def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
-    """Whether an op is a matmul of a weight that tensor shards, or of the gradient of one."""
+    """Returns whether an op is a matmul of a weight that tensor shards, or of the gradient of one."""
     op = facts.graph.ops[index]
     values = [value for value in op.operands if value in facts.weights] or [
         value for value in op.results if value in facts.gradients

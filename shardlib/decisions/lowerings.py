@@ -115,7 +115,7 @@ def facts_of_pins(pins: Pins) -> frozenset[str]:
 
 
 def has_lowering(word: str, dtype: str) -> bool:
-    """Whether programs can have something in a dtype.
+    """Returns whether programs can have something in a dtype.
 
     Args:
         word: what has the dtype, such as "moment_dtype".

@@ -183,12 +183,14 @@ class Given:
 
     @property
     def staged(self) -> bool:
-        """Whether plans under these pins may have stages."""
+        """True if plans under these pins may have stages."""
         unstaged = self.schedule is not None and not self.schedule.staged
         return not unstaged and self.axis("stage", 2) > 1
 
     def chunked(self, *, lockstep: bool) -> bool:
-        """Whether the pinned schedule, if there is one, allows the pinned chunks on a stage."""
+        """Returns whether the pinned schedule, if there is one, allows the pinned chunks on a
+        stage.
+        """
         chunks = self.get("virtual_stages", 1)
         return self.schedule is None or self.schedule.allows(chunks, lockstep=lockstep)
 
@@ -200,7 +202,7 @@ class Given:
 
     @property
     def rematerialised(self) -> list[int | None]:
-        """How many layers of each group follow its policy; None: all."""
+        """Number of layers of each group follow its policy; None: all."""
         return [layers for _, policy, layers in self.groups if policy != "none"]
 
     @property
@@ -575,12 +577,12 @@ class Pins:
 
     @property
     def unstaged(self) -> bool:
-        """Whether a schedule is pinned that has no stages."""
+        """True if a schedule is pinned that has no stages."""
         return self.schedule is not None and not named(self.schedule).staged
 
     @property
     def staged(self) -> bool:
-        """Whether all plans under the pins have stages."""
+        """True if all plans under the pins have stages."""
         sizes = dict(self.mesh or self.axes)
         return (
             sizes.get("stage", 1) > 1

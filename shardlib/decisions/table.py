@@ -691,7 +691,7 @@ class Decisions:
 
     @property
     def ring(self) -> bool:
-        """Whether keys and values go around the context axis."""
+        """True if keys and values go around the context axis."""
         return self.context == "ring"
 
     @property

@@ -262,7 +262,7 @@ def _positive(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often a machine of some size fails; larger ones fail oftener in proportion.
+    """Number of times a machine of some size fails; larger ones fail oftener in proportion.
 
     Attributes:
         every: seconds between two failures of a machine.
@@ -384,7 +384,7 @@ class Offer:
 
     @property
     def meets(self) -> bool:
-        """Whether the run ends in time."""
+        """True if the run ends in time."""
         return self.cost is not None and self.cost.wall_seconds <= self.deadline
 
     @property
@@ -684,7 +684,7 @@ class Sized:
 
     @property
     def meets(self) -> bool:
-        """Whether it is trained in time."""
+        """True if it is trained in time."""
         return self.offer is not None and self.offer.meets
 
     @property
@@ -734,7 +734,7 @@ class Fitted:
 
     @property
     def proven(self) -> bool:
-        """Whether every larger one was planned, or excluded by its kernels."""
+        """True if every larger one was planned, or excluded by its kernels."""
         return not self._unseen
 
     @property
@@ -1291,7 +1291,7 @@ class _Looked:
         return self.seen[number]
 
     def meets(self, number: int) -> bool:
-        """Whether a size is trained in time."""
+        """Returns whether a size is trained in time."""
         return self.at(number).meets
 
     def beyond(self, best: int) -> int:

@@ -65,7 +65,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
 
 
 def failures(text: str | None) -> Failures | None:
-    """How often machines fail."""
+    """Number of times machines fail."""
     if text is None:
         return None
     interval, separator, devices = text.partition("@")

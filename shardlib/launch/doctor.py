@@ -362,7 +362,7 @@ def late_clocks(hosts: Sequence[HostFacts]) -> list[Finding]:
 
 
 def misfit(hosts: Sequence[HostFacts], machine: Topology) -> list[Finding]:
-    """Whether these are the hosts and devices that a topology has."""
+    """Returns whether these are the hosts and devices that a topology has."""
     devices = sum(len(host.kinds) for host in hosts)
     if devices == machine.devices:
         return []
@@ -939,7 +939,7 @@ class Examination:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is an error."""
+        """True if nothing is an error."""
         return all(finding.severity != "error" for finding in self.findings)
 
     def require(self) -> Examination:

@@ -150,7 +150,7 @@ VALUE = re.compile(
 
 
 def secret_name(name: str) -> bool:
-    """Whether a name is one of a variable that holds a secret."""
+    """Returns whether a name is one of a variable that holds a secret."""
     words = [word.upper() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
     if not words or name in SHELL or words[-1] in ABOUT:
         return False
@@ -165,7 +165,7 @@ def secret_name(name: str) -> bool:
 
 
 def secret_value(value: str) -> bool:
-    """Whether a value is a secret by itself."""
+    """Returns whether a value is a secret by itself."""
     return VALUE.search(value) is not None
 
 

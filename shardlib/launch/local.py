@@ -229,7 +229,7 @@ class Processes:
 
     @property
     def alive(self) -> bool:
-        """Whether one of them has not ended."""
+        """True if one of them has not ended."""
         return len(self.codes) < len(self._running)
 
     def next_end(self, seconds: float) -> End | None:

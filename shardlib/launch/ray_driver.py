@@ -104,7 +104,7 @@ class Host:
 
 
 class Stop:
-    """Whether somebody has asked the driver to end."""
+    """Returns whether somebody has asked the driver to end."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -502,7 +502,7 @@ KINDS: Mapping[str, TpuKind] = {
 
 
 def is_tpu(job: Job) -> bool:
-    """Whether the job runs on TPUs."""
+    """Returns whether the job runs on TPUs."""
     return job.machine.chip.vendor == "google"
 
 

@@ -308,7 +308,7 @@ def faster_as_programs(
 
 
 def _can_be_programs(plan: Plan) -> bool:
-    """Whether the stages of a plan are one program, and could be programs of their own."""
+    """Returns whether the stages of a plan are one program, and could be programs of their own."""
     if plan.mesh["stage"] == 1 or plan.pipeline != "lockstep":
         return False
     shape = Pipelines.one(

@@ -801,7 +801,9 @@ class RowPricer:
         return schedules.usual(self.space), schedules.first(self.space)
 
     def _ways(self, schedule: str, chunks: int) -> tuple[bool, ...]:
-        """Whether pipelines of a schedule may work breadth first (True), or otherwise (False)."""
+        """Returns whether pipelines of a schedule may work breadth first (True), or otherwise
+        (False).
+        """
         usual, first = self._kinds
         return tuple(
             breadth_first

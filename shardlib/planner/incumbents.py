@@ -475,7 +475,7 @@ class Seen:
 
     @property
     def ranks(self) -> bool:
-        """Whether every plan that fits is wanted, and not the fastest alone."""
+        """True if every plan that fits is wanted, and not the fastest alone."""
         return self._ranking is not None
 
     def skip(self, count: int) -> None:
@@ -611,7 +611,7 @@ class Seen:
 def _before(
     seconds: float, candidate: Candidate, incumbent_seconds: float, incumbent: Candidate
 ) -> bool:
-    """Whether a plan comes before another: faster, or as fast and simpler."""
+    """Returns whether a plan comes before another: faster, or as fast and simpler."""
     if abs(seconds - incumbent_seconds) > 1e-9 * max(seconds, incumbent_seconds):
         return seconds < incumbent_seconds
     return candidate.simplicity() < incumbent.simplicity()

@@ -70,14 +70,14 @@ def split(shape: tuple[int, ...], stacked: bool) -> int:
 
 
 def low_rank(shape: tuple[int, ...], stacked: bool, rank: int) -> bool:
-    """Whether a gradient is smaller as a matrix of some rank."""
+    """Returns whether a gradient is smaller as a matrix of some rank."""
     row_dims = split(shape, stacked)
     rows, columns = math.prod(shape[int(stacked) : row_dims]), math.prod(shape[row_dims:])
     return row_dims < len(shape) and rank * (rows + columns) < rows * columns
 
 
 def stacked(parameter: ParameterLayout) -> bool:
-    """Whether the first dim of a parameter is one of layers: it has no colour, and others
+    """Returns whether the first dim of a parameter is one of layers: it has no colour, and others
     follow.
     """
     return len(parameter.shape) > 1 and parameter.colours[0] is None
@@ -214,9 +214,9 @@ def fragments(
 
 
 def _stacked(parameter: ParameterLayout, mesh: MeshShape, count: int) -> bool:
-    """Whether a parameter is a stack whose rows can be told apart: its first dim has no colour, is
-    sharded alike as it rests and as optimizer state, and has on every device a row for each
-    fragment.
+    """Returns whether a parameter is a stack whose rows can be told apart: its first dim has no
+    colour, is sharded alike as it rests and as optimizer state, and has on every device a row for
+    each fragment.
     """
     if (
         not parameter.shape
@@ -318,7 +318,7 @@ def meetings(
 
 
 def _delayed(exchange: Several) -> bool:
-    """Whether something crosses beside steps."""
+    """Returns whether something crosses beside steps."""
     return isinstance(exchange, DiLoCo) and exchange.delay > 0
 
 
@@ -483,7 +483,7 @@ def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tup
 
 
 def _outside(plan: Plan, machine: Topology) -> dict[str, int]:
-    """How many ways of each mesh axis lie on the slowest links of the machine."""
+    """Number of ways of each mesh axis lie on the slowest links of the machine."""
     spans = place(plan.mesh, machine, plan.axis_order) or {}
     return {
         axis: math.prod(span.ways for span in parts if span.tier == 0)

@@ -148,7 +148,7 @@ class ParameterLayout:
 
     @property
     def trained(self) -> bool:
-        """Whether it has a gradient and optimizer state."""
+        """True if it has a gradient and optimizer state."""
         return self.role == "trained"
 
 

@@ -379,7 +379,7 @@ FORMS = ("lockstep", "programs")
 
 
 def left_open(load: Workload, pins: Pins) -> bool:
-    """Whether the planner decides how stages run: only where shardlib makes the programs."""
+    """Returns whether the planner decides how stages run: only where shardlib makes the programs."""
     return pins.pipeline == ANY and load.profile.name == XLA.name
 
 
@@ -715,7 +715,7 @@ class Uncut:
         return float(seconds.min(0).sum() if self.space.apart else seconds.sum(1).min())
 
     def slower(self, devices: int, limit: float) -> bool:
-        """Whether no plan on so many devices is faster than a limit in seconds."""
+        """Returns whether no plan on so many devices is faster than a limit in seconds."""
         return bool(np.isfinite(limit)) and self.seconds / devices >= limit
 
     @cached_property
@@ -870,8 +870,8 @@ class Explorer:
         return {axis: size[plain] for axis, size in sizes.items()}
 
     def too_large(self, counts: Counts) -> bool:
-        """Whether bounds say that no plan on some numbers of devices fits; not asked of a model
-        that is far smaller than their memory.
+        """Returns whether bounds say that no plan on some numbers of devices fits; not asked of a
+        model that is far smaller than their memory.
         """
         if TIGHT * self._uncut.resting_bytes / max(counts) < self._most:
             return False
@@ -897,7 +897,7 @@ class Explorer:
         return [entries for entries in self._entries(counts, 1) if len(entries) > SMALL]
 
     def is_small(self, counts: Counts) -> bool:
-        """Whether the entries on some numbers of devices are soon looked through."""
+        """Returns whether the entries on some numbers of devices are soon looked through."""
         return all(len(entries) <= MODERATE for entries in self._entries(counts, 1))
 
     def leave_out(self, counts: Counts, done: Container[int]) -> None:
@@ -986,7 +986,7 @@ class Explorer:
 
     @property
     def flat(self) -> bool:
-        """Whether all links are alike, so that a mesh has one place."""
+        """True if all links are alike, so that a mesh has one place."""
         return len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
 
     def _in_order(
@@ -1189,7 +1189,7 @@ def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
 
 
 def _below(fronts: Mapping[int, Front], limit: float) -> int:
-    """How many entries are below a limit."""
+    """Number of entries are below a limit."""
     return sum(len(front.entries.below(limit)[0]) for front in fronts.values())
 
 
@@ -1403,7 +1403,7 @@ def _explorers(
 
 
 def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules | None:
-    """Whether model and machine can have what is pinned.
+    """Returns whether model and machine can have what is pinned.
 
     Returns:
         Pinned rules, in the colours of the model; None where none are pinned.
@@ -1437,7 +1437,7 @@ def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules |
 
 
 def _require_able(framework: Framework | None, pins: Pins) -> None:
-    """Whether the framework that runs the plan can do what is pinned."""
+    """Returns whether the framework that runs the plan can do what is pinned."""
     if framework is None:
         return
     axes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
@@ -1504,8 +1504,8 @@ def with_loops(
 
 
 def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
-    """Whether loops over tensor can be faster on a mesh: in a program of JAX without stages, and
-    where links work beside compute, which those of simulated devices do not.
+    """Returns whether loops over tensor can be faster on a mesh: in a program of JAX without
+    stages, and where links work beside compute, which those of simulated devices do not.
     """
     return (
         load.profile.name == XLA.name

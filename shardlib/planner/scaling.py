@@ -79,7 +79,7 @@ class Point:
 
     @property
     def pays(self) -> bool:
-        """Whether going from the point before to this one is worth it."""
+        """True if going from the point before to this one is worth it."""
         return (
             self.plan is not None
             and self.efficiency >= LEAST_EFFICIENCY
@@ -330,7 +330,7 @@ def machine_like(old: Topology, requested: TopologyLike) -> Topology:
 
 
 def same_chips(old: Topology, new: Topology) -> bool:
-    """Whether two machines have chips of one kind, whatever figures each has of them."""
+    """Returns whether two machines have chips of one kind, whatever figures each has of them."""
     return old.chip.name == new.chip.name
 
 
@@ -650,7 +650,7 @@ def _arrays(
 
 
 def _keeps_outer(plan: Plan) -> bool:
-    """Whether parameters are outer, with a momentum."""
+    """Returns whether parameters are outer, with a momentum."""
     return bool(getattr(plan.exchange, "keeps", False))
 
 

@@ -293,7 +293,7 @@ def explain_empty(
 
 
 def _devices_fault(sizes: Mapping[str, int], devices: int) -> PinError | None:
-    """Whether axes are pinned that take no part of the devices."""
+    """Returns whether axes are pinned that take no part of the devices."""
     if devices % (taken := math.prod(sizes.values())) == 0:
         return None
     listed = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
@@ -447,8 +447,8 @@ def _rules_fault(colouring: Colouring, pins: Pins, sizes: Mapping[str, int]) -> 
 
 
 def _in_order(pins: Pins, stages: int, together: int) -> bool:
-    """Whether stages that wait for their neighbours alone can take so many microbatches in the
-    order of the pinned schedule.
+    """Returns whether stages that wait for their neighbours alone can take so many microbatches in
+    the order of the pinned schedule.
     """
     if not (pins.schedule and together):
         return True
@@ -584,7 +584,7 @@ class Space:
 
     @property
     def apart(self) -> bool:
-        """Whether plans whose layer groups differ are in the space: where they are pinned, or let
+        """True if plans whose layer groups differ are in the space: where they are pinned, or let
         the planner choose.
         """
         if self.each:
@@ -680,8 +680,8 @@ def _choices(
 def _space_able(
     choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abilities
 ) -> bool:
-    """Whether a framework can shard what a choice does over tensor: nothing, or what it shards
-    always, and the width of experts, which has ranks of its own, if the plan says so.
+    """Returns whether a framework can shard what a choice does over tensor: nothing, or what it
+    shards always, and the width of experts, which has ranks of its own, if the plan says so.
     """
     if not choice.tensor or able.free:
         return True
@@ -694,7 +694,7 @@ def _space_able(
 
 
 def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
-    """Whether tokens of experts may be routed, each in turn."""
+    """Returns whether tokens of experts may be routed, each in turn."""
     problem, expert = load.problem, load.expert
     form, ours = experts_form(problem), bool(gaps_of(load))
     routes = tuple(
@@ -827,8 +827,8 @@ def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[t
 
 
 def _meshes_able(limits: Limits, mesh: Mapping[str, int], micro: int) -> bool:
-    """Whether the framework has a mesh with so many microbatches, as far as that can be said of
-    them alone.
+    """Returns whether the framework has a mesh with so many microbatches, as far as that can be
+    said of them alone.
     """
     able, stages = limits.able, mesh["stage"]
     alone = mesh["data"] > 1 and math.prod(mesh.values()) > mesh["data"]

@@ -343,7 +343,7 @@ class Trial:
 
     @property
     def survived(self) -> bool:
-        """Whether the compiler made a program that fits."""
+        """True if the compiler made a program that fits."""
         return self.verdict in (CHOSEN, SLOWER)
 
     def to_json(self) -> JsonObject:

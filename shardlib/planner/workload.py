@@ -68,8 +68,8 @@ class Limits:
 
 
 def experts_form(problem: Problem) -> str:
-    """How many tokens the experts of a model take: all of them ("dropless"), or as many as there is
-    room for ("capacity").
+    """Number of tokens the experts of a model take: all of them ("dropless"), or as many as there
+    is room for ("capacity").
     """
     return "capacity" if "capacity" in problem.functions else "dropless"
 
@@ -736,8 +736,8 @@ class Workload:
 
     @cached_property
     def by_class(self) -> bool:
-        """Whether layer groups can follow remat policies of their own: where there are
-        several, and all programs have the same loops.
+        """True if layer groups can follow remat policies of their own: where there are several, and
+        all programs have the same loops.
         """
         loops = {program.loops for program in self.programs.values()}
         return len(loops) == 1 and () not in loops

@@ -72,13 +72,13 @@ TOKENS = "batch+context"
 
 @lru_cache(maxsize=1 << 14)
 def has(cut: Cut, kind: str) -> bool:
-    """Whether some dim is sharded over a kind of axis."""
+    """Returns whether some dim is sharded over a kind of axis."""
     return any(part is not None and kind in part for part in cut)
 
 
 @lru_cache(maxsize=1 << 14)
 def divisors(cut: Cut) -> tuple[bool, bool, bool, bool]:
-    """Whether batch, tensor, context and expert axes divide an array."""
+    """Returns whether batch, tensor, context and expert axes divide an array."""
     return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
 
 
@@ -161,7 +161,7 @@ class Choice:
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     def alike(self, other: Choice) -> bool:
-        """Whether the tensor axis shards the same under another choice."""
+        """Returns whether the tensor axis shards the same under another choice."""
         return (self.tensor, self.sequence) == (other.tensor, other.sequence)
 
     def restrict(self, colours: frozenset[str]) -> Choice:
@@ -293,7 +293,7 @@ class _Found:
 
     @staticmethod
     def _counts(rule: FactorRule, counter: int, sizes: tuple[int, ...], dim: Dim) -> bool:
-        """Whether a factor counts the pieces of a dim, rather than being in shards itself."""
+        """Returns whether a factor counts the pieces of a dim, rather than being in shards itself."""
         inner = math.prod(rule.sizes[factor] for factor in dim if factor != counter)
         return (
             all(size % inner == 0 for size in sizes)

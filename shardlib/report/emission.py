@@ -112,7 +112,7 @@ def emitter(plan: Plan) -> Framework:
 
 
 def require_written(name: str | None) -> None:
-    """Whether the configuration of a framework can be written.
+    """Returns whether the configuration of a framework can be written.
 
     Args:
         name: of the framework; None for programs of shardlib.

@@ -37,7 +37,7 @@ class Job:
 
     @property
     def staged(self) -> bool:
-        """Whether the plan has stages."""
+        """True if the plan has stages."""
         return self.axis("stage") > 1
 
     @property
@@ -165,7 +165,7 @@ def levanter(job: Job, failures: list[str]) -> JsonObject:
 
 
 def _slices(job: Job) -> bool:
-    """Whether the slowest links are those between slices of TPUs, which JAX numbers."""
+    """Returns whether the slowest links are those between slices of TPUs, which JAX numbers."""
     return job.sizes.vendor == "google"
 
 

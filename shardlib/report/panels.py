@@ -193,14 +193,14 @@ def _of(collective: Collective, plan: Plan, rows: Sequence[ParameterRow]) -> Ite
 
 
 def _same(cause: str, row: ParameterRow) -> bool:
-    """Whether a cause is the path of a parameter, or of the module that has it."""
+    """Returns whether a cause is the path of a parameter, or of the module that has it."""
     pattern = [part for part in row.pattern.split(".") if part != "*"]
     parts = [part for part in cause.split(".") if part != "*" and not part.isdigit()]
     return bool(parts) and pattern[: len(parts)] == parts and len(pattern) - len(parts) <= 1
 
 
 def _meets(collective: Collective, row: ParameterRow) -> bool:
-    """Whether a collective runs along axes that its gradient is a partial sum over."""
+    """Returns whether a collective runs along axes that its gradient is a partial sum over."""
     return not set(collective.axes) & row.example.compute.axes
 
 
@@ -1411,7 +1411,7 @@ class Operation:
 
     @property
     def communicates(self) -> bool:
-        """Whether it is a collective, by its name."""
+        """True if it is a collective, by its name."""
         return self.name.startswith(KINDS)
 
 

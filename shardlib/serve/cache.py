@@ -164,7 +164,7 @@ def over_pages(
 
 
 def _at_once(limit: int, size: int) -> list[int]:
-    """How many pages may be read at once: doubled, up to all of a request or `MOST` tokens."""
+    """Number of pages may be read at once: doubled, up to all of a request or `MOST` tokens."""
     counts = [max(1, FEWEST // size)]
     while counts[-1] < limit and 2 * counts[-1] * size <= MOST:
         counts.append(2 * counts[-1])
@@ -609,12 +609,12 @@ def plain(value: Value | Stored | Layered | Columns) -> Value:
 
 
 def is_stored(value: object) -> bool:
-    """Whether a value is an array of eight bits."""
+    """Returns whether a value is an array of eight bits."""
     return isinstance(value, Stored)
 
 
 def is_held(value: object) -> bool:
-    """Whether a value stands for an array, and is none."""
+    """Returns whether a value stands for an array, and is none."""
     return isinstance(value, (Stored, Layered, Columns))
 
 
@@ -937,7 +937,7 @@ class Layers:
 
     @property
     def alike(self) -> bool:
-        """Whether all are in one group."""
+        """True if all are in one group."""
         return len({*self.groups}) == 1
 
     @property

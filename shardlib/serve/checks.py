@@ -247,7 +247,7 @@ class ServedProgram:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is an error."""
+        """True if nothing is an error."""
         return not any(finding.severity == "error" for finding in self.findings)
 
     def __str__(self) -> str:

@@ -390,7 +390,9 @@ class _Reader:
         self._hand_on(op)
 
     def _moves(self, value: int) -> bool:
-        """Whether a value depends on the token: it is neither made of weights nor a constant."""
+        """Returns whether a value depends on the token: it is neither made of weights nor a
+        constant.
+        """
         return value not in self.of and self.graph.values[value].role != "constant"
 
     def _multiply(self, op: Op, weights: Sequence[int]) -> None:

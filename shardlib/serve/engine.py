@@ -242,7 +242,7 @@ class Engine:
 
     @property
     def replacing(self) -> bool:
-        """Whether other weights wait for the requests that have begun."""
+        """True if other weights wait for the requests that have begun."""
         return self._fresh is not None
 
     def replace(self, weights: Tree | int) -> None:

@@ -242,7 +242,7 @@ def _check(name: str, adapter: PeftAdapter, places: Mapping[str, tuple[Located, 
 
 
 def _dims(located: Located) -> int:
-    """How many dims of ours a matrix multiplies; 0 for no matrix that has adapters."""
+    """Number of dims of ours a matrix multiplies; 0 for no matrix that has adapters."""
     *_, place, name = located.path.split(".")
     return MATRICES.get(place, {}).get(name, 0)
 
@@ -500,8 +500,8 @@ def _table(tokens: list[str | None], special: list[Json], decoder: Json) -> Toke
 
 
 def _writes_no_more(decoder: Json) -> bool:
-    """Whether a decoder is of a kind that writes no more than it is given, but for a space for each
-    token.
+    """Returns whether a decoder is of a kind that writes no more than it is given, but for a space
+    for each token.
     """
     match decoder:
         case None | {"type": "ByteLevel" | "ByteFallback" | "Fuse" | "Metaspace" | "WordPiece"}:
@@ -566,7 +566,7 @@ def _template(folder: Path, settings: JsonMapping) -> str | None:
 
 
 def is_folder(folder: Path) -> bool:
-    """Whether a folder is one of Hugging Face."""
+    """Returns whether a folder is one of Hugging Face."""
     return (folder / "config.json").is_file()
 
 

@@ -346,7 +346,7 @@ class CachedCall:
 
     @property
     def layers(self) -> int:
-        """How often it runs."""
+        """Number of times it runs."""
         return len(self.windows)
 
     def pages(
@@ -676,7 +676,7 @@ def _constant(cached: Cached, path: str, number: int, value: Value) -> Value:
 
 
 def looks(equation: Equation, places: Positions, calls: Iterable[str]) -> bool:
-    """Whether an equation has attention in it, or looks at the position."""
+    """Returns whether an equation has attention in it, or looks at the position."""
     below = f"{equation.path}/"
     paths = [
         *calls,
@@ -737,7 +737,7 @@ def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
 
 
 def _inside(equation: Equation, cached: Cached) -> bool:
-    """Whether a loop has attention in it, or looks at the position."""
+    """Returns whether a loop has attention in it, or looks at the position."""
     return looks(equation, cached.positions, cached.pages)
 
 

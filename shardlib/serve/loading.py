@@ -89,7 +89,7 @@ def _program(config: TransformerConfig, *, average: bool) -> Program:
 
 
 def newer_step(folder: Path, step: int) -> bool:
-    """Whether a run has a whole checkpoint of a later step."""
+    """Returns whether a run has a whole checkpoint of a later step."""
     steps = RunFolder(folder).saved()
     return bool(steps) and steps[-1] > step
 

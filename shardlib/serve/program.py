@@ -188,7 +188,7 @@ class TracedForward:
         return [call.path for call in self.calls]
 
     def _varies(self, equation: Equation) -> bool:
-        """Whether an equation depends on where the token stands."""
+        """Returns whether an equation depends on where the token stands."""
         tables = {number for path, number in self.positions.tables if not path}
         return looks(equation, self.positions, self._paths) or bool(tables & {*equation.inputs})
 

@@ -102,17 +102,17 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether what has been said counts."""
+        """True if what has been said counts."""
         return bool(self.frequency or self.presence or self.repetition != 1)
 
 
 def whole(value: object) -> bool:
-    """Whether a value is a whole number, which no boolean is."""
+    """Returns whether a value is a whole number, which no boolean is."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def number(value: object) -> bool:
-    """Whether a value is a number, and finite; no boolean is."""
+    """Returns whether a value is a number, and finite; no boolean is."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -137,7 +137,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """How many it computes."""
+        """Number of it computes."""
         return self.singles + self.chunks * self.chunk
 
 
@@ -173,7 +173,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """How many requests and tokens are served.
+    """Number of requests and tokens are served.
 
     Attributes:
         longest: tokens of a request at most, prompt and answer together.
@@ -607,7 +607,7 @@ class Request:
 
     @property
     def unscored(self) -> bool:
-        """Whether tokens of the prompt still lack the logarithms that are asked for."""
+        """True if tokens of the prompt still lack the logarithms that are asked for."""
         return self.asked.scored and len(self.scores) < len(self.asked.prompt) - 1
 
     @property

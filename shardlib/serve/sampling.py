@@ -544,7 +544,7 @@ class Guide:
 
     @property
     def late(self) -> bool:
-        """Whether the mask of the next token is not there yet."""
+        """True if the mask of the next token is not there yet."""
         return self._mask is None
 
     def masks(self, rows: int, drafted: Sequence[int]) -> list[np.ndarray]:
@@ -561,7 +561,7 @@ class Guide:
 
     @property
     def guessing(self) -> bool:
-        """Whether the masks after guesses have not come yet."""
+        """True if the masks after guesses have not come yet."""
         return self._serial >= 0 and self._mask is not None
 
     def took(self, token: int) -> bool:

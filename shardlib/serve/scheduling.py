@@ -215,11 +215,11 @@ class Pool:
         return pages
 
     def has(self, digests: Sequence[bytes]) -> list[bool]:
-        """Whether there is a page for each of some digests."""
+        """Returns whether there is a page for each of some digests."""
         return [digest in self._page for digest in digests]
 
     def takes(self, pages: Sequence[int], more: int) -> bool:
-        """Whether so many more pages are there beside some that are shared."""
+        """Returns whether so many more pages are there beside some that are shared."""
         return more <= self.available - sum(page in self._kept for page in pages)
 
 
@@ -249,7 +249,7 @@ class GroupedPool:
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of there are."""
         return sum(pool.pages for pool in self.pools)
 
     @property
@@ -281,8 +281,8 @@ class GroupedPool:
                 return count
 
     def admits(self, digests: Sequence[bytes], tokens: int) -> bool:
-        """Whether a request can be admitted: in the first group all its pages are reserved, in the
-        others there are as many as all requests need.
+        """Returns whether a request can be admitted: in the first group all its pages are reserved,
+        in the others there are as many as all requests need.
         """
         gone = self._gone(0, len(digests))
         return self.pools[0].takes(
@@ -400,7 +400,7 @@ class Share:
 
     @property
     def ends(self) -> bool:
-        """Whether the request has its next token afterwards."""
+        """True if the request has its next token afterwards."""
         return self.first + self.count - len(self.drafted) == self.request.count
 
     @property
@@ -442,7 +442,7 @@ class Schedule:
 
     @property
     def begun(self) -> bool:
-        """Whether a request has a slot, or waits with a part of its answer."""
+        """True if a request has a slot, or waits with a part of its answer."""
         return bool(self.running) or any(map(_begun, self.waiting))
 
     def add(self, request: Request) -> None:
@@ -582,7 +582,7 @@ class Schedule:
         return prefix
 
     def _coming(self, page: Sequence[bytes]) -> bool:
-        """Whether a running request computes a page."""
+        """Returns whether a running request computes a page."""
         return any(
             digest in self._known[request.number][1][len(request.digests) :]
             for digest in page
@@ -591,7 +591,7 @@ class Schedule:
         )
 
     def _spare(self, request: Request, count: int) -> int:
-        """How many of the tokens a request may compute without taking pages from another."""
+        """Number of of the tokens a request may compute without taking pages from another."""
         count = min(count, max(request.asked.most - len(request.answer), 1))
         self.pool.grow(request.held, request.computed + count)
         return min(self.pool.room(request.held) - request.computed, count)
@@ -614,7 +614,7 @@ class Schedule:
 
 
 def _begun(request: Request) -> bool:
-    """Whether weights have told something of a request."""
+    """Returns whether weights have told something of a request."""
     return bool(request.answer or request.scores)
 
 
@@ -636,7 +636,7 @@ class Pools:
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of there are."""
         return sum(pool.pages for pool in self._pools)
 
     @property
@@ -686,7 +686,7 @@ class Groups:
 
     @property
     def begun(self) -> bool:
-        """Whether a request has a slot, or waits with a part of its answer."""
+        """True if a request has a slot, or waits with a part of its answer."""
         return any(schedule.begun for schedule in self.each)
 
     @property
@@ -701,7 +701,7 @@ class Groups:
 
     @property
     def preempted(self) -> int:
-        """How often a request gave its pages back."""
+        """Number of times a request gave its pages back."""
         return sum(schedule.preempted for schedule in self.each)
 
     def add(self, request: Request) -> None:

@@ -156,11 +156,11 @@ class Step:
         )
 
     def holds(self, shares: Sequence[Share]) -> bool:
-        """Whether one step computes them all."""
+        """Returns whether one step computes them all."""
         return any(self._fits(shape, shares) for shape in self.sizes.shapes)
 
     def _fits(self, shape: Shape, shares: Sequence[Share]) -> bool:
-        """Whether a program computes what groups of devices have."""
+        """Returns whether a program computes what groups of devices have."""
         used = [0] * self.grid.groups
         for share in shares:
             if share.count > 1 or not shape.singles:

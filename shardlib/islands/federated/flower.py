@@ -57,7 +57,7 @@ class Message(Protocol):
     metadata: Metadata
 
     def has_error(self) -> bool:
-        """Whether it says an error in place of content."""
+        """Returns whether it says an error in place of content."""
         ...
 
 
@@ -354,7 +354,7 @@ def _kind(
 
 
 def _has_metrics(reply: RecordDict, weighted_by: str) -> bool:
-    """Whether a reply has one record of metrics, with finite numbers and a weight."""
+    """Returns whether a reply has one record of metrics, with finite numbers and a weight."""
     if len(reply.metric_records) != 1:
         return False
     record = next(iter(reply.metric_records.values()))

@@ -156,7 +156,7 @@ class Coming:
 
     @property
     def complete(self) -> bool:
-        """Whether all elements have come."""
+        """True if all elements have come."""
         return self.taken == len(self.order)
 
     def begin(self, answer: Answer) -> None:

@@ -432,7 +432,7 @@ class Held:
         return f"{self.era}.{self.entries[island]}"
 
     def knows(self, island: int, word: str) -> bool:
-        """Whether a word is that of an island's newest entry."""
+        """Returns whether a word is that of an island's newest entry."""
         era, _, number = word.partition(".")
         newest = self.entries.get(island, 0)
         if era == self.era and number.isdigit() and int(number) < newest:
@@ -609,8 +609,8 @@ class Attendance:
             self.waiting.clear()
 
     def gathered(self) -> bool:
-        """Whether islands that have come have waited long enough for the others, or for the open
-        round to close.
+        """Returns whether islands that have come have waited long enough for the others, or for the
+        open round to close.
         """
         oldest = min(self.waiting.values(), default=self.now())
         return self.now() - oldest >= self.rounds.gather_s
@@ -638,11 +638,11 @@ class Attendance:
         return absent
 
     def late(self) -> bool:
-        """Whether the round has waited long enough."""
+        """Returns whether the round has waited long enough."""
         return self.first is not None and self.now() - self.first >= self.rounds.timeout_s
 
     def enough(self) -> bool:
-        """Whether the round has its quorum."""
+        """Returns whether the round has its quorum."""
         return len(self.sent) >= self.rounds.quorum
 
     def fails(self) -> str:
@@ -659,7 +659,7 @@ class Attendance:
         return ""
 
     def closes(self) -> bool:
-        """Whether nothing is to be waited for any more."""
+        """Returns whether nothing is to be waited for any more."""
         return self.enough() and (self.active <= self.sent or self.late())
 
     def stalled(self) -> list[int]:
@@ -891,7 +891,7 @@ class RoundService:
 
     @property
     def askers(self) -> int:
-        """How many may ask."""
+        """Number of may ask."""
         return self.islands
 
     @property

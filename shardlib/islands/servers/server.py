@@ -149,7 +149,7 @@ class Answers(Protocol):
 
     @property
     def askers(self) -> int:
-        """How many may ask."""
+        """Number of may ask."""
         ...
 
     @property
@@ -573,7 +573,7 @@ class Service:
 
     @property
     def askers(self) -> int:
-        """How many may ask."""
+        """Number of may ask."""
         return self.exchange.workers
 
     def name(self, who: int) -> str:

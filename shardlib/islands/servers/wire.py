@@ -912,7 +912,7 @@ def _part(data: object) -> Part:
 
 
 def _flags(*values: object) -> bool:
-    """Whether one of them is a truth value, which Python counts among integers."""
+    """Returns whether one of them is a truth value, which Python counts among integers."""
     return any(isinstance(value, bool) for value in values)
 
 

@@ -203,7 +203,7 @@ class Landing:
             self._changed.notify_all()
 
     def there(self, runs: Iterable[Run]) -> bool:
-        """Whether all of these are there, or never will be."""
+        """Returns whether all of these are there, or never will be."""
         with self._changed:
             return self._failed is not None or not any(self._missing[run] for run in runs)
 
@@ -286,7 +286,7 @@ class Gradients(Protocol):
 
     @property
     def at_once(self) -> bool:
-        """Whether all of it is there before any of it is sent."""
+        """True if all of it is there before any of it is sent."""
         ...
 
     def run(self, part: Part) -> np.ndarray:
@@ -294,7 +294,7 @@ class Gradients(Protocol):
         ...
 
     def finite(self) -> bool:
-        """Whether all elements are finite; waits for all of them."""
+        """Returns whether all elements are finite; waits for all of them."""
         ...
 
 

@@ -165,12 +165,12 @@ class Choosing(Sampled):
 
     @property
     def answers(self) -> int:
-        """How many answers each prompt gets."""
+        """Number of answers each prompt gets."""
         return self.n or 1
 
     @property
     def counted(self) -> bool:
-        """Whether a stream ends with the count of its tokens."""
+        """True if a stream ends with the count of its tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -180,7 +180,7 @@ class Choosing(Sampled):
 
     @property
     def listed(self) -> bool:
-        """Whether tokens are listed with their logarithms."""
+        """True if tokens are listed with their logarithms."""
         return False
 
     @property
@@ -195,12 +195,12 @@ class Choosing(Sampled):
 
     @property
     def echoes(self) -> bool:
-        """Whether prompts stand in front of their answers."""
+        """True if prompts stand in front of their answers."""
         return False
 
     @property
     def scored(self) -> bool:
-        """Whether tokens of the prompt are listed, too."""
+        """True if tokens of the prompt are listed, too."""
         return False
 
     @property
@@ -462,7 +462,7 @@ class Completion(Choosing):
 
     @property
     def listed(self) -> bool:
-        """Whether tokens are listed with their logarithms."""
+        """True if tokens are listed with their logarithms."""
         return self.logprobs is not None
 
     @property
@@ -472,12 +472,12 @@ class Completion(Choosing):
 
     @property
     def echoes(self) -> bool:
-        """Whether prompts stand in front of their answers."""
+        """True if prompts stand in front of their answers."""
         return bool(self.echo)
 
     @property
     def scored(self) -> bool:
-        """Whether tokens of the prompt are listed, too."""
+        """True if tokens of the prompt are listed, too."""
         return self.echoes and self.listed
 
 
@@ -584,7 +584,7 @@ class Chat(Choosing):
 
     @property
     def listed(self) -> bool:
-        """Whether tokens are listed with their logarithms."""
+        """True if tokens are listed with their logarithms."""
         return bool(self.logprobs)
 
     @property
@@ -623,7 +623,7 @@ def refuse_tools(body: Chat, deployed: Deployment) -> None:
 
 
 def knows_tools(deployed: Deployment) -> bool:
-    """Whether the template of a model writes functions."""
+    """Returns whether the template of a model writes functions."""
     return re.search(r"\btools\b", deployed.served.text.template or "") is not None
 
 

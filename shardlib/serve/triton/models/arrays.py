@@ -34,7 +34,7 @@ def sent(name, array):
 
 
 def has_texts():
-    """Whether the backend reads and sends texts with this NumPy."""
+    """Returns whether the backend reads and sends texts with this NumPy."""
     if not NUMPY_2:
         return True
     sample = np.asarray([1, 2, 3], np.int32)
