@@ -368,8 +368,8 @@ def kernel_figures(mesh: Mesh) -> dict[str, float]:
 
 
 def speed_alone(devices: Sequence[jax.Device]) -> float:
-    """Number of times as fast a device runs a block of a model while the others idle: between 1 and
-    their number.
+    """Speed of a device on a block of a model while the others idle, over its speed while all work:
+    between 1 and their number.
     """
     together, alone = (
         seconds_of(
@@ -427,8 +427,8 @@ def _matmul_start(mesh: Mesh, memory_bytes_per_s: float) -> float:
 
 
 def start_of(depths: Sequence[int], seconds: Sequence[float]) -> float:
-    """Where the line through two (depth, seconds) meets zero, below zero; at least one element, at
-    most the smaller depth.
+    """Returns the depth below zero where the line through two (depth, seconds) meets zero; at least
+    one element, at most the smaller depth.
 
     >>> start_of((32, 256), (6.0, 34.0))
     16.0

@@ -57,7 +57,7 @@ MOST_WORKERS, MOST_SERVERS = 4096, 1024
 
 
 def _whole(name: str, value: object, minimum: int, maximum: int | None = None) -> list[str]:
-    """What is wrong with a whole number."""
+    """Checks a whole number; lists the faults."""
     limit = math.inf if maximum is None else maximum
     if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= limit:
         return []
@@ -66,7 +66,7 @@ def _whole(name: str, value: object, minimum: int, maximum: int | None = None) -
 
 
 def _real(name: str, value: object, *, above: bool) -> list[str]:
-    """What is wrong with a finite number of at least 0, or above it."""
+    """Checks a finite number of at least 0, or above it; lists the faults."""
     number = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
@@ -176,7 +176,7 @@ def refuse_pin(word: str) -> NoReturn:
 
 
 def whole(name: str, value: object, least: int) -> list[str]:
-    """What is wrong with a whole number of at least `least`."""
+    """Checks a whole number of at least `least`; lists the faults."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return []
     return [f"{name} is {shown(value)}; it is an integer of at least {least}"]
@@ -185,7 +185,7 @@ def whole(name: str, value: object, least: int) -> list[str]:
 def between(
     name: str, value: object, *, most: float, above: bool, reached: bool = False
 ) -> list[str]:
-    """What is wrong with a number from 0 to less than `most`; above 0 where `above`."""
+    """Checks a number from 0 to less than `most`; above 0 where `above`; lists the faults."""
     number = (
         float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     )
@@ -198,7 +198,7 @@ def between(
 
 
 def one_of(name: str, value: object, words: Collection[str]) -> list[str]:
-    """What is wrong with a word."""
+    """Checks a word; lists the faults."""
     if isinstance(value, str) and value in words:
         return []
     return [f"{name} is {shown(value)}; it is one of {', '.join(map(repr, words))}"]
@@ -212,7 +212,7 @@ LEAST_BUCKET_BYTES = 1 << 12
 
 
 def wrong_bucket_bytes(value: object) -> list[str]:
-    """What is wrong with the bytes of a bucket, for an error that lists it."""
+    """Lists the faults in the bytes of a bucket, for an error."""
     if type(value) is int and value >= LEAST_BUCKET_BYTES:
         return []
     return [f"bucket_bytes is {shown(value)}; it is an integer of at least {LEAST_BUCKET_BYTES}"]
@@ -358,8 +358,8 @@ class Gossip(Shown):
         return 1 if self.graph == "exponential" else 2
 
     def distances(self, meeting: int) -> tuple[int, ...]:
-        """How far those are from an island that it hears, with a weight of 1 / (their number + 1)
-        each.
+        """Returns the distances of the islands that an island hears, with a weight of 1 / (their
+        number + 1) each.
 
         >>> [Gossip().distances(meeting) for meeting in range(3)]
         [(1,), (2,), (4,)]
@@ -393,7 +393,7 @@ BLOCK, SCALE = 256, 4
 
 
 def spaces(wire: str, sizes: Iterable[int], block: int = BLOCK) -> list[int]:
-    """Number of places each array has: whole blocks, so that scales are those of one array, and
+    """Number of places of each array: whole blocks, so that scales are those of one array, and
     devices that hold the same of it send the same.
     """
     each = block if blocks(wire) else 1
@@ -401,7 +401,7 @@ def spaces(wire: str, sizes: Iterable[int], block: int = BLOCK) -> list[int]:
 
 
 def padded(wire: str, sizes: Iterable[int], islands: int, block: int = BLOCK) -> int:
-    """Number of numbers cross: a whole number of blocks for every island."""
+    """Number of elements that are sent: a whole number of blocks for every island."""
     count = sum(spaces(wire, sizes, block))
     if wire == "float32":
         return count
@@ -520,7 +520,7 @@ class TopK:
         return min(falling, (step - 1) * falling // self.warm_up) if falling else 0
 
     def sent(self, count: int, stage: int) -> int:
-        """Number of of so many numbers are sent.
+        """Number of elements sent of `count`.
 
         Args:
             count: of a device's shard.
@@ -644,7 +644,7 @@ class Compressed(Shown):
         return 1
 
     def due(self, step: int) -> int:
-        """Which exchange a step has.
+        """Returns the number of the exchange of a step.
 
         Args:
             step: 1 for the first.

@@ -258,9 +258,7 @@ CATEGORIES: tuple[str, ...] = (
 
 
 def input_source(number: int) -> tuple[str, int]:
-    """Where an input of a program is said to come from, as results of operations come from (path,
-    index).
-    """
+    """Returns the key of an input of a program, as results of operations have (path, index)."""
     return "input", number
 
 
@@ -586,7 +584,7 @@ ROWS_KINDS: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowDim:
-    """Where an array has its rows.
+    """The dim of an array that holds its rows.
 
     Attributes:
         dim: its dim of rows.
@@ -601,7 +599,7 @@ class RowDim:
 
 @dataclass(frozen=True, kw_only=True)
 class Dependence:
-    """How one result depends on the rows of the batch.
+    """The dependence of one result on the rows of the batch.
 
     Attributes:
         kind: "mean" of a function of each row; "sum" of it; "additive": several such sums that are
@@ -634,7 +632,7 @@ class Dependence:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """How all results of a loss depend on the rows of the batch.
+    """The dependence of all results of a loss on the rows of the batch.
 
     Attributes:
         loss: the loss.
@@ -659,7 +657,7 @@ class Rows:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the batch cannot be worked through in parts; empty where it can."""
+        """The reasons why the batch cannot be worked through in parts; empty where it can."""
         if self.loss.fixed:
             return (f"the loss: {self.loss}",)
         return tuple(
@@ -682,7 +680,7 @@ class Rows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What every part computes by itself, see `Dependence.notes`."""
+        """The values that every part computes by itself, see `Dependence.notes`."""
         return tuple(dict.fromkeys(note for _, dependence in self.all for note in dependence.notes))
 
 
@@ -745,7 +743,7 @@ class InputDim:
 
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
-    """What one value-and-gradient of the loss computes under one remat policy.
+    """The graph of one value-and-gradient of the loss under one remat policy.
 
     Attributes:
         graph: forward and backward ops; its inputs follow `inputs`. Its outputs are the loss and
@@ -765,7 +763,7 @@ class StepGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCalls:
-    """What the calls of attention of a loss ask of kernels.
+    """The demands of a loss's calls of attention on kernels.
 
     Attributes:
         without: for each kernel (`shardlib.graph`) that cannot compute some call, why not.

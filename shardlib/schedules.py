@@ -267,7 +267,7 @@ class Schedule(Protocol):
         ...
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """What each stage does one after the other, where it waits for its neighbours alone."""
+        """Returns the order of tasks on each stage, where it waits for its neighbours alone."""
         ...
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
@@ -275,7 +275,9 @@ class Schedule(Protocol):
         ...
 
     def fits(self, pipelines: Pipelines) -> Array:
-        """Which pipelines have the microbatches that it needs: booleans [candidates]."""
+        """Returns the pipelines that have the microbatches that the schedule needs: booleans
+        [candidates].
+        """
         ...
 
     def tried(
@@ -291,7 +293,7 @@ class Schedule(Protocol):
         ...
 
     def least_in_flight(self, pipelines: Pipelines) -> Array:
-        """What `in_flight` is not below, however many chunks a stage has."""
+        """Returns a lower bound of `in_flight` over all numbers of chunks."""
         ...
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
@@ -317,8 +319,8 @@ class Schedule(Protocol):
         ...
 
     def put_off(self, *, lockstep: bool) -> float:
-        """Number of times the time of gradients of weights is taken off each of the S - 1 rounds of
-        waiting, at the most.
+        """The times that the gradients of weights of a microbatch shorten each of the S - 1 rounds
+        of waiting, at most.
         """
         ...
 
@@ -335,7 +337,9 @@ def words_of(name: str, chunks: int) -> str:
 
 
 def enough_for_chunks(pipelines: Pipelines) -> Array:
-    """Which pipelines have a microbatch for every stage, if they have several chunks on it."""
+    """Returns the pipelines that have a microbatch for every stage, if they have several chunks on
+    it.
+    """
     return (pipelines.chunks == 1) | (pipelines.microbatches >= pipelines.stages)
 
 
@@ -396,8 +400,8 @@ class GPipe:
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Where it is pinned: it is as fast as 1F1B, and holds more. With chunks it is in the
-        space for weights that are gathered once (`shardlib.planner`).
+        """Tried only where it is pinned: it is as fast as 1F1B, and holds more. With chunks it is
+        in the space for weights that are gathered once (`shardlib.planner`).
         """
         return (chunks or 1,) if pinned else ()
 
@@ -553,7 +557,7 @@ class NoSchedule:
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Where it is pinned."""
+        """Tried only where it is pinned."""
         return (1,) if pinned and chunks in (None, 1) else ()
 
     def in_flight(self, pipelines: Pipelines) -> Array:
@@ -683,7 +687,7 @@ class Span:
 
     @property
     def end(self) -> float:
-        """When it is done."""
+        """The time at which it is done."""
         return self.start + self.seconds
 
 
@@ -801,8 +805,8 @@ class ZeroBubble:
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Where nothing is rematerialised: what gradients of weights are made from is kept
-        whatever the remat policy is.
+        """Tried only where nothing is rematerialised: what gradients of weights are made from is
+        kept whatever the remat policy is.
         """
         return (1,) if chunks in (None, 1) and (pinned or policy == "none") else ()
 
@@ -1030,12 +1034,12 @@ class Timetable:
         return self._unit(*self.backward(tick, stage)[:2]) % self.slots
 
     def weights_slot(self, tick: Number) -> Number:
-        """Where the forward work is whose gradients of weights are made in a tick."""
+        """Returns the place of the forward work whose gradients of weights are made in a tick."""
         return self._unit(*self.weights(tick)[:2]) % self.slots
 
     def passing_slot(self, tick: Number, stage: Number) -> Number:
-        """Which of S places keeps what the backward work of a tick passes on to the making of
-        gradients of weights.
+        """Returns the place, of S, that keeps what the backward work of a tick passes on to the
+        making of gradients of weights.
         """
         return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
 

@@ -511,7 +511,7 @@ _IN_TRANSIT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """Where a value is in memory.
+    """The live range of a value and the segment of the model that it belongs to.
 
     Attributes:
         value: the value.
@@ -573,7 +573,7 @@ class Keeping:
                     self._gathered.add(op.results[0])
 
     def cut(self, value: int, choice: Choice) -> Cut:
-        """How the dims of a value are sharded as it is kept."""
+        """Returns the sharding of a value as it is kept."""
         return self._facts.value_cut(
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )

@@ -153,7 +153,7 @@ class KernelHeads:
         return self.within | {self.group}
 
     def where(self, *shared: Shared) -> Heads:
-        """When a term counts: in some of the cases of sharing the heads out."""
+        """The cases of sharing the heads out in which a term counts."""
         return Heads(groups=self.groups, each=self.each, shared=shared)
 
 
@@ -197,7 +197,7 @@ def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
 
 
 def without_tensor(part: str | None) -> str | None:
-    """What cuts a dim beside the tensor axis."""
+    """Returns the cut of a dim without the tensor axis."""
     remaining = [axis for axis in (part or "").split("+") if axis != "tensor"]
     return "+".join(remaining) or None
 
@@ -484,7 +484,7 @@ class _Search:
         return 0
 
     def _source(self, value: int) -> int:
-        """What a value is a view of."""
+        """Returns the value that a value is a view of."""
         while (
             value in self._producers
             and (op := self._graph.ops[self._producers[value]]).category == "movement"

@@ -110,7 +110,7 @@ FREE = LinearCost()
 
 @dataclass(frozen=True)
 class _Line:
-    """What a collective sees of one dim: a group of `ways` along it.
+    """One dim as a collective sees it: a group of `ways` along it.
 
     `hops` is the distance between neighbours, `ring` whether the ends meet, `rate` the bytes/s that
     enter a device.
@@ -486,7 +486,7 @@ def role_slots(*roles: str) -> list[int]:
 
 
 def spans_of(group: Group, placement: Placement) -> tuple[Span, ...]:
-    """Where a group of axes lies."""
+    """Returns the spans of a group of axes."""
     return tuple(span for axis in group.axes for span in placement.get(axis, ()))
 
 
@@ -583,9 +583,9 @@ def _by_dim(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Arra
 
 
 def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """What the cost of a collective that is not done in steps depends on in a dim, by placement:
-    the ways of its group, and those and the stride of the outermost of its lines, to which parts
-    join that touch.
+    """Returns the facts of a dim that the cost of a collective depends on, by placement, where the
+    collective is not done in steps: the ways of its group, and those and the stride of the
+    outermost of its lines, to which parts join that touch.
     """
     spans, starts = np.stack([[degrees[lie], strides[lie]] for lie in axes], axis=1)
     order = np.argsort(starts, axis=0, kind="stable")

@@ -66,7 +66,7 @@ _OF_PARAMETERS = ("gather", "reduce", "scatter")
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """What the fullest stage does in a step.
+    """The collectives of the fullest stage in a step.
 
     Attributes:
         shares: part of each segment whose parameters it moves.

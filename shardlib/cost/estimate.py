@@ -103,7 +103,8 @@ class StageSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Offloaded:
-    """What is in host memory or on disk instead of device memory, all of its kind or nothing.
+    """The parts of a step that are in host memory or on disk instead of device memory, each kind as
+    a whole or not at all.
 
     Attributes:
         device_bytes: that a device would need more without.
@@ -148,7 +149,7 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """What the predicted peak times this must leave room for (`corrections.margin`); from 1."""
+        """The factor by which memory must exceed the predicted peak (`corrections.margin`); from 1."""
         return next(
             (
                 correction.factor

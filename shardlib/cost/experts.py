@@ -137,8 +137,8 @@ def _along_tokens(graph: Graph) -> set[_Place]:
 
 
 def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
-    """Where rows that go to slots, or come from them, have their slots and assignments; rows of
-    tokens have their colour already.
+    """Yields the slots and assignments of rows that go to slots or come from them; rows of tokens
+    have their colour already.
     """
     slots = len(graph.values[goes].shape) == 3
     yield goes, 1 if slots else 0
@@ -186,7 +186,7 @@ GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How tokens travel to their experts (`FrameworkProfile`).
+    """The way that tokens travel to their experts (`FrameworkProfile`).
 
     Attributes:
         room: bytes of a message over those of an even routing (`exchange_room`).

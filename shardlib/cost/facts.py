@@ -45,7 +45,7 @@ _SOURCES: frozenset[str] = frozenset({"parameter", "frozen", "state", "batch", "
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a vendor's compiler does with kernels.
+    """Habits of a vendor's compiler with kernels.
 
     Attributes:
         fuses_operands: whether element-wise producers are computed inside the matmul or convolution
@@ -270,7 +270,7 @@ def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int
 
 
 class _Search:
-    """Where values of one loop come from.
+    """A search for the sources of the values of one loop.
 
     Attributes:
         products: results of matmuls of weights, with the operand that is no weight.
@@ -547,7 +547,7 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Where a moment lies.
+    """The place of a moment in a step graph.
 
     Attributes:
         segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
@@ -612,7 +612,7 @@ def _top(graph: Graph, region: int) -> int:
 
 
 class Facts:
-    """What the items of one step graph share: colours of values and factors, fusion, weights,
+    """Facts that the items of one step graph share: colours of values and factors, fusion, weights,
     gradients.
 
     Attributes:

@@ -93,8 +93,8 @@ SHARES: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
-    """What a training framework does, a table of facts. None, "" and "traced" leave what the traced
-    program and the vendor's constants say.
+    """A training framework as a table of facts. None, "" and "traced" leave what the traced program
+    and the vendor's constants say.
 
     Attributes:
         name: what people call it.
@@ -302,8 +302,8 @@ EXCHANGE_ROOM = 1.25
 
 
 def gathers(profile: FrameworkProfile) -> tuple[str, ...]:
-    """When a stage of a pipeline may gather weights that are stored sharded: the single programs
-    that plans are lowered to leave that open.
+    """Returns the times at which a stage of a pipeline may gather weights that are stored sharded:
+    the single programs that plans are lowered to leave that open.
     """
     return (
         ("use", "once")
@@ -393,7 +393,7 @@ OWN: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a framework can do.
+    """The abilities of a framework.
 
     Attributes:
         axes: mesh axes that it has.
@@ -459,7 +459,7 @@ class Abilities:
         return self == ANYTHING
 
     def refusals(self, pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
-        """What is pinned that the framework cannot do, in words."""
+        """Lists the pins that the framework cannot honour, in words."""
         if self.free:
             return []
         refused = [
@@ -575,7 +575,7 @@ def framework(name: str, vendor: str) -> Framework:
 
 
 def _others(vendor: str) -> str:
-    """What to try where a framework does not run on the chips of a vendor."""
+    """Suggests what to try for a framework that does not run on the chips of a vendor."""
     able = [entry.name for entry in frameworks().values() if vendor in dict(entry.profiles)]
     if able:
         return " or ".join(able)
@@ -610,17 +610,17 @@ class Knobs(Protocol):
 
     @property
     def context(self) -> str:
-        """How keys and values meet queries along the context axis: all of them are gathered before
-        ("all-gather"), go around beside the attention ("ring", arXiv:2310.01889), or devices
-        exchange parts of the sequence for heads ("ulysses", arXiv:2309.14509). Without a context
-        axis, one of them.
+        """The way that keys and values meet queries along the context axis: all of them are
+        gathered before ("all-gather"), go around beside the attention ("ring", arXiv:2310.01889),
+        or devices exchange parts of the sequence for heads ("ulysses", arXiv:2309.14509). Without a
+        context axis, one of them.
         """
         ...
 
     @property
     def gather(self) -> str:
-        """When a pipeline's stage gathers sharded weights: at every "use", or "once" for all
-        microbatches of a group.
+        """The time at which a pipeline's stage gathers sharded weights: at every "use", or "once"
+        for all microbatches of a group.
         """
         ...
 

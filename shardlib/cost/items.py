@@ -50,9 +50,9 @@ from shardlib.propagation.contractions import Shared
 
 
 def exchange_item(facts: Facts, index: int) -> Item:
-    """What devices exchange for heads around a kernel of attention (arXiv:2309.14509): forward
-    queries, keys, values and results, and before the gradients that of the results; backward the
-    other gradients.
+    """The exchange of sequence parts for heads around a kernel of attention (arXiv:2309.14509):
+    forward queries, keys, values and results, and before the gradients that of the results;
+    backward the other gradients.
     """
     op, moved = facts.graph.ops[index], moved_values(facts, index)
 
@@ -77,8 +77,9 @@ def exchange_item(facts: Facts, index: int) -> Item:
 
 
 def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
-    """What goes into a kernel of attention and comes out of it, with how often in all: the results
-    of a forward pass and, unless it is rematerialised, their gradient, which comes in backward.
+    """Lists the operands and results of a kernel of attention, each with its number of transfers:
+    the results of a forward pass and, unless it is rematerialised, their gradient, which comes in
+    backward.
     """
     op = facts.graph.ops[index]
     if op.kind == BACKWARD:
@@ -174,9 +175,9 @@ def route_items(facts: Facts) -> list[Item]:
 
 
 def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tuple[Term, ...]:
-    """What is gathered where every device along tensor has a part of the width of its experts, and
-    a part of the sequence: of rows that go out and come home, tokens are gathered before they go
-    out; sums are scattered when they are home (`reductions`).
+    """Returns the gathers where every device along tensor has a part of the width of its experts,
+    and a part of the sequence: of rows that go out and come home, tokens are gathered before they
+    go out; sums are scattered when they are home (`reductions`).
     """
     op = facts.graph.ops[index]
     if choice.sequence is None or not facts.shares_width(op.region, choice):
@@ -194,10 +195,10 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
 
 
 def boundary_items(facts: Facts) -> list[Item]:
-    """What a pipeline stage hands to the next, and its cotangent on the way back: the residual
-    stream, once for each microbatch. Where all stages compute embedding and head, a device has a
-    part of it there: what enters the first stage, or goes back to the last, is gathered over the
-    stages, and what leaves is scattered.
+    """Items of the stage activations: the residual stream that a pipeline stage hands to the next,
+    and its cotangent on the way back, once for each microbatch. Where all stages compute embedding
+    and head, a device has a part of it there: what enters the first stage, or goes back to the
+    last, is gathered over the stages, and what leaves is scattered.
     """
     carried = [value for value in facts.layers.carried if value >= 0][:1]
 
@@ -337,7 +338,9 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
 
 
 def _gathers_made_of(facts: Facts, value: int, readers: list[int]) -> Hashable:
-    """What the gathers of a value follow from; None where kernels of attention read it."""
+    """Returns a key of the facts that determine the gathers of a value; None where kernels of
+    attention read it.
+    """
     ops = [facts.graph.ops[i] for i in readers]
     if not facts.plain(readers, (value,)) or any(op.kind in KERNELS for op in ops):
         return None
@@ -514,7 +517,7 @@ def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
 
 
 def head_exchange_item(facts: Facts, index: int) -> Item:
-    """What devices along tensor exchange for the heads of a kernel of attention."""
+    """The exchange of devices along tensor for the heads of a kernel of attention."""
     op, moved = facts.graph.ops[index], moved_values(facts, index)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
@@ -884,8 +887,8 @@ def reduce_item(facts: Facts, summands: Summands) -> Item:
 
 
 def _reductions_made_of(facts: Facts, summands: Summands) -> Hashable:
-    """What the reductions of some ops follow from; None where these are kernels of attention or
-    products of experts.
+    """Returns a key of the facts that determine the reductions of some ops; None where these are
+    kernels of attention or products of experts.
     """
     group, ops = summands.ops, [facts.graph.ops[index] for index in summands.ops]
     if not facts.plain(group, [value for op in ops for value in op.results]) or any(
@@ -1051,7 +1054,7 @@ def _cause(op: Op) -> str:
 
 
 def _around(facts: Facts, op: Op) -> int:
-    """Number of times the loop runs that an op is in."""
+    """Number of runs of the loop that an op is in."""
     return facts.trips[facts.graph.regions[op.region].parent]
 
 

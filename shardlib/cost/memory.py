@@ -97,8 +97,8 @@ def _of_pieces(facts: Facts, op: Op) -> bool:
 
 
 def _cast_rows(facts: Facts, op: Op) -> float:
-    """How much smaller rows become by the cast that follows their lookup: XLA casts the table
-    instead, before it gathers it.
+    """The factor by which rows become smaller by the cast that follows their lookup: XLA casts the
+    table instead, before it gathers it.
     """
     readers = facts.consumers.get(op.results[0], ())
     if len(readers) != 1 or facts.graph.ops[readers[0]].kind != "convert_element_type":
@@ -273,8 +273,8 @@ def _together(facts: Facts, all_lives: list[Life]) -> list[Life]:
 
 
 def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
-    """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
-    iteration out of the loop.
+    """Live ranges of gathers that are pipelined through the loop over layers (ZeRO 3), of which
+    compilers peel the first iteration.
 
     What rematerialises a layer waits for no cotangent, so they start on it while the head's
     backward pass still holds the logits: the largest value between the forward pass and the loop
@@ -354,7 +354,7 @@ def _blocks(facts: Facts) -> list[Life]:
 
 
 def _with_all_heads(facts: Facts) -> list[Life]:
-    """What goes into a kernel of attention and comes out of it, as devices have it that compute all
+    """Live ranges of the operands and results of a kernel of attention on devices that compute all
     heads of what is sharded outside, because they cannot share them out.
     """
     return [
@@ -559,8 +559,8 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
 
 
 def _by_heads(facts: Facts, life: Life, resident: Resident, choice: Choice) -> tuple[Term, ...]:
-    """What a device has inside of a kernel of attention: of its own heads where the tensor axis
-    shards them inside of it alone, and of all heads where the devices cannot share them out.
+    """Terms of a value inside of a kernel of attention: of a device's own heads where the tensor
+    axis shards them inside of it alone, and of all heads where the devices cannot share them out.
     """
     assert life.kernel is not None
     if not facts.shares_heads(life.kernel, choice):

@@ -136,7 +136,8 @@ class _Occupied:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """What a stage that may be the fullest has of each segment, arrays [segments, candidates].
+    """The quantities of each segment on a stage that may be the fullest, arrays [segments,
+    candidates].
 
     Attributes:
         once: part of values that are made once at a time.
@@ -190,7 +191,7 @@ def bytes_by_part(
 def _at(
     s: Sums, point: Point, stage: _Stage, knobs: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> _Occupied:
-    """What a point where memory may peak occupies on a stage."""
+    """Returns the memory of a stage at a point where it may peak."""
     together, stored = profile.collected == "together", stage.stored
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
         point.copy_cut if knobs.zero >= 3 else point.copy, stored

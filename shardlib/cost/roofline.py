@@ -552,7 +552,7 @@ ROWS_A_FIGURE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What is known of a chip, or of a chip under a stack, beyond its vendor's constants.
+    """Facts of a chip, or of a chip under a stack, beyond its vendor's constants.
 
     Attributes:
         chip: name of the chip.
@@ -862,7 +862,7 @@ def _compute_seconds(
 
 
 def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> float:
-    """Number of times its FLOPs a kernel of attention computes, because of heads that it pads.
+    """FLOPs that a kernel of attention computes over its own, because of heads that it pads.
 
     Forward one matmul contracts heads of queries and one makes heads of values; backward there are
     3 and 2 (arXiv:2307.08691, section 3.1).

@@ -133,7 +133,7 @@ def candidates(
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What pricing knows of a model beside its items.
+    """Facts of a model that pricing needs beside its items.
 
     Attributes:
         counts: layers of each class.
@@ -424,7 +424,7 @@ def _most(
 
 
 def on_stage(quantity: Array, scale: Array) -> Array:
-    """What the fullest stage has of a quantity by segment.
+    """Returns the amount of a quantity on the fullest stage, by segment.
 
     Args:
         quantity: of one microbatch or step, [segments, candidates].

@@ -121,7 +121,7 @@ class Point(_ByCandidate):
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(_ByCandidate):
-    """What the kernels of a microbatch take.
+    """The kernels of a microbatch as arrays.
 
     Attributes:
         compute: seconds, array [segments, candidates].
@@ -233,7 +233,9 @@ Factor = Ways | StoredWays | DividesStored | Load | Launch | Counts
 
 @dataclass(frozen=True)
 class Part:
-    """What one device has of an amount of 1, as the fields of `Amount` say, times some factors."""
+    """The share of an amount that one device has, as the fields of `Amount` say, times some
+    factors.
+    """
 
     batch: bool = False
     tensor: bool = False
@@ -724,7 +726,7 @@ Charge = tuple[int, Measure, float]
 
 
 def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Charge]:
-    """What a term of a segment adds to which row of a tally."""
+    """Yields the charges of a term of a segment: the row of the tally and the amount."""
     match term:
         case Compute():
             return _compute(segment, term)
@@ -821,7 +823,7 @@ Entry = tuple[int, int, float]
 
 
 class Charged:
-    """What items add under choices; of items that are made of the same it is made once.
+    """Entries of items under choices; items that are made of the same share them.
 
     Args:
         book: numbers the measures.
@@ -844,7 +846,7 @@ class Charged:
         return number
 
     def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[Entry]:
-        """What some items add under a choice."""
+        """Lists the entries of some items under a choice."""
         entries = self._entries.setdefault(choice, {})
         for offset, number in items:
             if number not in entries:

@@ -114,7 +114,7 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCore:
-    """What a kernel of fused attention works on.
+    """The sizes that a kernel of fused attention works on.
 
     Attributes:
         head: elements of a head of queries.

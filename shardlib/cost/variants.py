@@ -124,7 +124,7 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What loops change in a step.
+    """Changes of a step by loops over tensor.
 
     Attributes:
         exposed_s: seconds that no longer wait for collectives.
@@ -195,7 +195,7 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
 def saving(
     facts: Facts, choice: Choice, placement: Placement, c: Candidates, pricer: Pricer, classes: int
 ) -> Saving:
-    """What loops save in one candidate, without stages; nothing where there are none."""
+    """Returns the saving of loops in one candidate, without stages; nothing where there are none."""
     assert len(c) == 1
     prices = _Prices(facts, choice, placement, c, pricer, classes)
     exposed = compute = 0.0
@@ -236,7 +236,7 @@ def saving(
 
 
 class _Prices:
-    """What messages and matmuls take in one candidate; the arguments are those of `saving`.
+    """Seconds of messages and matmuls in one candidate; the arguments are those of `saving`.
 
     Attributes:
         ways: devices of the tensor axis.
@@ -803,7 +803,7 @@ def _parameters(facts: Facts) -> dict[int, str]:
 
 
 def _name(op: Op, facts: Facts, parameters: Mapping[int, str]) -> str:
-    """What an op is to people: the parameter that it uses, or else where the model has it."""
+    """Names an op for people: the parameter that it uses, or else its place in the model."""
     if facts.gradients & set(op.results):
         return "gradients of weights"
     return (

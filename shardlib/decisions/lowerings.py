@@ -74,7 +74,7 @@ GAPS: tuple[Gap, ...] = (
 
 
 def facts(decisions: Decisions) -> frozenset[str]:
-    """What of a plan the rows speak of."""
+    """Returns the facts of a plan that `GAPS` test."""
     one = decisions
     return frozenset(
         name
@@ -92,7 +92,7 @@ def facts(decisions: Decisions) -> frozenset[str]:
 
 
 def facts_of_pins(pins: Pins) -> frozenset[str]:
-    """What all plans under pins have of what the rows speak of."""
+    """Returns the facts that hold for all plans under some pins."""
     sizes = dict(pins.mesh if pins.mesh is not None else pins.axes)
     return frozenset(
         name
@@ -138,7 +138,7 @@ def broken(facts: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
 def lowered(
     facts: frozenset[str], varying: Mapping[str, NDArray[np.bool_]], gaps: Sequence[Gap] = GAPS
 ) -> NDArray[np.bool_]:
-    """Which candidates have a lowering.
+    """Returns the candidates that have a lowering.
 
     >>> on_host = frozenset({"one program", "activations on host"})
     >>> lowered(on_host, {"stages": np.array([False, True])})

@@ -92,7 +92,7 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 def pin_words(word: str, value: PinValue) -> JsonObject:
-    """What is pinned, by the words that a user writes, as plain data.
+    """Returns pins by the words that a user writes, as plain data.
 
     >>> pin_words("axes", (("tensor", 8),)), pin_words("offload", ())
     ({'mesh.tensor': 8}, {'offload': []})
@@ -158,7 +158,7 @@ def alias(word: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What pins fix.
+    """The decisions that pins fix.
 
     Attributes:
         pins: values by word; what is left to the planner is absent.
@@ -202,7 +202,7 @@ class Given:
 
     @property
     def rematerialised(self) -> list[int | None]:
-        """Number of layers of each group follow its policy; None: all."""
+        """Number of layers of each group that follow its policy; None: all."""
         return [layers for _, policy, layers in self.groups if policy != "none"]
 
     @property
@@ -378,7 +378,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
-    """What pins say against each other, each with a second line "Try: ..."."""
+    """Lists the contradictions between pins, each with a second line "Try: ..."."""
     mesh: MeshShape | None = pins.get("mesh")
     failures = [
         f"mesh.{axis}={size} contradicts mesh={dict(mesh)}{HINT}mesh, or mesh.{axis} alone"
@@ -537,7 +537,7 @@ class Pins:
         return cls.of(**read)
 
     def get(self, word: str) -> PinValue:
-        """What a decision is pinned to; None where it is left to the planner."""
+        """Returns the pinned value of a decision; None where it is left to the planner."""
         return dict(self.given).get(word)
 
     def but(self, **changes: PinValue) -> Pins:
@@ -559,7 +559,7 @@ class Pins:
 
     @property
     def _set(self) -> dict[str, Any]:
-        """What is pinned; () is a value, such as nothing that is offloaded."""
+        """The pinned values; () is a value, such as nothing that is offloaded."""
         return dict(self.given)
 
     @property
@@ -614,7 +614,7 @@ class Pins:
 
 
 def _told(word: str, error: ShardlibError) -> list[str]:
-    """What is wrong with the value of a pin, with the decision that it is about."""
+    """Describes the wrong value of a pin, with the decision that it is about."""
     if not error.failures:
         return [str(error)]
     decision = word.partition(".")[0]

@@ -127,8 +127,8 @@ def read_dtype(word: str, value: object) -> str:
 
 
 def _name(value: object) -> str | None:
-    """What a dtype is called: by its name, or as an object of NumPy or JAX; None for what is none
-    of these.
+    """Returns the name of a dtype given by name, or as an object of NumPy or JAX; None for anything
+    else.
     """
     if isinstance(value, str):
         return value
@@ -325,7 +325,7 @@ def write_group_policies(value: GroupPolicies) -> Json:
 
 
 def read_offload(word: str, value: Json) -> tuple[str, ...]:
-    """What is offloaded, in the order of `OFFLOAD`; "none" or [] for nothing."""
+    """Reads the offloaded arrays, in the order of `OFFLOAD`; "none" or [] for nothing."""
     words = cast(
         "list[Any]",
         (
@@ -412,7 +412,7 @@ class Entry:
 
 
 class _Others(TypedDict, total=False):
-    """What else an `Entry` says of a decision."""
+    """The other fields of an `Entry`."""
 
     write: Writer
     values: str
@@ -696,8 +696,8 @@ class Decisions:
 
     @property
     def fused(self) -> str:
-        """How the core of attention is priced: where devices have shards of the sequence to
-        themselves, as a kernel that writes no scores.
+        """The way that the core of attention is priced: where devices have shards of the sequence
+        to themselves, as a kernel that writes no scores.
         """
         return (
             "blocks"
@@ -734,7 +734,7 @@ def values_of(decisions: Decisions) -> dict[str, PinValue]:
 
 
 def illegal(decisions: JsonMapping) -> list[str]:
-    """Which decisions of a plan, as plain data, have values that none can have; "any" is a word of
+    """Lists the decisions of a plan, as plain data, whose values none can have; "any" is a word of
     pins alone.
     """
     failures: list[str] = []

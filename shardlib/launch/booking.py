@@ -262,7 +262,8 @@ def _positive(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Number of times a machine of some size fails; larger ones fail oftener in proportion.
+    """The mean time between failures of a machine of some size; larger ones fail oftener in
+    proportion.
 
     Attributes:
         every: seconds between two failures of a machine.

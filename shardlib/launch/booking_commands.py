@@ -65,7 +65,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
 
 
 def failures(text: str | None) -> Failures | None:
-    """Number of times machines fail."""
+    """The mean time between failures, as an option says it."""
     if text is None:
         return None
     interval, separator, devices = text.partition("@")

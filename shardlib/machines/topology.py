@@ -232,7 +232,7 @@ def _domain(product: Product) -> str:
 
 
 def _wrap(product: Product, sizes: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which dims of a TPU slice are rings.
+    """Returns the dims of a TPU slice that are rings.
 
     Scaling book, tpus.md: v5e and v6e wrap on dims of the full 16 only. On v4, v5p and TPU7x
     optical switches close the rings of whole 4x4x4 cubes, so every dim wraps where all are
@@ -264,7 +264,7 @@ def _tier(link: Link, shape: tuple[int, ...], wrap: tuple[bool, ...] = ()) -> Ti
 
 
 class JaxDevice(Protocol):
-    """What is read of a `jax.Device`."""
+    """The attributes read of a `jax.Device`."""
 
     @property
     def platform(self) -> str:
@@ -273,7 +273,7 @@ class JaxDevice(Protocol):
 
     @property
     def device_kind(self) -> str:
-        """What its maker calls it."""
+        """The maker's name of the device."""
         ...
 
     @property
@@ -283,7 +283,7 @@ class JaxDevice(Protocol):
 
 
 class DeviceMesh(Protocol):
-    """What is read of a `jax.sharding.Mesh`."""
+    """The attributes read of a `jax.sharding.Mesh`."""
 
     @property
     def devices(self) -> np.ndarray:
@@ -388,7 +388,7 @@ def _devices_shape(name: str, devices: Sequence[JaxDevice]) -> str:
 
 
 def faults_of(data: JsonMapping) -> list[str]:
-    """What is wrong with the keys of a topology as plain data: missing, unknown, no tables."""
+    """Lists the faults in the keys of a topology as plain data: missing, unknown, not tables."""
     failures = _key_faults(
         data, "", ("chip", "tiers"), ("name", "corrections", "efficiency", "alone")
     ) + _chip_faults(data.get("chip"))
@@ -1129,7 +1129,7 @@ def device_order(
 
 
 def _number_strides(topology: Topology) -> list[list[int]]:
-    """How far the device number moves with each position of each dim."""
+    """Returns the distance in device numbers between neighbours along each dim."""
     strides: list[list[int]] = []
     step = 1
     for tier in reversed(topology.tiers):
@@ -1300,7 +1300,7 @@ def used_by(machine: Topology, islands: int, devices: int) -> Topology:
 
 
 def _of(outer: Tier, left: int, *, inner: bool) -> tuple[Tier, ...]:
-    """What an island has of the outermost tier; nothing of a network that it does not cross."""
+    """Returns an island's part of the outermost tier; nothing of a network that it does not cross."""
     return () if left == 1 and inner else (replace(outer, shape=(left,)),)
 
 

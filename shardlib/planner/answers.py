@@ -157,7 +157,7 @@ class Binding:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """What holds a plan back.
+    """The limits that hold a plan back.
 
     Attributes:
         step_seconds: time of the plan.
@@ -565,7 +565,7 @@ def replan_text(change: Replan) -> str:
 
 
 def _whence(change: Replan, held: int) -> str:
-    """Where the bytes of the new machine come from."""
+    """Names the sources of the bytes that the new machine needs."""
     if change.elsewhere:
         return (
             f"No device of the new machine holds any of {bytes_text(held)}: they come from a"
@@ -637,7 +637,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """What a training run takes.
+    """Time, money and energy of a training run.
 
     Attributes:
         tokens: of the run.
@@ -677,7 +677,7 @@ class RunCost:
 
     @property
     def money(self) -> float | None:
-        """What they cost; None without a price."""
+        """Price of the device-hours; None without a price."""
         return None if self.price is None else self.price * self.device_hours
 
     @property
@@ -746,7 +746,7 @@ def run_cost(
     mtbf: float | None = None,
     restart: float = RESTART_S,
 ) -> RunCost:
-    """What a run of so many tokens takes.
+    """Returns time, money and energy of a run of `tokens` tokens.
 
     Args:
         mtbf: seconds between two failures of the whole machine; None where nothing fails.
@@ -852,7 +852,7 @@ def _long(seconds: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What more of a resource is worth.
+    """The value of more of a resource.
 
     Attributes:
         resource: "memory", or the name of a link tier.
@@ -890,7 +890,7 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True)
 class Shock:
-    """What happens if a figure of the machine is a tenth lower than was thought.
+    """The change of the best plan if a figure of the machine is a tenth lower than was thought.
 
     Attributes:
         what: the figure.
@@ -925,7 +925,7 @@ class Shock:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """How a plan answers to changes of its machine.
+    """The sensitivity of a plan to changes of its machine.
 
     Attributes:
         step_seconds: time of a step of the plan as it is.
@@ -1020,7 +1020,7 @@ def price_row(price: Price) -> tuple[str, str, str, str]:
 
 
 def break_text(price: Price) -> str:
-    """Where another plan becomes the best, as a sentence."""
+    """Says at which figure another plan becomes the best, as a sentence."""
 
     name = price.resource if price.kind == "hbm" else link_name(price.resource, price.kind)
 

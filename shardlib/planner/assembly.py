@@ -92,7 +92,7 @@ class OnMachine:
         return looped(self._without_loops(), self.saving())
 
     def saving(self) -> Saving | None:
-        """What loops over tensor save; None without any."""
+        """The saving of loops over tensor; None without any."""
         one, load = self.candidate, self.load
         if one.decisions.collective_matmul != "loop" or one.mesh["stage"] > 1:
             return None
@@ -225,8 +225,8 @@ NAMED = 4
 def of_replicated(
     found: Mapping[tuple[str, ...], Mapping[str, float]], mesh: MeshShape, step_seconds: float
 ) -> tuple[Finding, ...]:
-    """What the user should know: for each set of mesh axes, how many seconds of a step, and what
-    computes the most of them.
+    """Findings about replicated compute: for each set of mesh axes the seconds of a step, and the
+    ops that take the most of them.
 
     Args:
         found: seconds by axes and op, see `shardlib.cost.variants.replicated`.
@@ -476,7 +476,7 @@ def _framework(load: Workload) -> FrameworkJob | None:
 
 
 def _offloaded(load: Workload, topology: Topology, one: OnMachine) -> Offloaded | None:
-    """What the same plan would need and take with nothing offloaded, over what it does."""
+    """Memory and time of the same plan with nothing offloaded, over those of the plan."""
     if not one.candidate.decisions.offload:
         return None
     less, more = one.totals(), price(load, topology, one.candidate.but(offload=()))

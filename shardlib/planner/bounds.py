@@ -261,11 +261,11 @@ class Bounds:
         return self._values.which[shapes]
 
     def tick(self, policy: str, choice: Choice, shapes: Array) -> Tick:
-        """What a microbatch takes under a choice, on some shapes by number."""
+        """Returns lower bounds of a microbatch under a choice, on some shapes by number."""
         return self.ticks(policy, alone(choice, len(shapes)), shapes)
 
     def ticks(self, policy: str, row_choices: Under, shapes: Array) -> Tick:
-        """What a microbatch takes under choices, on some shapes by number."""
+        """Returns lower bounds of a microbatch under choices, on some shapes by number."""
         if policy != EACH:
             return Tick(self._parts[policy].total(row_choices, self._values.which[shapes]))
         return Tick(
@@ -602,7 +602,7 @@ class Traffic:
         }
 
     def total(self, row_choices: Under, positions: Array) -> dict[str, Moved]:
-        """What moves under choices by remat policy."""
+        """Returns the traffic under choices, by remat policy."""
         updates = self._rest.total(row_choices, positions)
         return {
             policy: _moved(parts.total(row_choices, positions), updates)
@@ -641,7 +641,7 @@ _ROLES = ("gather", "scatter", "reduce")
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """What some rows of a tally cost.
+    """Coefficients of some rows of a tally.
 
     Attributes:
         rows: of a segment, ascending.
@@ -1057,8 +1057,8 @@ class Entries:
 
     @cached_property
     def _traffic(self) -> Traffic:
-        """What moves on each mesh behind compute, which is the same for all microbatches, on the
-        best links.
+        """The traffic of each mesh that compute may hide, which is the same for all microbatches,
+        on the best links.
         """
         last = np.zeros(self._mesh.max() + 1, dtype=np.int64)
         last[self._mesh] = np.arange(len(self))

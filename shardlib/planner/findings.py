@@ -53,7 +53,7 @@ N_C, ALPHA_N, B_STAR, ALPHA_B = 8.8e13, 0.076, 2e8, 0.21
 
 @diagnostic
 def advise(situation: Situation) -> tuple[Finding, ...]:
-    """What the rules have to say about a plan."""
+    """Applies the rules of thumb to a plan."""
     found = (rule(situation) for rule in RULES)
     return tuple(finding for finding in found if finding is not None)
 
@@ -523,7 +523,9 @@ def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
 
 @diagnostic
 def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
-    """What experts with a capacity are expected to drop; the price does not depend on it."""
+    """Reports the tokens that experts with a capacity are expected to drop; the price does not
+    depend on it.
+    """
     known = Pricer(topology, load.profile).constants.skew
     skew = BALANCED if known is None else known
 

@@ -641,7 +641,7 @@ class Variants:
         return self.space.limits.able
 
     def offloads(self) -> list[tuple[str, ...]]:
-        """What may be put in host memory, beside nothing."""
+        """Lists the sets of arrays that may be offloaded, beside the empty one."""
         pinned = self.space.pins.offload
         if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
             return []

@@ -156,7 +156,7 @@ class Block:
     gaps: tuple[Gap, ...] = ()
 
     def lowered(self, offer: Offer, candidates: Array) -> Array:
-        """Which rows of an offer have a lowering."""
+        """Returns the rows of an offer that have a lowering."""
         stages = {"stage": self.c.sizes["stage"][candidates]}
         return lowered(facts(offer.decisions), along(stages), self.gaps)
 
@@ -392,7 +392,7 @@ Place = tuple[MeshShape, int, tuple[str, ...]]
 
 @dataclass
 class Best:
-    """What a search has seen so far.
+    """The best plans that a search has priced so far.
 
     Attributes:
         seconds, fastest: of the fastest plan that fits.
@@ -470,7 +470,7 @@ class Seen:
 
     @property
     def choices(self) -> list[tuple[Choice, bool]]:
-        """What the numbers of choices of offers stand for."""
+        """The choices that the numbers in offers refer to."""
         return self._block.choices
 
     @property

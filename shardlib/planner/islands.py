@@ -49,8 +49,8 @@ PASSES = 2
 
 
 def split(shape: tuple[int, ...], stacked: bool) -> int:
-    """Where the dims of rows of a matrix end and those of columns begin: where rows and columns
-    together are fewest.
+    """Returns the position that separates the row dims of a matrix from its column dims: where rows
+    and columns together are fewest.
 
     >>> split((3, 3, 64, 128), stacked=False), split((12, 12, 64, 768), stacked=True)
     (3, 3)
@@ -86,7 +86,7 @@ def stacked(parameter: ParameterLayout) -> bool:
 def moved(
     parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Compressed, stage: int
 ) -> list[Moved]:
-    """What a device moves in an exchange."""
+    """Lists the arrays that a device sends in an exchange."""
     trained, by, over = list(parameters), exchange.by, ("island",)
     sizes = [
         math.prod(parameter.state.local_shape(parameter.shape, inner)) for parameter in trained
@@ -161,7 +161,7 @@ def kept(parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Comp
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a meeting is about of one parameter.
+    """The part of one parameter that a meeting exchanges.
 
     Attributes:
         parameter: its layout.
@@ -325,7 +325,9 @@ def _delayed(exchange: Several) -> bool:
 def _each(
     trained: list[ParameterLayout], inner: MeshShape, exchange: Several
 ) -> list[tuple[list[Moved], float]]:
-    """What each meeting moves, and bytes of device memory that it reads and writes."""
+    """Returns the arrays that each meeting moves, and the bytes of device memory that it reads and
+    writes.
+    """
     if isinstance(exchange, Compressed):
         elements = sum(_elements(parameter, inner) for parameter in trained)
         last = exchange.meetings - 1  # the density that stays
@@ -378,14 +380,14 @@ def _elements(parameter: ParameterLayout, mesh: MeshShape) -> int:
 def fragments_of(
     parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Meets
 ) -> tuple[Fragment, ...]:
-    """What each meeting is about."""
+    """Returns the fragment of each meeting."""
     if isinstance(exchange, Gossip):
         return fragments(parameters, inner, 1) * exchange.meetings
     return fragments(parameters, inner, exchange.fragments)
 
 
 def _crossing(fragment: Fragment, inner: MeshShape, exchange: Meets) -> list[Moved]:
-    """What crosses between islands at a meeting."""
+    """Lists the arrays that cross between islands at a meeting."""
     over = ("island",)
     if isinstance(exchange, Gossip):
         size = sum(part.elements(part.parameter.state, inner) for part in fragment) * FLOAT32
@@ -483,7 +485,7 @@ def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tup
 
 
 def _outside(plan: Plan, machine: Topology) -> dict[str, int]:
-    """Number of ways of each mesh axis lie on the slowest links of the machine."""
+    """Number of shards of each mesh axis that lie on the slowest links of the machine."""
     spans = place(plan.mesh, machine, plan.axis_order) or {}
     return {
         axis: math.prod(span.ways for span in parts if span.tier == 0)
@@ -624,7 +626,7 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
 
 
 def _told(exchange: Several, crossing: int, met: Meetings, share: float) -> str:
-    """How islands train, in words."""
+    """Describes how islands train, in words."""
     number, of = exchange.meetings, f"{exchange.islands} islands"
     each = " on average" if number > 1 else ""
     if isinstance(exchange, Compressed):
@@ -645,7 +647,7 @@ def _told(exchange: Several, crossing: int, met: Meetings, share: float) -> str:
 
 
 def _meet(exchange: Meets) -> str:
-    """How islands that train apart meet, in words."""
+    """Describes how islands that train apart meet, in words."""
     if isinstance(exchange, DiLoCo):
         fragment_text = (
             f", a fragment of {exchange.fragments} at a time" if exchange.fragments > 1 else ""

@@ -180,7 +180,7 @@ ATTENTION = "attention"
 
 
 def of_kernel(at: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
-    """What a kernel of attention reads and makes."""
+    """Lists the operands and results of a kernel of attention."""
     for number, value in enumerate(op.operands if op.kind == FORWARD else ()):
         role = _role(number, len(op.operands))
         held, read = at.held(value), at.inside(index, value)
@@ -209,8 +209,8 @@ def of_kernel(at: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
 
 
 def _role(number: int, operands: int) -> str:
-    """What an operand of a kernel of attention is: queries, keys, other parts of both that are
-    rotated by positions, and values.
+    """Names the role of an operand of a kernel of attention: queries, keys, other parts of both
+    that are rotated by positions, and values.
     """
     if number == operands - 1:
         return "values"
@@ -219,7 +219,9 @@ def _role(number: int, operands: int) -> str:
 
 
 def _gradient_role(at: StepLayouts, index: int, factors: set[int]) -> str:
-    """What a result of a backward kernel is the gradient of; keys have no heads of one group."""
+    """Names the operand that a result of a backward kernel is the gradient of; keys have no heads
+    of one group.
+    """
     heads = at.facts.heads.get(index)
     if heads is None or heads.each == 1:
         return "operands"
@@ -257,7 +259,7 @@ def _joined(one: ActivationLayout, other: ActivationLayout) -> ActivationLayout:
 
 
 def _residuals(at: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
-    """What every layer group hands from layer to layer."""
+    """Lists the residual streams that layer groups hand from layer to layer."""
     carried = at.facts.layers.carried
     for group, value in zip(groups, carried, strict=False):
         if value < 0:
@@ -273,7 +275,7 @@ def _residuals(at: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
 
 
 def _used(at: StepLayouts) -> Iterator[Listed]:
-    """What ops with weights and kernels of attention make and read."""
+    """Lists the operands and results of ops with weights and of kernels of attention."""
     readers: dict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(at.facts.graph.ops):
         if op.kind in KERNELS:
@@ -314,7 +316,7 @@ def _is_activation(at: StepLayouts, op: Op, value: int) -> bool:
 
 
 def _result(at: StepLayouts, index: int, op: Op, weight: str) -> Iterator[Listed]:
-    """What an op with a weight makes, which may be partial sums."""
+    """Lists the result of an op with a weight, which may be partial sums."""
     value, back = op.results[0], backward(op)
     if index in at.later or (back and index not in at.reductions):
         return
@@ -334,7 +336,9 @@ def _result(at: StepLayouts, index: int, op: Op, weight: str) -> Iterator[Listed
 
 
 def _operand(at: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[Listed]:
-    """What ops with weights read, and gradients of weights with them; listed where it is moved."""
+    """Lists a value that ops with weights, and gradients of weights with them, read; listed where
+    it is moved.
+    """
     held, moves = at.held(value), list[Move]()
     ops = [(index, at.facts.graph.ops[index]) for index in readers]
     for index, op in ops:
@@ -397,8 +401,8 @@ def at_rest(
 
 
 def _untiled(dim: int, shape: tuple[int, ...], size: int) -> int:
-    """How far shards of a size along a dim are from whole tiles: 0 where they are whole, 1 where
-    they are in a transposed matrix, 2 otherwise.
+    """Rates the distance of shards of a size along a dim from whole tiles: 0 where they are whole,
+    1 where they are in a transposed matrix, 2 otherwise.
     """
     last = len(shape) - 1
     if dim < last - 1 or size % (LANES if dim == last else ROWS) == 0:
@@ -550,7 +554,7 @@ def batch_layouts(
 def layout_findings(
     layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
 ) -> tuple[Finding, ...]:
-    """What is worth saying about the layouts: large parameters that nothing shards.
+    """Findings about the layouts: large parameters that nothing shards.
 
     Args:
         itemsize: bytes of an element, by dtype.

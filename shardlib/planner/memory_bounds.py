@@ -194,7 +194,7 @@ class Footprints:
         }
 
     def total(self, row_choices: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """What choices take on some of the shapes, by number; see `of`."""
+        """Returns the bytes under choices on some of the shapes, by number; see `of`."""
         return self._rest.total(row_choices, shapes), {
             policy: parts.total(row_choices, shapes) for policy, parts in self._points.items()
         }

@@ -121,7 +121,7 @@ class FrameworkJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """Where one parameter lives.
+    """The layout of one parameter, stored and in compute.
 
     Attributes:
         path: tree path of the parameter, "layers.mlp.up.kernel".
@@ -230,8 +230,8 @@ class Ranked:
 
 
 class Source(Protocol):
-    """What a plan was made from, and the searches for the same problem;
-    `shardlib.planner.planner` has it.
+    """The problem that a plan was made from, and the searches for it; `shardlib.planner.planner`
+    has it.
 
     Attributes:
         load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
@@ -272,7 +272,7 @@ class Source(Protocol):
 
 
 def source_of(plan: Plan) -> Source:
-    """What the plan was made from."""
+    """Returns the source of a plan."""
     if plan.source is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model\nTry: the command line"
@@ -374,7 +374,7 @@ class Plan(Decisions):
             return None
 
     def explain(self) -> str:
-        """What was chosen, why, and what it costs, as text for people.
+        """Returns the decisions of the plan, their reasons and their costs, as text for people.
 
         Returns:
             Several paragraphs and tables, of at most 100 columns.
@@ -384,7 +384,8 @@ class Plan(Decisions):
         return explain(self)
 
     def diff(self, other: Plan) -> str:
-        """What another plan decides and costs differently, as text of at most 100 columns.
+        """Returns the differences of another plan in decisions and costs, as text of at most 100
+        columns.
 
         Args:
             other: a plan of any model or topology.
@@ -401,8 +402,8 @@ class Plan(Decisions):
         mtbf: float | None = None,
         restart: float = RESTART_S,
     ) -> RunCost:
-        """What a run of so many tokens takes: days, device-hours, money, energy, and what failures
-        cost with the best interval between saves; `print` shows it.
+        """Returns the cost of a run of `tokens` tokens: days, device-hours, money, energy, and what
+        failures cost with the best interval between saves; `print` shows it.
 
         Args:
             tokens: of the whole run.
@@ -459,8 +460,8 @@ class Plan(Decisions):
         return plan_svg(self, find_topology(self.topology))
 
     def timeline(self) -> Timeline:
-        """When each pipeline stage does what, in predicted seconds, and what islands exchange, in
-        the order of use; `print` writes it, `svg()` draws it.
+        """Returns the work of each pipeline stage over time, in predicted seconds, and what islands
+        exchange, in the order of use; `print` writes it, `svg()` draws it.
 
         Raises:
             PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was
@@ -472,7 +473,7 @@ class Plan(Decisions):
         return predicted(self, forward)
 
     def why_not(self, **pin: PinValue) -> str:
-        """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,
+        """Returns the best plan under other pins, and its cost: `plan.why_not(tensor=16)`,
         `plan.why_not(remat="full")`.
 
         Args:
@@ -516,7 +517,8 @@ class Plan(Decisions):
         return alternatives(self, count)
 
     def constraints(self) -> Constraints:
-        """What holds the plan back: memory, pins, and sizes that divide no further.
+        """Returns the limits that hold the plan back: memory, pins, and sizes that divide no
+        further.
 
         Returns:
             The constraints, the one that costs most first, with the seconds of a step without it;
@@ -530,8 +532,8 @@ class Plan(Decisions):
         return constraints(self)
 
     def sensitivity(self) -> Sensitivity:
-        """What more memory and faster links are worth, and the regret if a figure of the machine is
-        a tenth lower.
+        """Returns the value of more memory and faster links, and the regret if a figure of the
+        machine is a tenth lower.
 
         Returns:
             Shadow prices of memory and links, and shocks with the seconds of a step that each
@@ -771,7 +773,7 @@ def _usual(plan: Plan) -> Plan:
 
 
 def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
-    """What there is to say about who wrote the plan."""
+    """Findings about the origin of the plan."""
     said = data.get("checksum")
     if said is not None and said == checksum(data):
         return []

@@ -529,8 +529,8 @@ class LayerGroups:
 
 
 def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
-    """Why the layers of a model are too few for its pins, and what to try; empty where they are
-    not.
+    """Says that the layers of a model are too few for its pins, and what to try; empty where they
+    are not.
     """
     model = f"the model {model!r}"
     if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):
@@ -541,7 +541,7 @@ def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
 
 
 def _called_again(model: str, calls: int, pins: Pins) -> str:
-    """Why a model whose layers a loss runs several times has none to split."""
+    """Says that a model whose layers a loss runs several times has none to split."""
     request = (
         f"{' with '.join(_stage_pins(pins))} splits layers into stages"
         if pins.staged
@@ -557,7 +557,7 @@ def _called_again(model: str, calls: int, pins: Pins) -> str:
 
 
 def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
-    """Why pinned stages, or chunks of layers on each, have no layer for each of them."""
+    """Says that pinned stages, or chunks of layers on each, have no layer for each of them."""
     if not pins.staged:
         return ""
     layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
@@ -618,7 +618,7 @@ def _chunks(pins: Pins) -> int:
 def _too_few_to_rematerialise(
     model: str, names: Sequence[str], counts: Sequence[int], pins: Pins
 ) -> str:
-    """Why a pinned number of rematerialised layers is not fewer than there are."""
+    """Says that a pinned number of rematerialised layers is not fewer than there are."""
     if not counts and pins.remat_layers:
         return (
             f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {model} has"
@@ -1081,7 +1081,7 @@ NEAREST, MORE = 64, 8
 
 @dataclass(kw_only=True)
 class Front:
-    """What of a space waits to be bounded or priced.
+    """The part of a space that waits to be bounded or priced.
 
     Attributes:
         entries: of the space.
@@ -1189,7 +1189,7 @@ def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
 
 
 def _below(fronts: Mapping[int, Front], limit: float) -> int:
-    """Number of entries are below a limit."""
+    """Number of entries below a limit."""
     return sum(len(front.entries.below(limit)[0]) for front in fronts.values())
 
 
@@ -1243,7 +1243,7 @@ class PricedSpace:
     _points: list[Priced] = field(default_factory=list[Priced], init=False, repr=False)
 
     def landscape(self, count: int) -> tuple[Priced, ...]:
-        """What was priced, thinned; made once, when it is first asked for."""
+        """Returns the priced plans, thinned; made once, at the first call."""
         if not self._points:
             self._points.extend(
                 Priced.of(point.what, point.seconds, point.peak_bytes, fits=point.fits)

@@ -367,7 +367,7 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
 
 
 def constraints(plan: Plan) -> Constraints:
-    """What holds a plan back."""
+    """Returns the limits that hold a plan back."""
     steps = staircase(plan)
     bindings = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
     bindings.sort(
@@ -527,7 +527,7 @@ def _on_machine(plan: Plan) -> OnMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class _Local:
-    """What one device has of an amount."""
+    """The amounts of one device."""
 
     at: OnMachine
 

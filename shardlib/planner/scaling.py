@@ -153,8 +153,8 @@ class Curve:
 
     @property
     def reason(self) -> str:
-        """Why the point after `enough` does not pay, or why no point has a plan; empty where all
-        pay.
+        """The reason why the point after `enough` does not pay, or why no point has a plan; empty
+        where all pay.
         """
         if not self.fitting:
             return _nothing(self.points)
@@ -190,7 +190,7 @@ class Curve:
 
 
 def _nothing(points: Sequence[Point]) -> str:
-    """Why no point has a plan."""
+    """Says why no point has a plan."""
     short = [f"{point.devices:,}" for point in points if point.short_bytes]
     if len(short) == len(points):
         return "no machine holds the model"

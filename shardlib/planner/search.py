@@ -114,9 +114,7 @@ def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> list[str]:
 
 
 def _smaller_batch(totals: Totals, capacity: float) -> str:
-    """How much smaller the batch must be, if everything that grows with it shrinks in
-    proportion.
-    """
+    """Suggests a smaller batch, if everything that grows with it shrinks in proportion."""
     scaling = sum(
         float(totals.device_bytes[name][0]) for name in ("activations", "temporaries", "batch")
     )

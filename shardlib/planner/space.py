@@ -50,7 +50,7 @@ from shardlib.schedules import NONE, SCHEDULES, Pipelines, Schedule, named, pipe
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How attention is computed, and the context axis used.
+    """A way to compute attention and to use the context axis.
 
     Attributes:
         decisions: with `context` and `attention`, and what the planner does not decide.
@@ -69,7 +69,7 @@ def strategies(
     chip: Chip,
     able: Abilities = ANYTHING,
 ) -> list[Strategy]:
-    """How attention may be computed and the context axis used.
+    """Lists the ways to compute attention and to use the context axis.
 
     A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is
     computed: by the kernel of the chip's vendor where that applies, which writes no scores; in
@@ -125,9 +125,7 @@ def _ways(
 
 
 def _kernel(problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip) -> str:
-    """How attention is computed where nothing else is said: as pinned, or by the kernel of the
-    vendor where that applies.
-    """
+    """Returns the default kernel of attention: as pinned, or that of the vendor where that applies."""
     best = OF_VENDOR.get(chip.vendor, "traced")
     untraced = profile.attention != "traced" or _without(problem, chip, best)
     return pins.attention or ("traced" if untraced else best)
@@ -153,7 +151,7 @@ def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
 
 
 def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
-    """Why attention cannot be computed by a kernel; empty where it can."""
+    """Says why attention cannot be computed by a kernel; empty where it can."""
     if "attention" not in problem.functions:
         return f"{problem.model} does not call attention as a function (shardlib.attention)"
     makers = {kernel: maker for maker, kernel in OF_VENDOR.items()}
@@ -262,7 +260,7 @@ VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
 def explain_empty(
     problem: Problem, colouring: Colouring, pins: Pins, devices: int
 ) -> BatchError | PinError:
-    """Why no plan is legal under the pins, as the error to raise."""
+    """Returns the error to raise where no plan is legal under the pins."""
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     wrong = (
@@ -306,7 +304,7 @@ def _devices_fault(sizes: Mapping[str, int], devices: int) -> PinError | None:
 def _batch_fault(
     problem: Problem, pins: Pins, sizes: Mapping[str, int], size: int
 ) -> BatchError | PinError | None:
-    """What is wrong with how the pins split a batch of `size` examples."""
+    """Returns the error of pins that cannot split a batch of `size` examples."""
     parts = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
     if (
         not any("batch" in axes for _, _, _, axes in problem.batch)
@@ -341,7 +339,7 @@ def _share(size: int, parts: int) -> str:
 
 
 def _pipeline_fault(pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
-    """What is wrong with the microbatches that go through pinned stages together."""
+    """Returns the error of microbatches that cannot go through the pinned stages together."""
     together, stages = (pins.microbatches or 0) // (pins.accumulation or 1), sizes.get("stage", 1)
     if 0 < together < stages and (pins.virtual_stages or 1) > 1:
         return PinError(
@@ -360,7 +358,7 @@ def _pipeline_fault(pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
 def _sequence_fault(
     problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int]
 ) -> PinError | None:
-    """Why the sequence cannot be sharded over tensor, as is pinned."""
+    """Returns the error of a sequence that cannot be sharded over tensor as is pinned."""
     tensor = sizes.get("tensor", 1)
     has_sequence = colouring.sequence_colour is not None
     if pins.sequence_parallel and not (
@@ -377,7 +375,9 @@ def _sequence_fault(
 def _context_fault(
     problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int], devices: int
 ) -> PinError | None:
-    """Why no context axis can be that a pin asks for; one of a pinned size is looked at apart."""
+    """Returns the error of a pinned context axis that cannot be; one of a pinned size is looked at
+    apart.
+    """
     if pins.context in (None, "none") or "context" in sizes:
         return None
     if math.gcd(sequence_size(problem, colouring), devices) > 1:
@@ -392,7 +392,7 @@ def _context_fault(
 def _stored_fault(
     problem: Problem, colouring: Colouring, pins: Pins, sizes: Mapping[str, int], devices: int
 ) -> PinError | None:
-    """Why nothing can be stored sharded, as pinned `zero` asks."""
+    """Returns the error of pinned `zero` where nothing can be stored sharded."""
     lacking = {
         "expert": expert_colour(problem.forward, colouring.forward) is None,
         "context": sequence_size(problem, colouring) == 1,
@@ -419,7 +419,7 @@ def _stored_fault(
 
 
 def _rules_fault(colouring: Colouring, pins: Pins, sizes: Mapping[str, int]) -> PinError | None:
-    """Why the pinned rules cannot use the pinned tensor axis."""
+    """Returns the error of pinned rules that cannot use the pinned tensor axis."""
     tensor = sizes.get("tensor", 1)
     if tensor == 1 or pins.rules is None:
         return None
@@ -495,7 +495,7 @@ def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length
 
 
 def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
-    """Why a pinned axis fits no plan of a model; empty where it may."""
+    """Says why a pinned axis fits no plan of a model; empty where it may."""
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
         reason = sequences_text(problem, colouring, f"{size} parts do")
@@ -646,8 +646,8 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
 
 
 def gaps_of(load: Workload) -> tuple[Gap, ...]:
-    """What has no lowering, where plans are for programs of shardlib; of other software, whose
-    plans are priced and not lowered here, nothing is left out.
+    """Lists the combinations without a lowering, where plans are for programs of shardlib; of other
+    software, whose plans are priced and not lowered here, nothing is left out.
     """
     ours = load.profile.name == XLA.name and load.framework is None
     return on_chips(load.vendor) if ours else ()
@@ -855,8 +855,8 @@ def _microbatches(size: int, degree: int, pins: Pins) -> list[int]:
 
 
 def legal(choice: Choice, space: Space, routes: bool, sizes: Mapping[str, Array]) -> Array:
-    """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
-    sequence divides, and an expert axis has tokens to route, where that has a lowering.
+    """Returns which candidates a choice fits, of those that fit their tensor axis, by sizes of mesh
+    axes: the sequence divides, and an expert axis has tokens to route, where that has a lowering.
     """
     fits = (
         space.limits.sequence
@@ -882,8 +882,8 @@ FEWEST = 3
 
 
 def legal_zero(space: Space, zero: int, c: Candidates) -> Array:
-    """Which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis shards
-    something, and the framework can do it.
+    """Returns which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis
+    shards something, and the framework can do it.
     """
     able = space.limits.able
     if zero:
@@ -1033,7 +1033,7 @@ def most_chunks(space: Space, policy: str, stages: Array, micro: Array) -> Array
 
 
 def legal_schedule(space: Space, decisions: Decisions, c: Candidates) -> Array:
-    """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
+    """Returns which candidates a schedule fits: a layer for every chunk, and, with several chunks,
     microbatches for every stage; breadth first, as many layers in every chunk.
     """
     layers = space.limits.layers
@@ -1099,7 +1099,7 @@ class Scope:
 
     @cached_property
     def chosen(self) -> Chosen:
-        """Which of them shard a component alike."""
+        """Returns the choices of the scope, grouped by their sharding of a component."""
         return Chosen(self.choices)
 
     @cached_property

@@ -75,8 +75,8 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationLayout:
-    """Where one activation lives, of the whole batch; a step with microbatches has a part of it at
-    a time.
+    """The layouts of one activation of the whole batch; a step with microbatches has a part of it
+    at a time.
 
     Attributes:
         name: what makes it, or what reads it: "output of layers.mlp.up".

@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstUse:
-    """Where a parameter is first used.
+    """The first use of a parameter in a forward pass.
 
     Attributes:
         path: of the parameter.
@@ -94,7 +94,7 @@ class FirstUse:
         return FirstUse(path=path, place=Place(op=number, row=0, within=number))
 
     def of_row(self, row: int) -> Place:
-        """Where one row is first used."""
+        """Returns the place of the first use of one row."""
         return Place(op=self.place.op, row=row, within=self.place.within)
 
 
@@ -230,7 +230,7 @@ BACKWARD, CROSSING, FORWARD = "backward", "crossing", "forward"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What belongs to one bucket, in seconds.
+    """The seconds that belong to one bucket.
 
     Attributes:
         forward: of the forward pass from the first use of this bucket to that of the next.
@@ -245,7 +245,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What happens to one bucket for a while.
+    """One activity of one bucket in time.
 
     Attributes:
         kind: `BACKWARD`, `CROSSING` or `FORWARD`.
@@ -342,7 +342,7 @@ def at_once(loads: Sequence[Load]) -> Replay:
 def _crossing(
     loads: Sequence[Load], order: list[int], released: dict[int, float], preempt: bool
 ) -> list[Span]:
-    """What the link does: whenever it is free, or whenever a bucket may cross, the first one in the
+    """Schedules the link: whenever it is free, or whenever a bucket may cross, the first one in the
     order of those that may.
     """
     left = {bucket: loads[bucket].wire for bucket in order}
@@ -384,7 +384,7 @@ _FORWARD = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """What an exchange moves, bucket by bucket.
+    """The transfers of an exchange, bucket by bucket.
 
     Attributes:
         title: what crosses.
@@ -452,8 +452,8 @@ def _content(bucket: Bucket) -> str:
 
 
 def transfers(plan: Plan, forward: Graph) -> Transfers | None:
-    """What the exchange of a plan moves; None where steps do not wait for it as a whole: there is
-    none, it is in fragments, or beside steps.
+    """Returns the transfers of the exchange of a plan; None where steps do not wait for it as a
+    whole: there is none, it is in fragments, or beside steps.
     """
     exchange = plan.exchange
     undivided = isinstance(exchange, DiLoCo) and exchange.fragments == 1 and not exchange.delay

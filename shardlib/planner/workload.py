@@ -44,7 +44,7 @@ MAX_MICROBATCHES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a model, and the framework that runs it, allow, beside its colours.
+    """Limits of a model, and of the framework that runs it, beside its colours.
 
     Attributes:
         batch: examples in the batch.
@@ -68,8 +68,8 @@ class Limits:
 
 
 def experts_form(problem: Problem) -> str:
-    """Number of tokens the experts of a model take: all of them ("dropless"), or as many as there
-    is room for ("capacity").
+    """The tokens that the experts of a model take: all of them ("dropless"), or as many as there is
+    room for ("capacity").
     """
     return "capacity" if "capacity" in problem.functions else "dropless"
 
@@ -103,7 +103,7 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
 
 
 def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
-    """What a message says of the sequences of a model: their lengths, which some number of parts
+    """Describes the sequences of a model in a message: their lengths, which some number of parts
     does not divide, or why there is none to shard.
     """
     name = colouring.named_sequence
@@ -150,7 +150,7 @@ MAX_CLASSES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one way to run a step costs, in items.
+    """One way to run a step, as items that have a price.
 
     Attributes:
         facts: of its step graph.
@@ -235,7 +235,7 @@ def program_of(
 
 
 def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
-    """What the compiler does with the kernels under a framework profile."""
+    """Returns the traits of the compiler under a framework profile."""
     vendor_traits = traits(vendor)
     return (
         replace(vendor_traits, shares_gathers=True)
@@ -393,7 +393,7 @@ class Group:
         self._entries: dict[Choice, list[Entry]] = {}
 
     def entries(self, choice: Choice) -> list[Entry]:
-        """What all items add under a choice: (row, number of the measure, amount)."""
+        """Lists the entries of all items under a choice: (row, number of the measure, amount)."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
             self._entries[key] = list(self._charged.entries(key, self.items))
@@ -744,8 +744,8 @@ class Workload:
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """What people call each class: what the paths of its parameters begin with, or its place
-        among the classes.
+        """Names of the layer groups for people: the common beginning of the paths of their
+        parameters, or their place among the groups.
         """
         first = next(iter(self.programs.values()))
         segments = parameter_segments(first.facts)

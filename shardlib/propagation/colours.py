@@ -89,7 +89,7 @@ def kinds(part: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which colours the mesh axes shard.
+    """The colours that the mesh axes shard.
 
     Attributes:
         tensor: colours that the tensor axis shards, the first has priority.
@@ -418,7 +418,7 @@ def _tie_positions(same: Classes, tag: str, graph: Graph) -> None:
 
 
 def _reach(spans: Iterable[tuple[int, int]]) -> int:
-    """How far spans reach from 0 without a gap.
+    """Returns the end of the gapless range from 0 that spans cover.
 
     >>> _reach([(0, 2), (4, 8), (2, 3)])
     3
@@ -430,8 +430,8 @@ def _reach(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _joints(same: Classes, graphs: Mapping[str, Graph]) -> dict[Hashable, set[int]]:
-    """Where windows cut each class of dims, its own ends included; of a dim that a reshape
-    makes of several, where the major one is.
+    """Returns the positions at which windows cut each class of dims, its own ends included; of a
+    dim that a reshape makes of several, those of the major one.
 
     A dim of which windows leave some part out (the best few of all experts) is not several things
     side by side.

@@ -166,21 +166,21 @@ def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
 
 
 def used(path: str, number: int) -> tuple[str, int]:
-    """Where placements have the layout of an operand of a contraction while it runs, and after the
+    """Returns the key of the layout of an operand of a contraction while it runs, and after the
     operands that of its result.
     """
     return f"{path}/in use", number
 
 
 def arriving(path: str, number: int) -> tuple[str, int]:
-    """Where placements have the layout that an operand of a contraction has before it is gathered
-    for it.
+    """Returns the key of the layout that an operand of a contraction has before it is gathered for
+    it.
     """
     return f"{path}/arriving", number
 
 
 def returned(path: str) -> tuple[str, int]:
-    """Where placements have the layout that the gradient of the result of a contraction has when it
+    """Returns the key of the layout that the gradient of the result of a contraction has when it
     arrives, where that is not the layout of the result.
     """
     return f"{path}/returned", 0
@@ -203,7 +203,7 @@ Shared = Literal["all", "queries", "none"]
 
 
 def shared(*, heads: int, groups: int, devices: int) -> Shared:
-    """Which heads devices can share out."""
+    """Returns the heads that devices can share out."""
     if heads % devices:
         return "none"
     if groups % devices == 0:

@@ -33,7 +33,9 @@ TELLING = 100.0
 
 
 def diff(a: Plan, b: Plan) -> str:
-    """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters."""
+    """Describes the changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of
+    parameters.
+    """
     if not isinstance(b, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
             f"a plan is compared with a plan, and other is {type(b).__name__}\nTry:"
@@ -163,7 +165,7 @@ class Figure:
 
     @property
     def added(self) -> float:
-        """What is more of it, as a part of what there was; infinite where there was nothing."""
+        """The increase as a part of the first value; infinite where that was zero."""
         if self.after == self.before:
             return 0.0
         return self.after / self.before - 1 if self.before else float("inf")
@@ -171,7 +173,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What changes from one plan to another.
+    """The changes from one plan to another.
 
     Attributes:
         title: what is compared.
@@ -186,7 +188,7 @@ class Change:
     collectives: tuple[Figure, ...]
 
     def beyond(self, limits: dict[str, float]) -> tuple[str, ...]:
-        """What is beyond a limit, a sentence for each."""
+        """Lists the figures beyond their limits, a sentence for each."""
         return tuple(
             f"{FIGURES[one.word]}: {_text(one, one.before)} -> {_text(one, one.after)}"
             f" ({_added(one)}), and {percent_text(limits[one.word])} may be added"
@@ -245,7 +247,7 @@ class Change:
 
 
 def change(a: Plan, b: Plan) -> Change:
-    """What changes from plan `a` to plan `b`."""
+    """Returns the changes from plan `a` to plan `b`."""
     old, new = dict(decision_lines(a)), dict(decision_lines(b))
     names = [f"{plan.model} on {plan.topology}" for plan in (a, b)]
     before, after = _traffic(a), _traffic(b)

@@ -51,7 +51,7 @@ def curve_svg(curve: Curve) -> str:
 
 
 class _Scale:
-    """Where devices and rates lie in the picture; both axes are powers of two."""
+    """Coordinates of devices and rates in the picture; both axes are powers of two."""
 
     def __init__(self, curve: Curve) -> None:
         devices = [math.log2(point.devices) for point in curve.points] or [0.0]

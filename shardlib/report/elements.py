@@ -84,7 +84,7 @@ def percent_text(share: float) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """Number of times as much: "1.08x"."""
+    """A ratio as text: "1.08x"."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:,.0f}x"
 
 

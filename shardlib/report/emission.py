@@ -151,7 +151,7 @@ NamedSharding = Any
 
 
 class AxisSizes(Protocol):
-    """What is read of a `jax.sharding.Mesh` or an abstract one."""
+    """The attributes read of a `jax.sharding.Mesh` or an abstract one."""
 
     @property
     def shape(self) -> Mapping[str, int]:

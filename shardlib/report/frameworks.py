@@ -72,7 +72,7 @@ class Job:
         return f"shardlib: {one.model} on {one.topology}, mesh {one.mesh}, plan {one.digest}"
 
     def indivisible(self) -> list[str]:
-        """What does not divide of a plan that was changed by hand, in words."""
+        """Lists the sizes that do not divide in a plan that was changed by hand, in words."""
         one, failures = self.plan, list[str]()
         parts = math.prod(self.axis(axis) for axis in BATCH_AXES) * one.microbatches
         if self.sizes.batch % parts:
@@ -303,7 +303,7 @@ def megatron(job: Job, failures: list[str]) -> JsonObject:
 
 
 def _recompute(job: Job) -> JsonObject:
-    """What is rematerialised: every layer, or some of each stage."""
+    """Options of rematerialisation: every layer, or some of each stage."""
     plan = job.plan
     if plan.remat == "none":
         return {}

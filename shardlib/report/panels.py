@@ -57,7 +57,7 @@ from shardlib.untrusted.data import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What somebody says of a step.
+    """A figure of a step from one source: predicted, compiled or measured.
 
     Attributes:
         source: who: "predicted", "compiled", "measured".
@@ -941,7 +941,7 @@ def roofline_picture(kernels: Kernels) -> str:
 
 
 class _Scale:
-    """Where intensities and rates lie; both logarithmic."""
+    """Coordinates of intensities and rates; both logarithmic."""
 
     def __init__(self, low: float, high: float, bottom: float, top: float) -> None:
         self.low, self.high, self.bottom, self.top = low, high, bottom, top
@@ -1318,7 +1318,7 @@ def activation_table(plan: Plan, before: int) -> str:
 
 
 def _collective_of(move: Move, rows: Sequence[CollectiveRow]) -> str:
-    """What happens to an activation, with a link to the collective: "all-gather over tensor for
+    """Names the collective of an activation, with a link to it: "all-gather over tensor for
     layers.mlp.up".
     """
     words = f"{move.kind} over {'·'.join(move.axes)}"
@@ -1487,7 +1487,7 @@ def _slice(
 
 
 def _predicted(plan: Plan, starts: Sequence[float]) -> Iterator[JsonObject]:
-    """What a plan predicts of a step."""
+    """Yields the trace events that a plan predicts of a step."""
     predicted_lanes = lanes(plan)
     rows = [f"{lane.row.kind} over {'·'.join(lane.row.axes)}" for lane in predicted_lanes]
     yield from _named(_PREDICTED, "predicted", ["a device", *rows])
@@ -1526,7 +1526,7 @@ def _step_trace_moved(
 def _step_trace_device(
     device: int, measured: Sequence[MeasuredStep], zero: float
 ) -> Iterator[JsonObject]:
-    """What was recorded of a device."""
+    """Yields the recorded trace events of a device."""
     on_device = [
         operation
         for step in measured

@@ -67,7 +67,7 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
 
 
 def untold(label: str, plan: Plan) -> str:
-    """What a plan decides that has no line of a label: the meaning of the default."""
+    """Describes a decision whose label has no line: the meaning of the default."""
     if label in _UNTOLD:
         return _UNTOLD[label](plan)
     meanings = (
@@ -246,7 +246,7 @@ def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:
 
 
 def time_section(plan: Plan) -> str:
-    """What a step's seconds are."""
+    """Returns the section about the seconds of a step."""
     seconds = plan.estimate.seconds
     rows = (
         (
@@ -262,7 +262,7 @@ def time_section(plan: Plan) -> str:
 
 
 def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
-    """What the bytes of the fullest device are.
+    """Returns the section about the bytes of the fullest device.
 
     Args:
         hbm_bytes: what a device has; None where that is not known.
@@ -306,7 +306,7 @@ def limit_text(estimate: Estimate, hbm_bytes: float) -> str:
 
 
 def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[tuple[str, float, str]]:
-    """What a plan leaves of a device: (label, bytes, text).
+    """Returns the free memory of a device: (label, bytes, text).
 
     Args:
         hbm_bytes: what a device has.
@@ -368,7 +368,7 @@ def _cause(scope: str) -> str:
 
 
 def collectives_section(plan: Plan) -> str:
-    """What devices send each other in a step; empty where that is nothing."""
+    """Returns the section about the collectives of a step; empty where there are none."""
     rows = collective_rows(in_every_step(plan.estimate.collectives))
     if not rows:
         return meetings_section(plan)
@@ -410,7 +410,7 @@ def in_every_step(collectives: Iterable[Collective]) -> list[Collective]:
 
 
 def meetings_section(plan: Plan) -> str:
-    """What a meeting of islands moves; empty where there is none."""
+    """Returns the section about the traffic of a meeting of islands; empty where there is none."""
     met = [one for one in plan.estimate.collectives if one.every]
     told = "; ".join(
         f"{one.kind} over {'·'.join(one.axes)}, {bytes_text(one.total_bytes)} in"
@@ -604,8 +604,8 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
 
 
 def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
-    """What limits a step of kernels: their FLOPs, where these alone take most of that time at the
-    peak of the chips.
+    """Names the limit of a step of kernels: their FLOPs, where these alone take most of that time
+    at the peak of the chips.
 
     Args:
         seconds: of its kernels.
@@ -637,7 +637,7 @@ def _communication_reason(plan: Plan) -> list[str]:
 
 
 def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
-    """Why something is offloaded, however much memory is spare with it."""
+    """Gives the reason why something is offloaded, however much memory is spare with it."""
     one = plan.estimate.offloaded
     if one is None:
         return []

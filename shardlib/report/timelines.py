@@ -56,7 +56,7 @@ _COLUMNS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """What one stage does for a while.
+    """One activity of one stage in time.
 
     Attributes:
         stage: its number.
@@ -74,7 +74,7 @@ class Slice:
 
     @property
     def end(self) -> float:
-        """When it is over."""
+        """The time at which it ends."""
         return self.start + self.seconds
 
 
@@ -299,7 +299,7 @@ def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
 
 
 def title(plan: Plan, *, lockstep: bool) -> str:
-    """What runs where: the first line of a timeline."""
+    """The first line of a timeline: what runs where."""
     how = (
         f"{named(plan.schedule).words(plan.virtual_stages)},"
         f" {microbatches_text(plan.microbatches, plan.accumulation)},"
@@ -469,7 +469,7 @@ def _slice(piece: Slice, scale: float, top: float) -> Iterator[str]:
 
 
 def name_of(piece: Slice) -> str:
-    """What a slice is called: "forward 3"."""
+    """Names a slice: "forward 3"."""
     return f"{_TIMELINES_WORDS[piece.kind]} {piece.label}".rstrip()
 
 
@@ -528,7 +528,7 @@ def perfetto(*timelines: Timeline) -> str:
 
 
 def span(start: float, seconds: float) -> JsonObject:
-    """When an event of a trace begins and how long it takes, in microseconds.
+    """Returns start and duration of an event of a trace, in microseconds.
 
     It ends two nanoseconds early: Perfetto rounds starts and ends of its own, and drops an event
     that begins within another.

@@ -164,7 +164,7 @@ def over_pages(
 
 
 def _at_once(limit: int, size: int) -> list[int]:
-    """Number of pages may be read at once: doubled, up to all of a request or `MOST` tokens."""
+    """Numbers of pages that may be read at once: doubled, up to all of a request or `MOST` tokens."""
     counts = [max(1, FEWEST // size)]
     while counts[-1] < limit and 2 * counts[-1] * size <= MOST:
         counts.append(2 * counts[-1])

@@ -211,7 +211,7 @@ def best_runs(compute: Array, messages: Array, counts: Sequence[int]) -> tuple[R
 
 
 def furthest(allowed: Array, counts: Sequence[int]) -> int:
-    """Number of pieces, from the front, the devices can take at most.
+    """The largest number of pieces, from the front, that the devices can take.
 
     Args:
         allowed: whether a device of type v can take the pieces [i, j), array [types, pieces + 1,

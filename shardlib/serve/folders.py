@@ -242,7 +242,7 @@ def _check(name: str, adapter: PeftAdapter, places: Mapping[str, tuple[Located, 
 
 
 def _dims(located: Located) -> int:
-    """Number of dims of ours a matrix multiplies; 0 for no matrix that has adapters."""
+    """Number of dims of our array that a matrix multiplies; 0 for no matrix that has adapters."""
     *_, place, name = located.path.split(".")
     return MATRICES.get(place, {}).get(name, 0)
 

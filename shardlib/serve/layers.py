@@ -346,7 +346,7 @@ class CachedCall:
 
     @property
     def layers(self) -> int:
-        """Number of times it runs."""
+        """Number of times that the call runs."""
         return len(self.windows)
 
     def pages(

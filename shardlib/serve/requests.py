@@ -137,7 +137,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Number of it computes."""
+        """Number of tokens that a step computes."""
         return self.singles + self.chunks * self.chunk
 
 
@@ -173,7 +173,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Number of requests and tokens are served.
+    """The requests and tokens that are served.
 
     Attributes:
         longest: tokens of a request at most, prompt and answer together.

@@ -249,7 +249,7 @@ class GroupedPool:
 
     @property
     def pages(self) -> int:
-        """Number of there are."""
+        """Number of pages."""
         return sum(pool.pages for pool in self.pools)
 
     @property
@@ -591,7 +591,9 @@ class Schedule:
         )
 
     def _spare(self, request: Request, count: int) -> int:
-        """Number of of the tokens a request may compute without taking pages from another."""
+        """Number of the `count` tokens that a request may compute without taking pages from
+        another.
+        """
         count = min(count, max(request.asked.most - len(request.answer), 1))
         self.pool.grow(request.held, request.computed + count)
         return min(self.pool.room(request.held) - request.computed, count)
@@ -636,7 +638,7 @@ class Pools:
 
     @property
     def pages(self) -> int:
-        """Number of there are."""
+        """Number of pages."""
         return sum(pool.pages for pool in self._pools)
 
     @property

@@ -51,7 +51,7 @@ class RefusedError(ShardlibError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ChildLimits:
-    """What a process may take.
+    """Limits of a process.
 
     Attributes:
         seconds: of computation, of one call.
@@ -107,7 +107,7 @@ class Confined:
         self._about: tuple[JsonObject, bytes] = {}, b""
 
     def about(self) -> tuple[JsonObject, bytes]:
-        """What `prepare` says."""
+        """Returns the description that `prepare` gave."""
         with self._lock:
             self._started()
             return self._about
@@ -213,7 +213,7 @@ class Fork:
     def call(
         self, operation: str, header: JsonMapping, body: bytes = b"", *, background: bool = False
     ) -> tuple[JsonObject, bytes]:
-        """What an operation returns.
+        """Calls an operation and returns its result.
 
         Args:
             body: bytes.

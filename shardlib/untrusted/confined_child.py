@@ -76,7 +76,9 @@ def _limit_time(seconds: float, wall_seconds: float) -> None:
 
 
 def _answer(call: Callable[[], Any]) -> Any:
-    """What a call returns, or why not: libraries raise what is no `Exception`, too."""
+    """Returns the result of a call, or why it failed: libraries raise what is not an `Exception`,
+    too.
+    """
     try:
         return call()
     except BaseException as error:

@@ -185,7 +185,7 @@ def bounded(failures: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much a document may be.
+    """Limits on the size of a document.
 
     Attributes:
         bytes: of its text.
@@ -208,7 +208,7 @@ TOML_DOTS = 200
 
 
 class _Refused(ValueError):
-    """What a document holds and may not hold, as the end of a message."""
+    """A fault of a document, as the end of a message."""
 
 
 def read_regular(path: str | Path, limit: int = -1) -> bytes:
@@ -282,7 +282,7 @@ def read_toml(
 
 
 def _file(what: str, path: str | Path) -> str:
-    """What messages call a file."""
+    """Names a file in messages."""
     return f"{what} {shown(str(path), 300)}"
 
 
@@ -444,7 +444,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a type that is no dataclass is written.
+    """The written form of a type that is not a dataclass.
 
     Attributes:
         plain: annotation of the plain data.

@@ -182,7 +182,7 @@ def read_rows(rows: Rows, batch: Tree, partition: int, partitions: int) -> Tree:
 
 
 def count(rows: Tree) -> int:
-    """Number of rows there are."""
+    """Number of rows."""
     return len(jax.tree.leaves(rows)[0])
 
 
@@ -201,7 +201,7 @@ def batches(rows: Tree, size: int, epochs: int, key: tuple[int, ...]) -> Iterato
 
 
 def steps(many: int, size: int, epochs: int) -> int:
-    """Number of steps a round has.
+    """Number of steps of a round.
 
     >>> steps(10, 4, 1), steps(10, 4, 2), steps(3, 4, 1)
     (2, 5, 1)

@@ -891,7 +891,7 @@ class RoundService:
 
     @property
     def askers(self) -> int:
-        """Number of may ask."""
+        """Number of islands that may ask."""
         return self.islands
 
     @property

@@ -149,7 +149,7 @@ class Answers(Protocol):
 
     @property
     def askers(self) -> int:
-        """Number of may ask."""
+        """Number of those that may ask."""
         ...
 
     @property
@@ -573,7 +573,7 @@ class Service:
 
     @property
     def askers(self) -> int:
-        """Number of may ask."""
+        """Number of workers that may ask."""
         return self.exchange.workers
 
     def name(self, who: int) -> str:

@@ -165,7 +165,7 @@ class Choosing(Sampled):
 
     @property
     def answers(self) -> int:
-        """Number of answers each prompt gets."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
