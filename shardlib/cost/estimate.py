@@ -149,7 +149,9 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """The factor by which memory must exceed the predicted peak (`corrections.margin`); from 1."""
+        """The factor by which memory must exceed the predicted peak
+        (`corrections.margin`); from 1.
+        """
         return next(
             (
                 correction.factor

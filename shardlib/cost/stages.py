@@ -445,7 +445,9 @@ def once_a_step(profile: FrameworkProfile, knobs: Knobs) -> bool:
 
 
 def in_the_last(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """Returns whether gradients are stored replicated and reduced in the last microbatch of a step."""
+    """Returns whether gradients are stored replicated and reduced in the last microbatch
+    of a step.
+    """
     return profile.reduction == "last" and knobs.zero < 2
 
 

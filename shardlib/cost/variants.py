@@ -180,7 +180,9 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
 
 
 def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
-    """Returns whether an op is a matmul of a weight that tensor shards, or of the gradient of one."""
+    """Returns whether an op is a matmul of a weight that tensor shards, or of the gradient
+    of one.
+    """
     op = facts.graph.ops[index]
     values = [value for value in op.operands if value in facts.weights] or [
         value for value in op.results if value in facts.gradients
@@ -195,7 +197,9 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
 def saving(
     facts: Facts, choice: Choice, placement: Placement, c: Candidates, pricer: Pricer, classes: int
 ) -> Saving:
-    """Returns the saving of loops in one candidate, without stages; nothing where there are none."""
+    """Returns the saving of loops in one candidate, without stages; nothing where there
+    are none.
+    """
     assert len(c) == 1
     prices = _Prices(facts, choice, placement, c, pricer, classes)
     exposed = compute = 0.0

@@ -120,7 +120,7 @@ def family(
 
 
 def _unit(model: TransformerConfig) -> int:
-    """What widths are multiples of."""
+    """Returns the number that widths are multiples of."""
     multi_head = model.kv_heads == model.heads
     return model.head_dim * (math.gcd(HEADS, model.heads) if multi_head else model.kv_heads)
 
@@ -468,7 +468,9 @@ class Offers:
 
     @property
     def certificate(self) -> str:
-        """What is proven of the choice, and what was only tried, in a sentence or two."""
+        """The parts of the choice that are proven, and those that were only tried, in a sentence or
+        two.
+        """
         missed = [offer for offer in self.tried if not offer.meets]
         first = self.smallest
         below = [offer for offer in missed if first is None or offer.devices < first.devices]
@@ -609,7 +611,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What is compared."""
+        """The subject of the comparison."""
         return (
             f"{self.model}: {count_text(self.target.tokens)} tokens within {self.target.days:,.3g}"
             f" days, {count_text(self.tokens_per_step)} tokens a step"
@@ -642,7 +644,7 @@ class Comparison:
 
 
 def money(offer: Offer) -> float | None:
-    """What an offer costs; None without a price."""
+    """Returns the price of an offer; None without a price."""
     return None if offer.cost is None else offer.cost.money
 
 
@@ -690,7 +692,7 @@ class Sized:
 
     @property
     def why(self) -> str:
-        """How long it takes, or why it has no plan."""
+        """The time that it takes, or why it has no plan."""
         if self.offer is None:
             return f"kernels alone {days_text(self.least_seconds)}"
         if self.offer.cost is None:
@@ -745,7 +747,7 @@ class Fitted:
 
     @property
     def certificate(self) -> str:
-        """What is proven, and what was only tried."""
+        """The parts that are proven, and those that were only tried."""
         above = [
             size
             for size in self.looked
@@ -897,7 +899,7 @@ def _doublings(first: int, sizes: Sequence[Topology]) -> list[int]:
 
 
 def offer(machine: Topology, step: Step, target: Target) -> Offer:
-    """What a machine takes for the run."""
+    """Returns the offer of a machine for the run."""
     empty = Offer(topology=machine.name, devices=machine.devices, deadline=target.deadline)
     try:
         plan = step.planned(machine)
@@ -963,7 +965,7 @@ def _days(offer: Offer) -> float:
 
 
 class _Scale:
-    """Where devices and days lie in the picture."""
+    """Coordinates of devices and days in the picture."""
 
     def __init__(self, comparison: Comparison) -> None:
         priced = [offer for family in comparison.families for offer in _priced(family)]
@@ -1182,7 +1184,7 @@ BEYOND = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a model may take.
+    """Limits of a model.
 
     Attributes:
         deadline: seconds until the run has to be done.

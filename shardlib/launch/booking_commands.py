@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What machines cost, and how often they fail."""
+    """Options of the prices of machines, and of their failures."""
 
     price: Annotated[
         list[str] | None,
@@ -184,7 +184,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the run may take."""
+    """Options of the limits of the run."""
 
     deadline: Annotated[str, typer.Option("--deadline", metavar="30d", help="For the whole run.")]
     per_parameter: Annotated[

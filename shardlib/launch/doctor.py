@@ -105,7 +105,7 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> HostFacts:
-        """What `to_json` made, also after JSON has made texts of numbers."""
+        """Reads the data of `to_json`, also after JSON has made texts of numbers."""
         return cls(
             **{
                 **data,
@@ -185,7 +185,7 @@ def _unused(platform: str) -> tuple[str, ...]:
 
 
 def _writable(folder: Path) -> str:
-    """What keeps a process from writing into a folder; "writable" where nothing does."""
+    """Says what keeps a process from writing into a folder; "writable" where nothing does."""
     probe = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ def _writable(folder: Path) -> str:
 
 
 def alone(facts: HostFacts) -> list[Finding]:
-    """What is wrong with one host, whatever the others are."""
+    """Findings about one host, whatever the others are."""
     findings = [
         Finding(
             code="accelerator-unused",
@@ -471,8 +471,8 @@ class Measured:
 
     @property
     def bytes_per_s(self) -> float:
-        """What a device sends a second, as people compare all-reduces ("bus bandwidth" of
-        nccl-tests): 2 (n - 1) / n times the array.
+        """The bytes that a device sends per second, as people compare all-reduces ("bus bandwidth"
+        of nccl-tests): 2 (n - 1) / n times the array.
         """
         return 2 * (self.ways - 1) / self.ways * self.bytes / self.seconds
 
@@ -522,7 +522,7 @@ def best(run: Callable[[], Tree]) -> float:
 
 
 def tiers(machine: Topology) -> list[tuple[int, int, int, Callable[[], float]]]:
-    """What is to be measured along every tier of links that has several devices: (tier, ways,
+    """Lists the measurements along every tier of links that has several devices: (tier, ways,
     bytes, seconds of this process); devices are taken in the order of the topology's numbers.
     """
     shape = [tier.devices for tier in machine.tiers]
@@ -756,7 +756,7 @@ CONNECT_SECONDS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ear:
-    """Where a process listens.
+    """The port at which a process listens.
 
     Attributes:
         process: its number.
@@ -835,8 +835,8 @@ def callees(process: int, ears: Mapping[int, Ear]) -> list[int]:
 
 
 def at_fault(failures: Sequence[Unheard]) -> list[Finding]:
-    """Who is to blame: a host that several others do not reach, or that does not reach several
-    others; else both ends of the connection.
+    """Returns the hosts at fault: a host that several others do not reach, or that does not reach
+    several others; else both ends of the connection.
     """
     deaf, mute = (
         Counter(failure.listener.host for failure in failures),
@@ -894,7 +894,7 @@ def _own_address(coordinator: str) -> str:
 
 
 def _called(ear: Ear) -> str:
-    """Why an ear is not reached; empty where it is."""
+    """Calls an ear and says why it is not reached; empty where it is."""
     try:
         socket.create_connection((ear.address, ear.port), timeout=CONNECT_SECONDS).close()
     except OSError as error:
@@ -919,7 +919,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was found.
+    """The results of an examination.
 
     Attributes:
         hosts: what every process saw.

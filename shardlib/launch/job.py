@@ -170,8 +170,8 @@ def secret_value(value: str) -> bool:
 
 
 def likely_secret(name: str, value: str) -> str:
-    """What of a variable looks like a secret, as the beginning of a message that does not show it;
-    nothing where nothing does.
+    """Describes the part of a variable that looks like a secret, as the beginning of a message that
+    does not show it; empty where nothing does.
     """
     if secret_name(name) and value.strip().lower() not in SWITCHES:
         return f"environment has {name}, which looks like a secret"

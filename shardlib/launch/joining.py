@@ -151,7 +151,9 @@ def _meet(place: Place) -> float:
 
 
 def _bind_address(place: Place) -> str:
-    """Where JAX's service is to listen; without it, it would listen on all interfaces."""
+    """Returns the address on which JAX's service is to listen; without it, it would listen on all
+    interfaces.
+    """
     address = address_here(place)
     return f"{f'[{address}]' if ':' in address else address}:{split_address(place.coordinator)[1]}"
 
@@ -166,7 +168,7 @@ def _beat(environ: Mapping[str, str], process: int) -> None:
 def _failed(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> Any:
-    """What follows an error that nobody caught: its words, and the end, with 2 for a mistake that
+    """Handles an error that nobody caught: its words, and the end, with 2 for a mistake that
     another start would not mend.
     """
     sys.__excepthook__(kind, error, traceback)

@@ -33,7 +33,7 @@ OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesSettings:
-    """What Kubernetes has to know beyond the job.
+    """Settings of Kubernetes beyond the job.
 
     Attributes:
         namespace: of the JobSet; None for that of the user's context.
@@ -205,7 +205,7 @@ def jobset(job: Job, settings: KubernetesSettings) -> JsonObject:
 
 
 def _group(job: Job) -> str:
-    """What the Jobs of the JobSet are called."""
+    """Names the Jobs of the JobSet."""
     return "slice" if is_tpu(job) else "hosts"
 
 

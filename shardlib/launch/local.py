@@ -493,7 +493,9 @@ class Watch:
         return None
 
     def _doing(self, number: int) -> str:
-        """What the process was doing when it was heard of last, as the folder of the run has it."""
+        """Describes the work of the process when it was heard of last, as the folder of the run has
+        it.
+        """
         folder = self.start.folder
         beat = read_heartbeat(folder.heartbeat(number)) if folder is not None else None
         return (

@@ -46,7 +46,7 @@ SILENT_CALLERS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What process 0 told everybody.
+    """The answer of process 0 to all.
 
     Attributes:
         failures: why the processes cannot work together; empty where they can.
@@ -59,8 +59,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """What a process says of itself: its number, of how many, where it is, the word of its start,
-    and what all must have in common.
+    """A process as it introduces itself: its number, of how many, where it is, the word of its
+    start, and what all must have in common.
     """
 
     process: int
@@ -76,7 +76,7 @@ class Caller:
 
 @dataclass(kw_only=True)
 class Book:
-    """Who has come so far."""
+    """The processes that have come so far."""
 
     processes: int
     start: str
@@ -110,7 +110,7 @@ class Book:
 
     @property
     def absent(self) -> list[int]:
-        """Who has not come."""
+        """The processes that have not come."""
         return [number for number in range(self.processes) if number not in self.said]
 
     def let_in(self, writer: asyncio.StreamWriter) -> None:
@@ -278,8 +278,8 @@ async def _served(book: Book, reader: asyncio.StreamReader, writer: asyncio.Stre
 async def _introduced(
     book: Book, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[Caller | None, str]:
-    """Who somebody is, and the number that he has said; None for one of another start, who is told
-    so.
+    """Returns the caller of a connection, and the number that it has said; None for one of another
+    start, which is told so.
     """
     own_challenge = number()
     writer.write(greeting(own_challenge))

@@ -32,7 +32,7 @@ from shardlib.untrusted.data import JsonMapping, construct, parse_json, shown
 
 @dataclass(frozen=True, kw_only=True)
 class RayHosts:
-    """What the driver is told, in one word.
+    """The hosts of the driver, as one word.
 
     Attributes:
         words: the command of every process.
@@ -92,7 +92,7 @@ class RayHosts:
 
 @dataclass(frozen=True, kw_only=True)
 class RaySettings:
-    """What Ray has to know beyond the job.
+    """Settings of Ray beyond the job.
 
     Attributes:
         address: of the cluster's job server, "http://head:8265"; None for that of
@@ -210,7 +210,7 @@ class Ray:
 
 
 def ray_hosts(job: Job, settings: RaySettings) -> RayHosts:
-    """What the driver is told."""
+    """Returns the hosts of the driver."""
     gpus = {} if job.machine.chip.vendor == "cpu" else {"GPU": job.devices_per_host}
     return RayHosts(
         words=job.words,

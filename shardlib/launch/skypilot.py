@@ -55,7 +55,7 @@ GPUS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SkyPilotSettings:
-    """What SkyPilot has to know beyond the job.
+    """Settings of SkyPilot beyond the job.
 
     Attributes:
         infra: where, "gcp/us-central1" or "k8s/my-context"; None for the cheapest place.
@@ -225,7 +225,7 @@ def _accelerators(job: Job) -> JsonObject:
 
 
 def _run(job: Job, settings: SkyPilotSettings) -> str:
-    """What runs on every node."""
+    """Returns the script that runs on every node."""
     words = timed(job, job.words if settings.managed else supervised(job))
     if job.processes == 1:
         return f"exec {shlex.join(words)}\n"

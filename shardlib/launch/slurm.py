@@ -32,7 +32,7 @@ GPUS = ("gpus-per-node", "gres", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmSettings:
-    """What Slurm has to know beyond the job.
+    """Settings of Slurm beyond the job.
 
     Attributes:
         partition, account, qos, constraint, reservation: as `sbatch` has them; None for the site's
@@ -186,7 +186,7 @@ def run_folder(job: Job, settings: SlurmSettings) -> str | None:
 
 
 def prepare(job: Job, settings: SlurmSettings) -> list[str]:
-    """What comes before the processes; a container cannot mount a folder that is not there yet."""
+    """Lines before the processes; a container cannot mount a folder that is not there yet."""
     run = run_folder(job, settings)
     return [
         *settings.setup,
@@ -196,7 +196,7 @@ def prepare(job: Job, settings: SlurmSettings) -> list[str]:
 
 
 def place(job: Job, settings: SlurmSettings) -> list[str]:
-    """Where process 0 is: this script runs on the first node, and so does task 0."""
+    """Lines that find process 0: this script runs on the first node, and so does task 0."""
     if settings.interface:
         address = [
             (
@@ -219,7 +219,7 @@ def place(job: Job, settings: SlurmSettings) -> list[str]:
 
 
 def functions(job: Job, settings: SlurmSettings) -> list[str]:
-    """What the loop asks."""
+    """Functions of bash that the loop calls."""
     newest = "newest() { :; }  # without a folder of the run no start can show what it has saved"
     run = run_folder(job, settings)
     if run is not None:

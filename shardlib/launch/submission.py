@@ -218,8 +218,8 @@ def inside(folder: str | None, path: str) -> str:
 
 
 def check_plain(settings: object, names: Iterable[str]) -> list[str]:
-    """What is wrong with fields that are text, or several texts, and stand in a script as they
-    are.
+    """Checks fields that are text, or several texts, and stand in a script as they are; lists the
+    faults.
     """
     failures: list[str] = []
     for name in names:
@@ -233,7 +233,7 @@ def check_plain(settings: object, names: Iterable[str]) -> list[str]:
 
 
 def check_one_line(settings: DataclassInstance) -> list[str]:
-    """Which fields that are text have line breaks in them."""
+    """Lists the fields that are text and have line breaks in them."""
     texts = [
         (field.name, text)
         for field in fields(settings)
@@ -291,7 +291,7 @@ NO_TEXT = re.compile("[\\0\\ud800-\\udfff]")
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What hands a job to a scheduler.
+    """Files and commands that hand a job to a scheduler.
 
     Attributes:
         engine: its name, for messages.
@@ -423,7 +423,7 @@ EngineSettings = Any
 
 
 class Engine(Protocol):
-    """What starts the processes of a job on its hosts.
+    """A scheduler that starts the processes of a job on its hosts.
 
     Attributes:
         name: of its option: "slurm" for `--slurm`.
@@ -542,7 +542,7 @@ def accelerator_type(job: Job) -> str:
 
 
 def check_tpu(job: Job) -> list[str]:
-    """Why these TPUs cannot be asked for; empty for GPUs, too."""
+    """Lists the reasons why these TPUs cannot be requested; empty for GPUs, too."""
     if not is_tpu(job):
         return []
     failures = (

@@ -32,7 +32,7 @@ PROVISIONING = ("on-demand", "spot", "reserved")
 
 @dataclass(frozen=True, kw_only=True)
 class TpuVmSettings:
-    """What Cloud TPU has to know beyond the job.
+    """Settings of Cloud TPU beyond the job.
 
     Attributes:
         zone: of the slices, "us-east5-a".

@@ -1300,7 +1300,9 @@ def used_by(machine: Topology, islands: int, devices: int) -> Topology:
 
 
 def _of(outer: Tier, left: int, *, inner: bool) -> tuple[Tier, ...]:
-    """Returns an island's part of the outermost tier; nothing of a network that it does not cross."""
+    """Returns an island's part of the outermost tier; nothing of a network that it does
+    not cross.
+    """
     return () if left == 1 and inner else (replace(outer, shape=(left,)),)
 
 

@@ -379,7 +379,9 @@ FORMS = ("lockstep", "programs")
 
 
 def left_open(load: Workload, pins: Pins) -> bool:
-    """Returns whether the planner decides how stages run: only where shardlib makes the programs."""
+    """Returns whether the planner decides how stages run: only where shardlib makes the
+    programs.
+    """
     return pins.pipeline == ANY and load.profile.name == XLA.name
 
 

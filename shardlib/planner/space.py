@@ -125,7 +125,9 @@ def _ways(
 
 
 def _kernel(problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip) -> str:
-    """Returns the default kernel of attention: as pinned, or that of the vendor where that applies."""
+    """Returns the default kernel of attention: as pinned, or that of the vendor where that
+    applies.
+    """
     best = OF_VENDOR.get(chip.vendor, "traced")
     untraced = profile.attention != "traced" or _without(problem, chip, best)
     return pins.attention or ("traced" if untraced else best)

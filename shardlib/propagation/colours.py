@@ -293,7 +293,9 @@ class _Found:
 
     @staticmethod
     def _counts(rule: FactorRule, counter: int, sizes: tuple[int, ...], dim: Dim) -> bool:
-        """Returns whether a factor counts the pieces of a dim, rather than being in shards itself."""
+        """Returns whether a factor counts the pieces of a dim, rather than being in shards
+        itself.
+        """
         inner = math.prod(rule.sizes[factor] for factor in dim if factor != counter)
         return (
             all(size % inner == 0 for size in sizes)

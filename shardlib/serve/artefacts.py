@@ -34,7 +34,7 @@ Pass = Callable[[Tree, Mapping[str, jax.Array]], Tree]
 
 @dataclass(frozen=True, kw_only=True)
 class SinglePass:
-    """What is computed of a batch.
+    """The computation on a batch.
 
     Attributes:
         name: for people and servers.
@@ -171,7 +171,7 @@ PROGRAM, WEIGHTS, ABOUT = "forward.jax", "weights.safetensors", "about.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a row of an input or output is.
+    """The shape of a row of an input or output.
 
     Attributes:
         dims: of a row.
@@ -184,7 +184,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Artefact:
-    """What was written.
+    """The files that were written.
 
     Attributes:
         name: of the pass.

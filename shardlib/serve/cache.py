@@ -100,7 +100,7 @@ def over_pages(
     tokens_per_page: int,
     first: Index,
 ) -> Partial:
-    """What tokens make of the pages that a device has.
+    """Attends from tokens over the pages that a device has.
 
     Args:
         read: pages [A, B] -> keys of each part [A, B, held, K, H] or [A, B, held, H], and values.
@@ -164,7 +164,9 @@ def over_pages(
 
 
 def _at_once(limit: int, size: int) -> list[int]:
-    """Numbers of pages that may be read at once: doubled, up to all of a request or `MOST` tokens."""
+    """Numbers of pages that may be read at once: doubled, up to all of a request or `MOST`
+    tokens.
+    """
     counts = [max(1, FEWEST // size)]
     while counts[-1] < limit and 2 * counts[-1] * size <= MOST:
         counts.append(2 * counts[-1])
@@ -192,7 +194,7 @@ def _range(form: Attention, sets: Sets, size: int) -> tuple[Value, Value]:
 
 
 def _seen(form: Attention, sets: Sets, column: Value) -> Value:
-    """Which keys each token sees, [A, C, U]."""
+    """Returns which keys each token sees, [A, C, U]."""
     row = sets.position[..., None]
     seen = column <= row
     if form.window:
@@ -202,7 +204,7 @@ def _seen(form: Attention, sets: Sets, column: Value) -> Value:
 
 
 def _added(form: Attention, sets: Sets, column: Value) -> Value | None:
-    """What distances add to scores, [A, C, N, U]; None for nothing."""
+    """Returns the bias that distances add to scores, [A, C, N, U]; None for nothing."""
     if form.bias is None or sets.offsets is None:
         return None
     distance = column - sets.position[..., None]
@@ -261,8 +263,8 @@ def _attention_together(
     seen: Value,
     added: Value | None,
 ) -> Partial:
-    """What one token of each set makes of keys and values, without moving them by head: a query is
-    zero for the other heads, and of what its weights make of all values it keeps its own head's.
+    """Attends from one token of each set over keys and values, without moving them by head: a query
+    is zero for the other heads, and of what its weights make of all values it keeps its own head's.
     """
     rows, count, heads, _ = values.shape
     group = queries[0].shape[2] // heads
@@ -346,7 +348,9 @@ class Grid:
         return tuple(axis for axis in SHARED if axis not in self.heads(count))
 
     def page_spec(self, page: Tree, heads: int) -> Tree:
-        """How pages [layers, pages, tokens, ...] are cut: a spec for each array that they are."""
+        """Returns a spec of the sharding of pages [layers, pages, tokens, ...] for each array that
+        they are.
+        """
         tokens = self.tokens(heads)
         if page.shape[2] % self.ways(tokens):
             raise ArgumentError(
@@ -371,8 +375,8 @@ class Grid:
         return jax.tree.map(of, tree)
 
     def by_row(self, function: Function, logits: Value, beside: Tree) -> Tree:
-        """What a function makes of each row of logits, on one device where their number divides
-        over all of them, and else on all of its group.
+        """Applies a function to each row of logits, on one device where their number divides over
+        all of them, and else on all of its group.
 
         Args:
             function: (logits, beside) -> arrays with as many rows.
@@ -469,7 +473,7 @@ def converted(columns: Columns, equation: Equation) -> Columns:
 
 
 def product(equation: Equation, operands: Sequence[Value | Columns]) -> Value:
-    """What a product with columns gives."""
+    """Returns a product with columns."""
     position = 0 if isinstance(operands[0], Columns) else 1
     columns, rows = operands[position], operands[1 - position]
     assert isinstance(columns, Columns) and not isinstance(rows, Columns)
@@ -652,7 +656,7 @@ def layer(value: Value | Stored | Layered, index: int) -> Value | Stored | Colum
 def written_out(
     body: Function, carry: Tree, scanned: Sequence[Tree], *, length: int, reverse: bool
 ) -> tuple[Tree, tuple[Value, ...]]:
-    """What `jax.lax.scan` computes, each iteration with the rows that are held for it.
+    """Computes what `jax.lax.scan` does, each iteration with the rows that are held for it.
 
     Args:
         body: (carry, rows) -> (carry, results).
@@ -690,7 +694,7 @@ Page = jax.Array | StoredPages
 
 
 def stored_page(page: jax.ShapeDtypeStruct, cache: str) -> jax.ShapeDtypeStruct | StoredPages:
-    """What pages are in a cache, without contents."""
+    """Returns the shapes of pages in a cache, without contents."""
     if cache == "model":
         return page
     values = page.update(dtype=DTYPES[cache][0])
@@ -864,8 +868,8 @@ class CacheGroup:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """Where tokens stand, int32. Of each group of devices those come first that are the next one of
-    a request each, R of them, and then chunks of prompts, all of one length.
+    """The places of tokens, int32. Of each group of devices those come first that are the next one
+    of a request each, R of them, and then chunks of prompts, all of one length.
 
     Attributes:
         position: in its request, [T].
@@ -888,7 +892,7 @@ class Token:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where tokens stand in one layer.
+    """The places of tokens in one layer.
 
     Attributes:
         position, entry, table, chunks: see `Token`.
@@ -982,7 +986,7 @@ def _padded(array: Numbers, wide: int) -> Value:
 
 
 def _in_group(token: Token, group: int, first: int, pages: Sequence[int]) -> Where:
-    """Where tokens stand in a layer of a group, whose pages begin somewhere."""
+    """Returns the places of tokens in a layer of a group, whose pages begin at an offset."""
     return Where(
         position=jnp.asarray(token.position),
         entry=jnp.asarray(token.entry[group]),

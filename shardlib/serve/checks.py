@@ -197,7 +197,7 @@ def exported_step(
 
 
 def _bytes(tree: Tree) -> int:
-    """What a device has of some arrays."""
+    """Returns the bytes of some arrays on a device."""
 
     def size(leaf: Leaf) -> int:
         return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -380,7 +380,7 @@ def findings(
     predicted: Mapping[str, int],
     logits: int,
 ) -> Iterator[Finding]:
-    """What is wrong with a program that serves.
+    """Yields the faults of a program that serves.
 
     Args:
         predicted: bytes a device: "weights", "pages".

@@ -791,7 +791,7 @@ class Serving:
     ] = False
 
     def asked(self, **training: object) -> bool:
-        """Returns whether a server is planned."""
+        """Whether a server is planned."""
         options = [f"--{name}" for name, value in training.items() if value]
         if self.serve and options:
             raise PlanError(
@@ -988,7 +988,7 @@ class Planned:
 
     @property
     def wanted(self) -> bool:
-        """True if any of this was asked for."""
+        """Whether any of this was asked for."""
         return any(value is not None for value in vars(self).values())
 
 

@@ -65,7 +65,7 @@ class Adapters:
         self._stacks: dict[int, jax.Array] = {}
 
     def failures(self, request: Asked) -> list[str]:
-        """Why the adapter of a request cannot be served; empty where it can."""
+        """Lists the reasons why the adapter of a request cannot be served; empty where it can."""
         if not request.adapter or request.adapter in self.rows:
             return []
         there = ", ".join(map(repr, self.rows)) or "none"
@@ -252,8 +252,8 @@ class DraftModel:
         }
 
     def _own(self, share: Share, behind: bool = True) -> Share:
-        """What this model computes of a share: no guesses, but the last one of the step before,
-        which it has not seen yet.
+        """Returns the part of a share that this model computes: no guesses, but the last one of the
+        step before, which it has not seen yet.
         """
         late = int(behind and self._behind.get(share.request.number) == share.first)
         return replace(
@@ -308,7 +308,7 @@ class OwnCache:
 
 
 def own_cache(model: Model, forward: UserForward, *, longest: int) -> OwnCache | None:
-    """How a forward pass with a cache of its own is served; None where it has none."""
+    """Returns the program for a forward pass with a cache of its own; None where it has none."""
     if not jax.tree.leaves(model.state):
         return None
     traced = jax.make_jaxpr(
@@ -514,7 +514,7 @@ class Computes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What computes the steps of an engine.
+    """The computation of the steps of an engine.
 
     Attributes:
         compute: does.
@@ -675,7 +675,7 @@ def _require_same(expected: Tree, params: Tree) -> None:
 
 
 def shapes(weights: Tree) -> list[object]:
-    """What weights of one model have in common."""
+    """Returns the shapes that all weights of one model have."""
     leaves = jax.tree.leaves(weights)
     return [jax.tree.structure(weights), *((leaf.shape, leaf.dtype) for leaf in leaves)]
 
@@ -733,7 +733,7 @@ Encode = Callable[[Tree, jax.Array, jax.Array], Mapping[str, jax.Array]]
 
 
 class Sources:
-    """What an encoder makes of the sources of requests.
+    """The encoder's results for the sources of requests.
 
     Args:
         model: from a front end in `annotation/`.
@@ -804,7 +804,7 @@ class Sources:
         )
 
     def failures(self, request: Asked) -> list[str]:
-        """Why the source of a request cannot be served; empty where it can."""
+        """Lists the reasons why the source of a request cannot be served; empty where it can."""
         if not 0 < len(request.source) <= self.longest:
             return [f"the source has {len(request.source)} tokens; it has from 1 to {self.longest}"]
         if not all(whole(token) and 0 <= token < 1 << 31 for token in request.source):

@@ -46,7 +46,7 @@ FILE = "constants.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What separates a step from the data sheets of its machine. Shares are above 0 and at most 1.
+    """Factors between a step and the data sheets of its machine. Shares are above 0 and at most 1.
 
     Attributes:
         matmul: share of the peak FLOP/s that matmuls of many tokens sustain.
@@ -317,7 +317,7 @@ _ADDED = frozenset({"add", "add_any", "sub"})
 def served_model(
     graph: Graph, attention: Sequence[Attending], *, name: str, vocab: int
 ) -> ServedModel:
-    """What a forward pass reads, computes and keeps of one token."""
+    """Returns what a forward pass reads, computes and keeps per token."""
     return _Reader(graph).model(attention, name, vocab)
 
 
@@ -501,7 +501,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Cached:
-    """What a device keeps for calls of attention.
+    """Keys and values that a device keeps for calls of attention.
 
     Attributes:
         bytes: of a token, in all layers of these calls.
@@ -564,7 +564,7 @@ def split(
     cache: str,
     parts: Mapping[str, int] | None = None,
 ) -> Split:
-    """What one of several devices has.
+    """Returns the part of a model that one of several devices has.
 
     Args:
         parts: into how many parts each weight is cut, by path; None to follow `cut`.
@@ -711,7 +711,7 @@ MARGIN = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBytes:
-    """What a device holds.
+    """Bytes of a device by kind.
 
     Attributes:
         weights: of the model.
@@ -783,7 +783,7 @@ PARTS: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a step computes; numbers, or arrays of them that are priced side by side.
+    """The work of a step; numbers, or arrays of them that are priced side by side.
 
     Attributes:
         rows: requests that get a next token, and no more.
@@ -802,7 +802,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
-    """What steps of one split on one machine cost.
+    """Prices of steps of one split on one machine.
 
     Attributes:
         split: what a device has.

@@ -56,7 +56,7 @@ def read_address(text: str, option: str) -> tuple[str, int]:
 
 
 def read_secret(path: Path) -> str:
-    """What all stages of a chain know."""
+    """Reads the secret that all stages of a chain share."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(SECRET_LENGTH)
@@ -112,7 +112,7 @@ BROKEN = (OSError, FrameError, ClosedError, StrangerError)
 
 @dataclass(kw_only=True)
 class Part:
-    """What a stage was told.
+    """The part of a model that a stage was told to compute.
 
     Attributes:
         number: of the stage.
@@ -138,7 +138,7 @@ class Part:
 
 
 class Entrance:
-    """Where the driver and the stage before connect; strangers hold up nobody.
+    """The listener to which the driver and the stage before connect; strangers hold up nobody.
 
     Args:
         listener: a listening socket, which it owns.
@@ -267,7 +267,7 @@ def _watch(driver: socket.socket, part: Part) -> None:
 
 
 def _part(frame: Frame) -> Part:
-    """What a driver says."""
+    """Returns the part that a driver's frame describes."""
     header, arrays = frame.header, frame.arrays
     after, count, taken = header.get("after"), header.get("weights"), header.get("taken")
     match header:
@@ -657,7 +657,7 @@ FILLING = 4
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeRun:
-    """What went through a chain.
+    """Results and times of batches that went through a chain.
 
     Attributes:
         results: leaves of what the forward pass gives, for each batch in order.

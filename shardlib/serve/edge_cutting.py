@@ -89,7 +89,7 @@ class TracedChain:
         )
 
     def places(self, pieces: int) -> list[Place]:
-        """Where every piece begins, and where the last one ends."""
+        """Lists the place where every piece begins, and where the last one ends."""
         equations, total = self.program.equations, len(self.program.equations)
         layers = sum(equations[loop].params["length"] for loop in self.loops)
         begins = [0, *(loop + 1 for loop in self.loops)]
@@ -111,7 +111,7 @@ class TracedChain:
         return [(0, 0), *places[1:], (total, 0)]
 
     def live(self, position: Place) -> list[Key]:
-        """What is handed on at a place, in order."""
+        """Lists the values that are handed on at a place, in order."""
         place, layer = position
         equations = self.program.equations
         before = set(self.batch).union(*(set(equation.outputs) for equation in equations[:place]))
@@ -197,7 +197,7 @@ class TracedChain:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProgram:
-    """What one stage computes.
+    """The program of one stage.
 
     Attributes:
         program: of `jax.export`: (weights, what is handed in) -> what is handed on, lists of

@@ -176,7 +176,7 @@ _SAME = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one device takes.
+    """The pieces that one device takes.
 
     Attributes:
         device: number of its type.
@@ -291,7 +291,7 @@ def _less(used: tuple[int, ...], v: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeStage:
-    """What one device does.
+    """The work of one device.
 
     Attributes:
         device: its name.
@@ -351,7 +351,7 @@ class EdgePlan:
 
     @property
     def bottleneck(self) -> str:
-        """What takes the longest, in words."""
+        """The slowest device or message, in words."""
         number = max(
             range(len(self.stages)),
             key=lambda k: max(self.stages[k].seconds, self.stages[k].receive_seconds),
@@ -616,7 +616,7 @@ def _of_batch(facts: Facts) -> set[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What pieces cost on devices.
+    """Costs of pieces on devices.
 
     Attributes:
         names: of the pieces.
@@ -707,7 +707,9 @@ def _stage(costs: Costs, devices: Sequence[Device], run: Run, before: Run | None
 def _infeasible(
     costs: Costs, devices: Sequence[Device], capacity: Array, counts: Sequence[int], model: str
 ) -> InfeasibleError:
-    """What is lacking: for one piece that no device holds, or on every device."""
+    """Returns the error of lacking memory: for one piece that no device holds, or on every
+    device.
+    """
     lacking, pieces = costs.bytes - capacity[:, None, None], len(costs.names)
     lacking_bytes = [
         lacking[:, : k + 1, k + 1 :].min() for k in range(pieces)

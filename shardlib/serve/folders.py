@@ -267,7 +267,7 @@ LIMITS = Limits(bytes=1 << 20)
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How answers are made unless somebody asks otherwise.
+    """Defaults of how answers are made.
 
     Attributes:
         sampling: how each token is chosen.
@@ -279,8 +279,8 @@ class Generation:
 
 
 def read_generation(folder: Path) -> Generation:
-    """What a folder says; where it has no `generation_config.json`, the token of its `config.json`
-    ends an answer, and the likeliest tokens make it.
+    """Reads the defaults of a folder; where it has no `generation_config.json`, the token of its
+    `config.json` ends an answer, and the likeliest tokens make it.
     """
     path = folder / "generation_config.json"
     if path.is_file():
@@ -298,8 +298,8 @@ def read_generation(folder: Path) -> Generation:
 
 
 def generation(data: JsonMapping, source: str) -> Generation:
-    """What the keys of a `generation_config.json` say; those that are not known here are passed
-    over.
+    """Returns the defaults in the keys of a `generation_config.json`; those that are not known here
+    are passed over.
     """
     ends = data.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -447,7 +447,7 @@ def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:
 
 
 def spelt(tokenizer: Path) -> list[bytes]:
-    """What the tokens of a Hugging Face tokenizer spell, for `Engine.spell`."""
+    """Lists the bytes of the tokens of a Hugging Face tokenizer, for `Engine.spell`."""
     confined, tokens, _ = _read(tokenizer)
     return FolderText(confined=confined, tokens=tokens).spelling()
 

@@ -103,7 +103,7 @@ def plan_serving(
 
 
 def traced_served(model: Model, forward: Forward, *, longest: int) -> ServedModel:
-    """What the forward pass of one token reads, computes and keeps."""
+    """Returns what the forward pass of one token reads, computes and keeps."""
     traced = traced_forward(model, forward, longest=max(2, longest))
     inputs = [
         (path_text(path), role)

@@ -126,6 +126,6 @@ def prepare(settings: Mapping[str, Any], body: bytes) -> tuple[Any, Any]:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, without the state of its parser that follows."""
+    """Returns the reason why a matcher has failed, without the state of its parser that follows."""
     text = matcher.get_error().partition("\n<state>")[0][:500]
     return "no answer has it" if text in ("", "NoExtensionBias") else text

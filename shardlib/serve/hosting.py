@@ -124,7 +124,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Part:
-    """What is new of an answer.
+    """New text and tokens of an answer.
 
     Attributes:
         text: that follows.
@@ -244,7 +244,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What is served beside a model.
+    """Models that are served beside a model.
 
     Attributes:
         draft: a smaller model with the same tokens, that guesses `Capacity.drafts` tokens ahead;
@@ -417,7 +417,7 @@ class Stream:
         self.requests[index].cancelled = True
 
     async def next(self) -> Heard:
-        """What is heard next."""
+        """Waits for the next event and returns it."""
         while not self._heard:
             if self._error is not None:
                 raise self._error
@@ -444,7 +444,7 @@ class FullError(ShardlibError, RuntimeError):
 
 
 class Watch(Protocol):
-    """Who counts what happens; called in the event loop."""
+    """An observer of events; called in the event loop."""
 
     def heard(self, stream: Stream, heard: Heard) -> None:
         """Something is new on a stream."""
@@ -453,7 +453,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How busy an engine is.
+    """Load of an engine.
 
     Attributes:
         running: requests that have a slot.
@@ -477,7 +477,7 @@ class Load:
 
 
 def load_of(engine: Engine, taken: int, unseen: int) -> Load:
-    """How busy an engine is; from another thread, as it was at some moment of its step."""
+    """Returns the load of an engine; from another thread, as it was at some moment of its step."""
     schedule = engine.schedule
     return Load(
         running=len(schedule.running),
@@ -584,7 +584,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """What text is.
+    """A text split into its parts.
 
     Attributes:
         text: that is no call.
@@ -630,7 +630,7 @@ class CallReader:
         return replace(part, text=parsed.text, calls=tuple(pieces), ended=ended)
 
     def _new(self, call: ToolCall, *, complete: bool) -> list[ToolCall]:
-        """What is new of a call."""
+        """Returns the new parts of a call."""
         begins = self._told is None
         announced = self._told or replace(call, arguments="", index=self._calls)
         self._calls += begins
@@ -763,7 +763,7 @@ def _object(text: str, start: int, names: Collection[str]) -> tuple[ToolCall | N
 
 
 def _after_blanks(text: str, start: int) -> int:
-    """Where what stands between calls ends."""
+    """Returns the position after the blanks between calls."""
     match = BETWEEN.match(text, start)
     return start if match is None else match.end()
 
@@ -851,7 +851,7 @@ class Worker:
 
     @property
     def trouble(self) -> str:
-        """What is wrong; empty where all is well."""
+        """The fault of the worker; empty where all is well."""
         since = self._busy_since
         if not self.error and since is not None and time.monotonic() - since > HUNG_SECONDS:
             return f"a step has taken more than {HUNG_SECONDS:g} seconds"
@@ -859,7 +859,7 @@ class Worker:
 
     @property
     def load(self) -> Load:
-        """How busy the engine is."""
+        """The load of the engine."""
         return load_of(self.engine, self.taken, self._inbox.qsize())
 
     @contextlib.contextmanager

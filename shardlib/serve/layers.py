@@ -260,7 +260,7 @@ LARGER = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """What keys and values are made of.
+    """The vector that keys and values are made of.
 
     Attributes:
         part: which of the parts of keys is linear in it; the others are kept.
@@ -276,7 +276,9 @@ class Latent:
 
 
 def latent(program: Program, call: Call) -> Latent | None:
-    """What the keys and values of a call are made of; None where it is not worth it."""
+    """Finds the vector that the keys and values of a call are made of; None where it is not worth
+    it.
+    """
     producers = {number: equation for equation in program.equations for number in equation.outputs}
     shapes = [tuple(aval.shape) for aval in program.avals]
     assert isinstance(call.form, Attention)
@@ -352,7 +354,9 @@ class CachedCall:
     def pages(
         self, groups: Sequence[CacheGroup], size: int, devices: int = 1
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What its pages are: [layers, pages, tokens, ...] for each array that is kept."""
+        """Returns the shapes of its pages: [layers, pages, tokens, ...] for each array that is
+        kept.
+        """
         layers, count = Layers.of(self.windows, groups).leading
         return tuple(
             jax.ShapeDtypeStruct((layers, devices * count, size, *array.shape), array.dtype)
@@ -514,7 +518,7 @@ def _cached(program: Program, call: Call, layers: Sequence[Constants]) -> Cached
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """Where a forward pass of one token looks at its position.
+    """The places where a forward pass of one token looks at its position.
 
     Attributes:
         iotas: paths of the equations that count tokens.
@@ -592,7 +596,7 @@ def _differs(shape: tuple[int, ...], more: tuple[int, ...], tokens: int) -> int 
 
 @dataclass(frozen=True, kw_only=True)
 class Cached:
-    """What runs beside the values of a forward pass.
+    """The cache that runs beside the values of a forward pass.
 
     Attributes:
         positions: where it looks at the position.
@@ -644,7 +648,7 @@ def evaluate(
 
 
 def _attended(call: Call, env: Mapping[int, Value], cached: Cached) -> tuple[Value, Cached]:
-    """What a call of attention gives, and the pages with the token's keys and values."""
+    """Computes a call of attention, and the pages with the token's keys and values."""
     operands, form = [env[number] for number in call.inputs], call.form
     assert isinstance(form, Attention)
     latent_parts = cached.latents.get(call.path)
@@ -719,8 +723,8 @@ def _equation(
 
 
 def _in_order(equation: Equation) -> tuple[Any, Any]:
-    """Which dims a product sums over, in the order of its second operand, the weights where there
-    are such: in another order compilers for CPUs copy them.
+    """Returns the dims that a product sums over, in the order of its second operand, the weights
+    where there are such: in another order compilers for CPUs copy them.
     """
     (left, right), batch = equation.params["dimension_numbers"]
     pairs = sorted(zip(left, right, strict=True), key=lambda pair: pair[1])
@@ -825,7 +829,7 @@ def _of(
     loops: frozenset[str],
     latents: Mapping[str, Latent],
 ) -> list[set[Use]]:
-    """How an equation uses each of its inputs."""
+    """Returns the uses of each input of an equation."""
     unknown: list[set[Use]] = [{None} for _ in equation.inputs]
     if equation.call is not None:
         return unknown

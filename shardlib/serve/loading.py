@@ -25,7 +25,7 @@ from shardlib.untrusted.data import construct
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """What a run has learned.
+    """The model of a run, and its weights.
 
     Attributes:
         model: configuration of its transformer.

@@ -95,7 +95,7 @@ PATIENCE = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """How a request went.
+    """Times and result of a request.
 
     Attributes:
         begun: seconds from the beginning of the workload to the request.
@@ -118,7 +118,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Who is asked.
+    """The server to send requests to.
 
     Attributes:
         url: of OpenAI's interface, "http://127.0.0.1:8000/v1".
@@ -221,8 +221,8 @@ def tpot(answer: Seen) -> float | None:
 def figures(
     seen: Sequence[Seen], *, ttft_limit: float | None = None, tpot_limit: float | None = None
 ) -> JsonObject:
-    """What is told of a replay, as plain data. An answer is in time when its first token and its
-    tokens in the mean are; refused and failed ones never are.
+    """Returns the figures of a replay, as plain data. An answer is in time when its first token and
+    its tokens in the mean are; refused and failed ones never are.
 
     Args:
         ttft_limit: seconds to the first token at most; None for any.

@@ -53,7 +53,7 @@ LIMITS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServingEstimate:
-    """What a serving plan is predicted to do.
+    """Predicted behaviour of a serving plan.
 
     Attributes:
         ttft_seconds: from a request's begin to its first token, on average.
@@ -89,7 +89,7 @@ class ServingEstimate:
 
     @property
     def limited_by(self) -> str:
-        """What most of the time from token to token is for."""
+        """The largest part of the time from token to token."""
         parts = self.parts
         return max(parts, key=lambda part: parts[part])
 
@@ -169,7 +169,7 @@ TIGHT = 0.98
 
 @diagnostic
 def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
-    """What is worth knowing."""
+    """Findings about a serving plan."""
     listed: list[Finding] = []
     if asked.topology.chip.name not in LEARNED_ON:
         listed.append(
@@ -214,7 +214,7 @@ FORMAT = "serving-2"
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSearch:
-    """How a plan was found.
+    """The record of the search that found a plan.
 
     Attributes:
         candidates: choices that were priced: all that fit.
@@ -231,7 +231,7 @@ class ServingSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingChoice:
-    """What a serving plan decides.
+    """The decisions of a serving plan.
 
     Attributes:
         mesh: sizes of the mesh axes of a replica: "tensor", devices that share every layer.
@@ -260,7 +260,7 @@ class ServingChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """How a model is served.
+    """A complete decision on how to serve a model.
 
     Attributes:
         model: its name.
@@ -295,7 +295,7 @@ class ServingPlan:
         return serving_card(self, self.pareto() if self.asked is not None else ())
 
     def explain(self) -> str:
-        """What was chosen, what it is predicted to do, and what limits it, as text of at most 100
+        """Returns the decisions, the predictions and their limits, as text of at most 100
         columns.
         """
 
@@ -310,21 +310,25 @@ class ServingPlan:
         return search(asked_of(self)).front()
 
     def two_meshes(self) -> TwoMeshes | None:
-        """What prompts on a mesh of their own would give, within the limits and with as many
-        requests as can be served; None where there is no such plan.
+        """Returns the predictions of prompts on a mesh of their own, within the limits and with as
+        many requests as can be served; None where there is no such plan.
         """
         from shardlib.serve.space import two_meshes
 
         return two_meshes(asked_of(self))
 
     def why_not(self, **pin: ServingPin) -> str:
-        """What the best plan under other pins would do: `plan.why_not(tensor=16)`."""
+        """Returns the best plan under other pins, and its predictions:
+        `plan.why_not(tensor=16)`.
+        """
         from shardlib.serve.search import why_not
 
         return why_not(self, pin)
 
     def diff(self, other: ServingPlan) -> str:
-        """What another plan decides and does differently, as text of at most 100 columns."""
+        """Returns the differences of another plan in decisions and predictions, as text of at most
+        100 columns.
+        """
 
         return differences(self, other)
 
@@ -351,7 +355,7 @@ class ServingPlan:
 
 
 def asked_of(plan: ServingPlan) -> Asked:
-    """What a plan was made from."""
+    """Returns the problem that a plan was made from."""
     if plan.asked is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model\nTry:"
@@ -412,7 +416,7 @@ SHOWN = 8
 
 
 def explained(plan: ServingPlan) -> str:
-    """What was chosen, what it is predicted to do, and what limits it."""
+    """Returns the decisions, the predictions and their limits, as text."""
     lines = [*_head(plan), "", *_seconds(plan), "", *_memory(plan)]
     lines += ["", *_search(plan)]
     for one in plan.findings:
@@ -443,7 +447,7 @@ def curve(points: Sequence[ServingPoint]) -> str:
 
 
 def differences(plan: ServingPlan, other: ServingPlan) -> str:
-    """What another plan decides and does differently."""
+    """Returns the differences of another plan in decisions and predictions."""
     one, two = plan.estimate, other.estimate
     rows = [["", "this", "other", ""]]
     for name, mine, its in (
@@ -568,7 +572,7 @@ def _search(plan: ServingPlan) -> list[str]:
 
 
 def meshes(two: TwoMeshes | None) -> str:
-    """What prompts on a mesh of their own would give, as text.
+    """Describes the predictions of prompts on a mesh of their own, as text.
 
     Args:
         two: the plan of two meshes; None where there is none.

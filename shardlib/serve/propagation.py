@@ -36,7 +36,7 @@ def serving_mesh(*, tensor: int, key_heads: Iterable[int], data: int = 1) -> Mes
 
 
 def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
-    """How each parameter is sharded, by path."""
+    """Returns the layout of each parameter, by path."""
     colouring = colour(problem)
     walked = _walked(problem, colouring)
     fit = _fit(problem, colouring)
@@ -159,8 +159,8 @@ def _layout(
 
 
 def _preference(rank: _Rank, shards: int, dim: int) -> tuple[int, int, int, int]:
-    """How much a dim is to be cut: as attention has it, or else into the most parts, as the widths
-    of experts are where there are fewer experts than devices.
+    """Ranks a dim for sharding: as attention has it, or else into the most parts, as the widths of
+    experts are where there are fewer experts than devices.
     """
     mixed, size = rank
     return mixed, shards, size, -dim

@@ -26,7 +26,7 @@ class Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """What stands between the tags."""
+        """Parses the text between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -40,7 +40,7 @@ def _as_json(value: object, indent: int | None = None, **_: object) -> str:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What templates of checkpoints expect to find."""
+    """Returns the environment that templates of checkpoints expect."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )

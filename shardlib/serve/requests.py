@@ -35,7 +35,7 @@ MOST_BIASED, MOST_LISTED = 300, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """Options of how the next token is chosen.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the likeliest token.
@@ -143,7 +143,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How weights and the cache are stored.
+    """Dtypes in which weights and the cache are stored.
 
     Attributes:
         weights: "model", as it has them; or "int8" or "fp8", matrices with a scale for each row or
@@ -236,7 +236,7 @@ class Capacity:
 
     @classmethod
     def of(cls, plan: ServingPlan, *, longest: int | None = None) -> Self:
-        """What a replica of a plan serves."""
+        """Returns the capacity of a replica of a plan."""
         choice = plan.choice
         words = (plan.workload.weights, plan.workload.cache)
         weights, cache = ("model" if word == "bf16" else word for word in words)
@@ -344,7 +344,7 @@ LONGEST = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What form an answer has.
+    """The form of an answer.
 
     Attributes:
         kind: see `KINDS`.
@@ -453,7 +453,7 @@ BROKEN = "broken"
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is asked.
+    """A request as it is asked.
 
     Attributes:
         prompt: tokens, at least one.
@@ -488,7 +488,7 @@ class Asked:
     form: Form | None = None
 
     def failures(self, *, vocab: int, room: int) -> list[str]:
-        """Why a model cannot serve it; empty where it can."""
+        """Lists the reasons why a model cannot serve it; empty where it can."""
         failures = [] if self.prompt else ["the prompt is empty"]
         for what, tokens in (
             ("the prompt has", self.prompt),
@@ -542,7 +542,7 @@ class Told:
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """What is asked, and what there is of the answer.
+    """A request, and its answer so far.
 
     Attributes:
         number: in the order of arrival.
@@ -612,7 +612,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who is served first: higher priority, then who came first."""
+        """Order in which requests are served: higher priority, then who came first."""
         return -self.asked.priority, self.number
 
     def took(

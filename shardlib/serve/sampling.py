@@ -198,7 +198,7 @@ class Row:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """How the token of each row is chosen, arrays [R]; see `Sampling`.
+    """Sampling options of each row, arrays [R]; see `Sampling`.
 
     Attributes:
         temperature, top_p, min_p: float32.
@@ -268,7 +268,7 @@ def choices(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What is chosen in each row.
+    """The tokens chosen in each row.
 
     Attributes:
         token: int32 [R].
@@ -520,7 +520,7 @@ class Compiled:
 
 
 class Guide:
-    """Which tokens may come next in one answer.
+    """The tokens that may come next in one answer.
 
     Args:
         form: of it.
@@ -578,7 +578,7 @@ class Guide:
             self._taken = []
 
     def hear(self, serial: int, header: JsonMapping, body: bytes) -> None:
-        """What the process of the form says."""
+        """Takes a message of the process of the form."""
         size = len(self.form.first)
         if serial != self._serial:
             return
@@ -752,7 +752,7 @@ def rows_of(share: Share) -> list[Row]:
 
 
 def told(chosen: Chosen, rows: Mapping[int, Row]) -> dict[int, Told]:
-    """What is chosen in each row, on the host."""
+    """Returns the tokens chosen in each row, on the host."""
     tokens, logprobs = np.asarray(chosen.token).tolist(), np.asarray(chosen.logprob).tolist()
     listed = any(row.request.asked.top for row in rows.values())
     likeliest, values = (

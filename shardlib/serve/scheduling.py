@@ -109,9 +109,9 @@ class Counters:
     def yields(
         self, request: Request, running: Sequence[Request], waiting: Sequence[Request]
     ) -> Request | None:
-        """Who gives its slot to a request that waits: the last one of lower priority; or, where the
-        tenant of the request has no slot, the last one of a tenant that has had no less, and
-        has the most slots over its share, more than one.
+        """Returns the request that gives its slot to one that waits: the last one of lower
+        priority; or, where the tenant of the request has no slot, the last one of a tenant that has
+        had no less, and has the most slots over its share, more than one.
         """
         lower = [rival for rival in running if rival.asked.priority < request.asked.priority]
         if lower:
@@ -263,7 +263,7 @@ class GroupedPool:
         return sum(pool.used for pool in self.pools)
 
     def forget(self) -> None:
-        """What pages hold is not found again; see `Pool.forget`."""
+        """Forgets the contents of pages; see `Pool.forget`."""
         for pool in self.pools:
             pool.forget()
 
@@ -380,7 +380,7 @@ def digests(
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a step computes for one request.
+    """The tokens that a step computes for one request.
 
     Attributes:
         request: whose.
@@ -458,7 +458,7 @@ class Schedule:
         self.waiting = [waiting for waiting in self.waiting if waiting is not request]
 
     def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
-        """What the next step computes; empty where there is nothing to do."""
+        """Schedules the next step; empty where there is nothing to do."""
         self._end_cancelled()
         self._admit()
         shares: dict[int, Share] = {}
@@ -533,7 +533,7 @@ class Schedule:
                 self.end(request, CANCELLED)
 
     def _order(self, request: Request) -> tuple[int, float, int]:
-        """Who is served first: higher priority, whose tenant has had less, who came first."""
+        """Order of admission: higher priority, whose tenant has had less, who came first."""
         return -request.asked.priority, self.tenants.of(request.asked.salt), request.number
 
     def _charge(self, request: Request, free: int = 0) -> None:
@@ -652,7 +652,7 @@ class Pools:
         return sum(pool.used for pool in self._pools)
 
     def forget(self) -> None:
-        """What pages hold is not found again; see `Pool.forget`."""
+        """Forgets the contents of pages; see `Pool.forget`."""
         for pool in self._pools:
             pool.forget()
 
@@ -717,7 +717,7 @@ class Groups:
         self._group[request.number].end(request, why)
 
     def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
-        """What the next step computes."""
+        """Schedules the next step."""
         shares: list[Share] = []
         for number, schedule in enumerate(self.each):
             first = number * len(schedule.slots)

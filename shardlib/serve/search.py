@@ -190,7 +190,7 @@ def _sustained(prices: Priced) -> Numbers:
 
 
 def _infeasible(outcome: Found) -> PinError | InfeasibleError:
-    """Why there is no choice."""
+    """Returns the error where there is no choice."""
     request, load = outcome.asked, outcome.asked.workload
     name, machine = request.model.name, request.topology.name
     pinned = f" under the pins {request.pins.to_json()}" if request.pins.to_json() else ""
@@ -243,7 +243,7 @@ def _most(prices: Priced) -> int:
 
 
 def _least(outcome: Found) -> str:
-    """What is reached at best, for each bound and under the other."""
+    """Describes the best value of each bound under the other."""
     load = outcome.asked.workload
     reached: list[str] = []
     for name, bound, column, others in (
@@ -338,7 +338,7 @@ def _estimate(asked: Asked, point: ServingPoint) -> ServingEstimate:
 
 
 def why_not(plan: ServingPlan, pin: Mapping[str, ServingPin]) -> str:
-    """What the best plan under other pins would do, see `ServingPlan.why_not`."""
+    """Returns the best plan under other pins, see `ServingPlan.why_not`."""
     asked = asked_of(plan)
     pins = asked.pins.changed(ServingPins.parse(pin))
     try:

@@ -126,7 +126,7 @@ class Pieces:
         return piece
 
     def end(self) -> str:
-        """What waited for more."""
+        """Returns the pieces that waited for more."""
         return self._text.decode(self._tokens)[self._sent :]
 
     def _keep(self, tokens: int, *, waiting: int) -> None:
@@ -153,7 +153,7 @@ Newer = Callable[[str], tuple[Tree, str] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is served.
+    """A model with its weights, tokenizer and name.
 
     Attributes:
         name: by which requests ask for it.

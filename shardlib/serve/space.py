@@ -47,7 +47,7 @@ ServingPin = int | Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPins:
-    """What is fixed; None where the search decides.
+    """Pinned decisions; None where the search decides.
 
     Attributes:
         tensor: devices that share every layer.
@@ -211,7 +211,7 @@ CHUNK_SIZES: tuple[int, ...] = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is planned: a model on a machine.
+    """The problem of a serving plan: a model on a machine.
 
     Attributes:
         model: the forward pass.
@@ -300,7 +300,7 @@ class Replica:
 
     @cached_property
     def pricing(self) -> Pricing:
-        """What its steps cost."""
+        """The prices of its steps."""
         request = self.asked
         return Pricing(
             split=split(

@@ -238,7 +238,7 @@ class Given:
 
     @property
     def where(self) -> Token:
-        """Where tokens stand."""
+        """The places of tokens."""
         return Token(
             position=self.position,
             entry=self.entry,
@@ -285,7 +285,7 @@ def both(model: Model, weights: Tree | int) -> tuple[Tree, Tree]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """How a model is spread over devices.
+    """The spread of a model over devices.
 
     Attributes:
         mesh: sizes of the mesh axes.
@@ -305,7 +305,7 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where arrays of a served model live.
+    """The shardings of the arrays of a served model.
 
     Attributes:
         mesh: of its devices, or of none where programs are only compiled.
@@ -429,7 +429,7 @@ def placed(
     storage: Storage | None = None,
     cpu: TracedForward | None = None,
 ) -> Placed:
-    """Where the arrays of a model live.
+    """Returns the shardings of the arrays of a model.
 
     Args:
         storage: of weights and the cache; None for those of the model.

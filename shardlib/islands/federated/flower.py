@@ -45,7 +45,7 @@ class RecordDict(Protocol):
 
 
 class Metadata(Protocol):
-    """Where a message belongs."""
+    """Address of a message."""
 
     group_id: str
 
@@ -62,7 +62,7 @@ class Message(Protocol):
 
 
 class Context(Protocol):
-    """What a client is, and what it keeps between messages."""
+    """A client's configuration, and its state between messages."""
 
     node_config: Mapping[str, object]
     state: RecordDict
@@ -75,7 +75,7 @@ Mod = Callable[[Message, Context, Handler], Message]
 
 
 class ClientApp(Protocol):
-    """What engines call."""
+    """The interface that engines call."""
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Answers a message."""
@@ -121,7 +121,7 @@ def arrays_of(record: ArrayRecord) -> dict[str, np.ndarray]:
 
 
 def request_of(message: Message, context: Context) -> Request:
-    """What a message asks a client."""
+    """Returns the request of a message to a client."""
     content = message.content
     if len(content.array_records) != 1:
         raise ArgumentError(
@@ -247,7 +247,7 @@ LOG = logging.getLogger("shardlib.islands.federated")
 
 
 class Strategy(Protocol):
-    """What of a strategy of Flower is used."""
+    """The methods of a strategy of Flower that are used."""
 
     aggregate_train: Callable[[int, Iterable[Message]], object]
     aggregate_evaluate: Callable[[int, Iterable[Message]], object]

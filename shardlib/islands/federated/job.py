@@ -37,7 +37,7 @@ KEEP, WEIGHT = ("nothing", "optimizer"), ("rows", "equal")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Local:
-    """How a client trains in a round.
+    """Options of a client's training in a round.
 
     Attributes:
         epochs: passes over the client's rows. A round has as many whole batches as so many passes
@@ -81,7 +81,8 @@ class Local:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """What clients train. Two jobs are equal where one is a copy of the other in another process.
+    """The training of clients. Two jobs are equal where one is a copy of the other in another
+    process.
 
     Attributes:
         init: see `shardlib.compile`.
@@ -140,7 +141,7 @@ class Job:
         return np.shape(jax.tree.leaves(self.batch)[0])[0]
 
     def place(self, partition: int) -> Place:
-        """What the client of a partition plans for."""
+        """Returns the place that the client of a partition plans for."""
         return self.topology(partition) if callable(self.topology) else self.topology
 
 
@@ -240,7 +241,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
 
 
 def received(program: Program, sent: Arrays | Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """What was sent, as the arrays of a program."""
+    """Returns the arrays of a program from the arrays that were sent."""
     expected = trained(program)
     if not sent:
         raise ArgumentError(
@@ -383,7 +384,7 @@ def _mapped(opt_state: Tree, change: Callable[[ProximalState], Tree]) -> Tree:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What a client is asked.
+    """A request to a client.
 
     Attributes:
         arrays: parameters of the server, by path; or without names, in the order of the paths.
@@ -412,7 +413,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """What a client answers.
+    """A client's answer.
 
     Attributes:
         weight: how much it counts, see `Local.weight`.

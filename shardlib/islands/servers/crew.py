@@ -156,7 +156,7 @@ class Crew:
 
 
 def ended(code: int) -> str:
-    """How a process ended, in words.
+    """Describes the end of a process, in words.
 
     >>> ended(-9), ended(2)
     ('was killed by SIGKILL', 'ended with code 2')
@@ -313,7 +313,7 @@ def _one_core() -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Upkeep:
-    """How a run is kept going, and how its elements cross.
+    """Options of keeping a run going, and of sending its elements.
 
     Attributes:
         save_every: pushes of a server between two of its checkpoints; with 1, a push is on disk
@@ -384,7 +384,7 @@ class Asked:
     say: Callable[[str], None]
 
     def server(self, server: int, host: str) -> ServerSettings:
-        """What a server is told."""
+        """Returns the settings of a server."""
         return ServerSettings(
             server=server,
             exchange=self.exchange,
@@ -394,7 +394,7 @@ class Asked:
         )
 
     def worker(self, worker: int) -> WorkerSettings:
-        """What a worker is told."""
+        """Returns the settings of a worker."""
         return WorkerSettings(
             worker=worker,
             exchange=self.exchange,
@@ -416,7 +416,7 @@ class Asked:
         events: Sequence[str],
         seconds: float,
     ) -> Trained:
-        """What came of the run, once all workers have ended.
+        """Collects the results of the run, once all workers have ended.
 
         Args:
             seconds: that the run has taken.

@@ -270,7 +270,7 @@ class Exchanging:
 
     @property
     def outer(self) -> Outer:
-        """What is outer, as this island has it."""
+        """Returns the outer values, as this island has them."""
         assert self._outer is not None, "entered"
         return self._outer
 
@@ -280,7 +280,7 @@ class Exchanging:
         return (self.round - 1) % self.exchange.fragments
 
     def span(self) -> tuple[int, int]:
-        """Where that fragment begins and ends."""
+        """Returns begin and end of the fragment."""
         return self.outline.span(self.fragment, self.exchange.fragments)
 
     def enter(self, first: Callable[[], Mapping[str, np.ndarray]]) -> None:
@@ -454,8 +454,8 @@ def _mixed(parameter: Value, outer: Value, bounds: tuple[int, int] | None, mixin
 
 
 def _within(shape: tuple[int, ...], start: int, stop: int) -> Value:
-    """Where elements have a place from `start` to before `stop`; rows and places in a row are told
-    apart, so that no number is larger than an int32.
+    """Returns the elements with a place from `start` to before `stop`; rows and places in a row are
+    told apart, so that no number is larger than an int32.
     """
     each = math.prod(shape[1:])
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -482,7 +482,7 @@ def _copy(array: Value) -> Value:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Crossing:
-    """What an island has sent and has not taken in.
+    """An outer gradient in flight: sent, not yet applied.
 
     Attributes:
         due: the step after which it is taken in.
@@ -525,7 +525,7 @@ class Island:
 
     @property
     def exchange(self) -> DiLoCo:
-        """How the islands meet."""
+        """Returns the exchange of the islands."""
         return self.exchanging.exchange
 
     @property
@@ -761,9 +761,9 @@ class Heard:
 
 
 def _nothing() -> None:
-    """What processes that are not the first come to."""
+    """Stands in for the exchange on processes that are not the first."""
 
 
 def _of_first(array: np.ndarray | np.int32) -> np.ndarray:
-    """What the first process has, in all."""
+    """Returns an array of the first process, on all."""
     return np.array(jax.device_get(multihost_utils.broadcast_one_to_all(array)))

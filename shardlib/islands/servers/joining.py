@@ -66,7 +66,7 @@ LEAST_TOKEN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPlace:
-    """Where an island meets the others.
+    """The address and secret by which an island meets the others.
 
     Attributes:
         host: address of the outer server.
@@ -324,7 +324,7 @@ class OuterServer:
         self.close()
 
     def place(self, island: int) -> MeetingPlace:
-        """Where an island meets the others."""
+        """Returns the meeting place of an island."""
         assert self.port is not None
         return MeetingPlace(host=self.host, port=self.port, island=island, token=self._token)
 
@@ -334,7 +334,7 @@ class OuterServer:
         return None if self._process is None else self._process.pid
 
     def report(self) -> JsonObject:
-        """What the server has to tell: the open round, islands in it, events."""
+        """Returns the server's report: the open round, islands in it, events."""
         place = self.place(0)
         link = Connection(
             where=lambda: (place.host, place.port),
@@ -543,7 +543,7 @@ class _Running:
 
 
 def _by_hand(local: LocalIslands, server: OuterServer) -> str:
-    """What islands elsewhere are to be told; the token is in a file."""
+    """Describes the start of islands elsewhere; the token is in a file."""
     place = server.place(local.here).environment()
     words = [f"{name}={place[name]}" for name in place if name != "SHARDLIB_MEETING_TOKEN"]
     words = [word if not word.startswith(ISLAND) else f"{ISLAND}=N" for word in words]

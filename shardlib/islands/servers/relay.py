@@ -99,7 +99,7 @@ def meeting_seconds(exchange: DiLoCo, outline: Outline, link: Link) -> float:
 
 
 def meeting_finding(exchange: DiLoCo, outline: Outline, link: Link | None) -> Finding:
-    """What an island moves at a meeting, and how long that takes.
+    """Finding about the traffic of an island at a meeting, and its time.
 
     Args:
         link: between island and server; None where it is not known.
@@ -145,7 +145,7 @@ class Direction:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def arrival(self, count: int) -> float:
-        """When bytes that come now arrive."""
+        """Returns the arrival time of bytes that come now."""
         with self._lock:
             self.free = max(self.free, time.monotonic()) + count / self.link.bytes_per_s
             return self.free + self.link.latency_s

@@ -202,11 +202,11 @@ class Outline:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def parts(self, fragment: int, fragments: int) -> tuple[Part, ...]:
-        """What a fragment has of each parameter."""
+        """Returns a fragment's part of each parameter."""
         return owned(self.sizes, fragments)[fragment]
 
     def span(self, fragment: int, fragments: int) -> tuple[int, int]:
-        """Where a fragment begins and ends in the vector."""
+        """Returns begin and end of a fragment in the vector."""
         total = self.total
         return total * fragment // fragments, total * (fragment + 1) // fragments
 
@@ -333,7 +333,7 @@ def _without_padding(padded: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What an island says of itself as it enters.
+    """An island as it introduces itself.
 
     Attributes:
         exchange: as plain data, in one text.
@@ -349,7 +349,7 @@ class About:
 
 
 def about(exchange: DiLoCo, outline: Outline) -> str:
-    """What an island says of itself."""
+    """Returns the text by which an island introduces itself."""
     return About(exchange=json.dumps(exchange.to_json()), digest=outline.digest).text()
 
 
@@ -372,7 +372,7 @@ class Last:
 
 @dataclass(kw_only=True)
 class Held:
-    """What is outer, and the open round.
+    """The outer values, and the open round.
 
     Attributes:
         exchange: how islands meet.
@@ -470,7 +470,7 @@ class Held:
         self.last = Last(number=number, islands=everyone, sent=everyone, arrays=dict(arrays))
 
     def span(self, number: int) -> tuple[int, int]:
-        """Where the fragment of a round begins and ends."""
+        """Returns begin and end of the fragment of a round."""
         fragments = self.exchange.fragments
         return self.outline.span((number - 1) % fragments, fragments)
 
@@ -493,7 +493,7 @@ class Held:
 
 
 def read_about(text: str) -> About:
-    """What an island says of itself."""
+    """Reads the text by which an island introduces itself."""
     limits = Limits(bytes=1 << 16, depth=8)
     data = parse_json(text, "what it says of itself", RefusedError, limits=limits)
     return construct(About, data, "what it says of itself", RefusedError)
@@ -520,7 +520,7 @@ Short = Literal["wait", "fail"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """How rounds of islands are held.
+    """Options of the rounds of islands.
 
     Attributes:
         timeout_s: seconds that a round waits after the first outer gradient for islands that are
@@ -646,7 +646,7 @@ class Attendance:
         return len(self.sent) >= self.rounds.quorum
 
     def fails(self) -> str:
-        """Why islands that wait are to end; nothing where they are not."""
+        """Returns the reason why islands that wait are to end; empty where they are not."""
         rounds, minimum = self.rounds, f"of at least {self.rounds.quorum}"
         if rounds.short != "fail":
             return ""
@@ -705,7 +705,7 @@ FILE = "outer.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAbout:
-    """What a checkpoint says beside its arrays.
+    """Facts in a checkpoint beside its arrays.
 
     Attributes:
         version: of the form of the file.
@@ -784,7 +784,7 @@ def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
 
 
 def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
-    """What a checkpoint has: what is held, the open round, islands that have begun it; None where
+    """Reads a checkpoint: the outer values, the open round, islands that have begun it; None where
     there is none.
     """
     if not path.exists():
@@ -900,7 +900,7 @@ class RoundService:
         return None if self.held is None else self.held.outer.theta.nbytes
 
     def name(self, who: int) -> str:
-        """How a number of an asker is said."""
+        """Names an asker by its number."""
         return "the starter" if who == STARTER else f"island {who}"
 
     def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
@@ -1046,7 +1046,7 @@ class RoundService:
         self._tick()
 
     def _tick(self) -> None:
-        """What time brings: rounds close, islands that wait are taken in."""
+        """Does what is due by time: closes rounds, takes in islands that wait."""
         for island in self.table.gone_for_good():
             self.note(f"island {island} is gone in round {self.table.number}; the others go on")
         for island in self.table.stalled():
@@ -1079,7 +1079,7 @@ class RoundService:
             self._file.save(self.held, self.table.number, sorted(self.table.active))
 
     def report(self) -> JsonObject:
-        """What the server has to tell, as plain data."""
+        """Returns the server's report, as plain data."""
         return {
             "round": self.table.number,
             "islands": sorted(self.table.active),

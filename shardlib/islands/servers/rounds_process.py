@@ -27,7 +27,7 @@ ADDRESS = "outer.address"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What the outer server is told.
+    """Settings of the outer server.
 
     Attributes:
         islands: how many there may be.

@@ -65,7 +65,7 @@ from shardlib.untrusted.data import JsonObject, construct, fit, parse_json, prin
 
 @dataclass(kw_only=True)
 class Gate:
-    """How far workers are; used by one thread at a time.
+    """The progress of workers; used by one thread at a time.
 
     Attributes:
         exchange: warm start and bound.
@@ -88,7 +88,7 @@ class Gate:
     lost: Callable[[int], None] = lambda worker: None
 
     def place(self, worker: int) -> int:
-        """How far a worker is, on the clock that is common to all."""
+        """Returns the progress of a worker, on the clock that is common to all."""
         return self.offsets[worker] + self.steps[worker]
 
     def enter(self, worker: int, step: int, pushes: int) -> str:
@@ -141,7 +141,7 @@ SPARE = 32
 
 
 class Answers(Protocol):
-    """What answers messages, whatever carries them."""
+    """A service that answers messages, whatever carries them."""
 
     server: int
     refused: int
@@ -158,7 +158,7 @@ class Answers(Protocol):
         ...
 
     def name(self, who: int) -> str:
-        """How the number of an asker is said."""
+        """Names an asker by its number."""
         ...
 
     def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
@@ -280,12 +280,12 @@ def applied(
 
 
 class RefusedError(ShardlibError, ValueError):
-    """What somebody sent and cannot be used; nothing has changed."""
+    """A message that cannot be used; nothing has changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """Who pushes, and of what parameters the gradient is.
+    """The sender of a gradient, and its parameters.
 
     Attributes:
         worker: number of the worker.
@@ -302,7 +302,7 @@ class Pushed:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """What came of a push.
+    """The result of a push.
 
     Attributes:
         clock: updates of the server.
@@ -421,7 +421,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What a checkpoint says beside its arrays.
+    """Facts in a checkpoint beside its arrays.
 
     Attributes:
         version: of the form of the file.
@@ -445,7 +445,7 @@ class About:
 
 
 def checkpoint_file(folder: Path, server: int) -> Path:
-    """Where the checkpoint of a server is."""
+    """Returns the path of the checkpoint of a server."""
     return folder / f"server-{server}.safetensors"
 
 
@@ -577,7 +577,7 @@ class Service:
         return self.exchange.workers
 
     def name(self, who: int) -> str:
-        """How a number of an asker is said, see `name_of`."""
+        """Names an asker by its number, see `name_of`."""
         return name_of(who)
 
     @property
@@ -706,7 +706,7 @@ class Service:
             self.events.append(text)
 
     def report(self) -> JsonObject:
-        """What the server has to tell, as plain data."""
+        """Returns the server's report, as plain data."""
         return {
             "clock": self.shard.clock,
             "staleness": [[s, count] for s, count in sorted(self.shard.staleness.items())],
@@ -717,5 +717,5 @@ class Service:
 
 
 def name_of(who: int) -> str:
-    """How a number of an asker is said."""
+    """Names an asker by its number."""
     return "the starter" if who == STARTER else f"worker {who}"

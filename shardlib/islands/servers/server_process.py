@@ -25,7 +25,7 @@ SETTINGS, SECRET = "SHARDLIB_SERVER", "SHARDLIB_SECRET"
 
 
 class Saves(Protocol):
-    """What keeps a checkpoint."""
+    """A writer of checkpoints."""
 
     def save(self) -> object:
         """Writes it."""
@@ -34,7 +34,7 @@ class Saves(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a server is told.
+    """Settings of a server.
 
     Attributes:
         server: its number.
@@ -67,7 +67,7 @@ def read_settings(text: str) -> ServerSettings:
 
 
 def service_of(settings: ServerSettings, folder: Path) -> Service:
-    """What answers, at its checkpoint where there is one."""
+    """Returns the service, at its checkpoint where there is one."""
     return Service(
         exchange=settings.exchange,
         server=settings.server,

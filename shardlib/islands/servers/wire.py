@@ -238,7 +238,7 @@ class ClosedError(ShardlibError, ConnectionError):
 
 
 class Taken(Protocol):
-    """What takes a frame while it comes."""
+    """A receiver of one frame while it comes."""
 
     def begin(self, header: JsonMapping) -> None:
         """Its header is there."""
@@ -263,7 +263,7 @@ class Frame:
 
 
 class Stream(Protocol):
-    """What frames are read from and sent to; as `socket.socket`."""
+    """A connection that frames are read from and sent to; as `socket.socket`."""
 
     def recv(self, count: int, flags: int = 0, /) -> bytes: ...
 
@@ -583,7 +583,7 @@ def read_answer(header: JsonMapping) -> Answer:
 
 
 class Arrivals(Protocol):
-    """What takes an answer while it comes; where a connection breaks, it begins again."""
+    """A receiver of an answer while it comes; where a connection breaks, it begins again."""
 
     def begin(self, answer: Answer) -> None:
         """The answer is there, its arrays are not."""
@@ -609,7 +609,7 @@ class Link(Protocol):
 
 
 def handed(answer: Answer, arrays: Outgoing, arrivals: Arrivals | None) -> tuple[Answer, Flat]:
-    """What `Link.ask` gives for an answer that has come as a whole."""
+    """Returns the value of `Link.ask` for an answer that has come as a whole."""
     arrays_made = made(arrays)
     if arrivals is None:
         return answer, arrays_made
@@ -629,12 +629,12 @@ MOST_BYTES = 1 << 40
 
 
 def address_file(folder: Path, server: int) -> Path:
-    """Where a server says at which address it listens."""
+    """Returns the file in which a server writes the address where it listens."""
     return folder / f"server-{server}.address"
 
 
 def listed(folder: Path, server: int) -> Callable[[], tuple[str, int]]:
-    """Where a server of a folder listens, read each time."""
+    """Returns a function that reads the address of a server from a folder."""
 
     def where() -> tuple[str, int]:
         address = json.loads(address_file(folder, server).read_text())
@@ -880,7 +880,7 @@ ORDER_BYTES = 1 << 20
 
 
 class OrderError(ShardlibError, ValueError):
-    """What is no order of the elements that there are, or arrays that do not follow it."""
+    """An order that is not one of the elements that there are, or arrays that do not follow it."""
 
 
 def order_text(order: Order) -> str:
@@ -958,7 +958,7 @@ def in_order(
 
 
 def scattered(arrays: Mapping[str, np.ndarray], order: Order) -> Flat:
-    """What has come in buckets, by path."""
+    """Returns the contents of buckets, by path."""
     if arrays.keys() != {str(position) for position in range(len(order))}:
         raise OrderError(f"there are {len(arrays)} buckets of {len(order)}")
     sizes = dict[str, int]()

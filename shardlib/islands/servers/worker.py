@@ -73,7 +73,7 @@ MAIN = "__shardlib_job__"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """What a worker trains. All workers have the same, but for their rows.
+    """The training of a worker. All workers have the same, but for their rows.
 
     Attributes:
         init: see `shardlib.compile`.
@@ -102,7 +102,7 @@ MakeJob = Callable[[], Job]
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Where a function stands.
+    """The importable place of a function.
 
     Attributes:
         module: its name, or that of a script as it is loaded again.
@@ -116,7 +116,7 @@ class Reference:
 
 
 def reference_to(job: MakeJob) -> Reference:
-    """How another process finds a function."""
+    """Returns the reference by which another process finds a function."""
     name = getattr(job, "__qualname__", "")
     module = sys.modules.get(getattr(job, "__module__", ""))
     file = getattr(module, "__file__", None)
@@ -230,7 +230,7 @@ class Landing:
             self._changed.notify_all()
 
     def receiver(self, order: Order) -> Receiver:
-        """What takes the elements of one server."""
+        """Returns the receiver of the elements of one server."""
         return Receiver(landing=self, order=order)
 
 
@@ -715,7 +715,9 @@ class Worker:
         return waits
 
     def _fetching(self, step: int) -> tuple[Landing | None, Callable[[], None]]:
-        """Where parameters come in, and what waits until all have; None where a server has none."""
+        """Starts to fetch parameters: the landing, and a function that waits until all have come;
+        None where a server has none.
+        """
         landing = Landing(self._sizes, self.computing.runs)
         receivers = [landing.receiver(crossing.order) for crossing in self.orders.fetches]
 

@@ -25,7 +25,7 @@ SETTINGS = "SHARDLIB_WORKER"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is told.
+    """Settings of a worker.
 
     Attributes:
         worker: its number.
@@ -49,12 +49,12 @@ class WorkerSettings:
 
 
 def log_file(folder: Path, worker: int) -> Path:
-    """Where a worker writes a line of JSON for each step."""
+    """Returns the file in which a worker writes a line of JSON for each step."""
     return folder / f"worker-{worker}.jsonl"
 
 
 def shapes_file(folder: Path, worker: int) -> Path:
-    """Where a worker writes the shapes of the trained parameters."""
+    """Returns the file in which a worker writes the shapes of the trained parameters."""
     return folder / f"worker-{worker}.shapes"
 
 

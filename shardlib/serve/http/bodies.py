@@ -30,7 +30,7 @@ Token = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
-    """What all bodies, and their parts, have in common."""
+    """Common base of all bodies, and of their parts."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -55,7 +55,7 @@ class Asking(Body):
 
 
 def half_of_a_pair(body: object) -> str | None:
-    """Where some JSON has half of a surrogate pair, as a dotted path; None where it has none.
+    """Finds half of a surrogate pair in some JSON, as a dotted path; None where there is none.
 
     >>> half_of_a_pair({"messages": [{"content": "a\\ud800"}]})
     'messages.0.content'
@@ -97,7 +97,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class StreamOptions(Body):
-    """How events are sent."""
+    """Options of how events are sent."""
 
     include_usage: bool = False
 
@@ -125,7 +125,7 @@ class Structure(Body):
 
 
 class Sampled(Asking):
-    """How tokens are chosen."""
+    """Options of how tokens are chosen."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -139,7 +139,7 @@ class Sampled(Asking):
 
 
 class Choosing(Sampled):
-    """How tokens are chosen, when an answer ends, and how it is sent."""
+    """Options of how tokens are chosen, when an answer ends, and how it is sent."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=STOPS)] | None = None
@@ -254,7 +254,7 @@ def refuse_unknown(field: str, tokens: Iterable[int], deployed: Deployment) -> N
 
 
 def fault(field: str, message: str) -> Fault:
-    """What is wrong with a field."""
+    """Returns the fault of a field."""
     return Fault(400, message, code="invalid_value", param=field)
 
 
@@ -295,7 +295,7 @@ LEAST_TOP_P = 1e-6
 
 
 def sampling_of(body: Choosing, default: Sampling) -> Sampling:
-    """How tokens are chosen; where a body gives no seed, by one that is drawn."""
+    """Returns the sampling of a body; where it gives no seed, with one that is drawn."""
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else float(value)
@@ -509,7 +509,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """What may be used."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     function: Function
@@ -645,7 +645,7 @@ def tool_form(body: Chat) -> Form | None:
 
 
 def reader_of(body: Chat, deployed: Deployment) -> Callable[[], CallReader] | None:
-    """What takes the calls out of each answer; None where there are none."""
+    """Returns the reader of calls in each answer; None where there are none."""
     if not body.tools or body.tool_choice == "none":
         return None
     if isinstance(body.tool_choice, NamedTool):
@@ -806,7 +806,7 @@ def asked_of(
     salt: str,
     seconds: float | None = None,
 ) -> list[Asked]:
-    """What the engine is asked: every prompt `n` times, with seeds that follow each other.
+    """Lists the engine's requests: every prompt `n` times, with seeds that follow each other.
 
     Args:
         seconds: that an answer may take; a body may ask for less. None for any.

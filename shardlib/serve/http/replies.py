@@ -62,7 +62,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What every object of one answer has.
+    """Fields that all objects of one answer have.
 
     Attributes:
         id: of the answer.
@@ -105,7 +105,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How an interface writes choices.
+    """The form in which an interface writes choices.
 
     Attributes:
         prefix: of ids.
@@ -289,7 +289,7 @@ class Reply:
         self.stream.fail(StreamError("the client is gone"))
 
     async def parts(self) -> AsyncIterator[tuple[int, Part]]:
-        """What is new, of each choice, until all are whole."""
+        """Yields the new parts of each choice, until all are whole."""
         text = self.named.deployed.served.text
         answers: dict[int, Answer] = {}
         for index, request in enumerate(self.asked):

@@ -242,7 +242,7 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
 
 
 def status_routes(models: Mapping[str, Deployment], watching: Watching) -> APIRouter:
-    """What people, Prometheus and whatever starts servers look at."""
+    """Returns the routes for people, Prometheus and whatever starts servers."""
     router = APIRouter()
 
     @router.get("/health")

@@ -66,8 +66,8 @@ class _Connections:
 
 
 def protocol(settings: Settings) -> type[H11Protocol]:
-    """How connections are handled: as uvicorn does, within limits; who sends no head in time is cut
-    off.
+    """Returns the protocol class that handles connections: as uvicorn does, within limits; who
+    sends no head in time is cut off.
     """
     connections = _Connections(settings)
 

@@ -153,7 +153,7 @@ class Watching:
 
 
 class _Gauges(Collector):
-    """How busy the engines are, when somebody asks."""
+    """Gauges of the load of the engines, computed on each read."""
 
     def __init__(self, models: Mapping[str, Deployment]) -> None:
         self._models = models
@@ -339,7 +339,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _said(errors: Sequence[Mapping[str, Any]], body: object) -> str:
-    """What is wrong with a field: of errors of all types that it may have, the one that goes
+    """Describes the fault of a field: of errors of all types that it may have, the one that goes
     deepest.
     """
     paths = [_path(detail, body) for detail in errors]
@@ -373,7 +373,9 @@ def _said(errors: Sequence[Mapping[str, Any]], body: object) -> str:
 
 
 def _path(error: Mapping[str, Any], body: object) -> list[str]:
-    """Where in a body an error is, without the names of types that pydantic has among the parts."""
+    """Returns the path of an error in a body, without the names of types that pydantic has among
+    the parts.
+    """
     path: list[str] = []
     for part in error["loc"][1:]:
         if (isinstance(body, dict) and part in body) or (
@@ -529,7 +531,7 @@ class _Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """What a name of a request means.
+    """The model that a name of a request refers to.
 
     Attributes:
         name: by which it is asked for.
@@ -543,7 +545,7 @@ class Named:
 
 
 class Catalog:
-    """What a server has, by name. A name is a key, and never a path.
+    """The models of a server, by name. A name is a key, and never a path.
 
     Args:
         models: by name, at least one.
@@ -569,7 +571,7 @@ class Catalog:
         return iter(self._named.values())
 
     def find(self, name: str | None) -> Named:
-        """What a name means; the only model where none is given."""
+        """Returns the model of a name; the only model where no name is given."""
         if name is None and self._models == 1:
             return next(iter(self))
         names = ", ".join(self._named)
@@ -593,7 +595,7 @@ PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
 
 def figures(models: Mapping[str, Deployment], watching: Watching) -> JsonObject:
-    """What the page shows."""
+    """Returns the figures that the page shows."""
     return {
         "shardlib": __version__,
         "models": [

@@ -208,7 +208,7 @@ MODELS = Path(__file__).parent / "models"
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """How a repository is written.
+    """Options of how a repository is written.
 
     Attributes:
         folder: made where it is not there; others' models in it are left alone.

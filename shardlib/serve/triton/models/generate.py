@@ -123,7 +123,7 @@ class TritonPythonModel:
 
 
 def read(request, texts):
-    """What a request asks for, of a backend that has texts or not."""
+    """Returns the request of a body, of a backend that has texts or not."""
 
     def number(name, default):
         tensor = pb.get_input_tensor_by_name(request, name)
