@@ -339,10 +339,11 @@ def _place(job: Job, settings: KubernetesSettings) -> list[JsonObject]:
 # One JobSet: a Job for all hosts of GPUs, or one for every slice of TPUs, each with one pod a
 # host. What happens when pods end:
 #
-# - code 2, a mistake of the user: the JobSet fails. - code 75, stopped and saved, or a pod that
-# was evicted or preempted: all pods start again, and it does not count. - any other: all pods
-# start again, at most as often as the job allows. Kubernetes does not know of checkpoints, so
-# progress does not set the count back.
+# - code 2, a mistake of the user: the JobSet fails.
+# - code 75, stopped and saved, or a pod that was evicted or preempted: all pods start again, and it
+#   does not count.
+# - any other: all pods start again, at most as often as the job allows. Kubernetes does not know of
+#   checkpoints, so progress does not set the count back.
 #
 # Pods of GPUs find each other by the names of the JobSet's headless service. On GKE, TPU pods are
 # told of each other by GKE itself (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, for several slices,

@@ -308,12 +308,13 @@ def _step(job: Job, settings: SlurmSettings) -> str:
 # with `srun`, and decides what happens when they end:
 #
 # - code 0, or 2 for a mistake of the user: the run has ended. Later jobs of a chain see that and
-# end at once. - after Slurm has told the script that the time limit is near
-# (`--signal=B:USR1@...`), and the script the processes: they have saved and ended with code 75.
-# The job goes back into the queue, or the next one of the chain goes on. - any other: the
-# processes start again on the same nodes, so often without a new checkpoint as the job allows.
-# That is so for code 75, too: when one process fails, `srun` stops the others, which save, and its
-# own code is the highest of theirs.
+#   end at once.
+# - after Slurm has told the script that the time limit is near (`--signal=B:USR1@...`), and the
+#   script the processes: they have saved and ended with code 75. The job goes back into the queue,
+#   or the next one of the chain goes on.
+# - any other: the processes start again on the same nodes, so often without a new checkpoint as the
+#   job allows. That is so for code 75, too: when one process fails, `srun` stops the others, which
+#   save, and its own code is the highest of theirs.
 #
 # A job that somebody cancels stays cancelled. When a node fails, Slurm itself puts the job back
 # into the queue (`--requeue`).

@@ -94,8 +94,8 @@ class TpuVmSettings:
 # Two ways, both without a controller that stays:
 #
 # - `create`: a queued resource is asked for, with the script below as the startup script of its
-# VMs. They start when Google has them, hours later perhaps, and nobody has to wait. - not
-# `create`: the slices are there. The script is copied to all of their hosts and started.
+#   VMs. They start when Google has them, hours later perhaps, and nobody has to wait.
+# - not `create`: the slices are there. The script is copied to all of their hosts and started.
 #
 # The script is the same on every host; JAX asks the metadata server which of them it is. Nothing
 # starts a slice again that Google has taken back; a process that dies is started again by

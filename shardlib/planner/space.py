@@ -526,24 +526,26 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 # The space, where pins do not narrow it:
 #
 # - meshes: every factorisation over the six axes of every number of devices that
-# `shardlib.machines.topology.device_counts` lists: of a small machine all that have a place on its
-# links; where none of them has a legal mesh, of the largest that has one; - their place on the
-# links: the usual order of axes, or one axis moved to the innermost or the outermost links
-# (`shardlib.machines.topology.orders`); - microbatches: every divisor of what a device has of the
-# batch, up to `MAX_MICROBATCHES`; - colours that the tensor axis shards: every subset of up to
-# `MAX_TENSOR_COLOURS`, with and without sequence parallelism; in the fastest plans further ones,
-# one after the other (`planner/search.py`); - ZeRO 0 to 3; recomputation by policy, of
-# all layers or, where that fits, of some; where `remat_classes` is "any", for each layer group a
-# policy and a number of them (`shardlib.planner.group_prices`); - schedules: 1F1B, interleaved
-# with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as
-# fast as 1F1B and larger, so it must be pinned; - sharded weights on stages in lockstep: gathered
-# for every operation, or once for all microbatches; then also breadth first (GPipe with chunks),
-# with as many chunks as divide the layers of a stage, but for two, which are whole at a time; -
-# attention by the kernel of the chip's vendor where it applies, in blocks, or as it is written;
-# along a context axis keys and values gathered or around a ring, or heads exchanged; - tokens of
-# experts sorted as the model is written, or routed; - optimizer state, activations or both in host
-# memory, where a plan does not fit without; - dtypes of the traced model, and others where they
-# are allowed (`shardlib.planner.stored`).
+#   `shardlib.machines.topology.device_counts` lists: of a small machine all that have a place on
+#   its links; where none of them has a legal mesh, of the largest that has one;
+# - their place on the links: the usual order of axes, or one axis moved to the innermost or the
+#   outermost links (`shardlib.machines.topology.orders`);
+# - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
+# - colours that the tensor axis shards: every subset of up to `MAX_TENSOR_COLOURS`, with and
+#   without sequence parallelism; in the fastest plans further ones, one after the other
+#   (`planner/search.py`); - ZeRO 0 to 3; recomputation by policy, of all layers or, where that
+#   fits, of some; where `remat_classes` is "any", for each layer group a policy and a number of
+#   them (`shardlib.planner.group_prices`);
+# - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing
+#   is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
+# - sharded weights on stages in lockstep: gathered for every operation, or once for all
+#   microbatches; then also breadth first (GPipe with chunks), with as many chunks as divide the
+#   layers of a stage, but for two, which are whole at a time;
+# - attention by the kernel of the chip's vendor where it applies, in blocks, or as it is written;
+#   along a context axis keys and values gathered or around a ring, or heads exchanged;
+# - tokens of experts sorted as the model is written, or routed;
+# - optimizer state, activations or both in host memory, where a plan does not fit without;
+# - dtypes of the traced model, and others where they are allowed (`shardlib.planner.stored`).
 #
 # A program can be made of every plan of it: combinations that have no lowering
 # (`shardlib.decisions.lowerings`) are left out.

@@ -374,9 +374,9 @@ def _shared_path(paths: Sequence[str]) -> str:
 # choice is a sum over components, each of which has few ways to be sharded. Two things follow, and
 # both are exact:
 #
-# - the least that a choice can cost is the sum of the least that each component can cost; - the
-# tallies of all choices are sums of the few tallies of components, which do not depend on shapes
-# either: they are made once for a model (`shardlib.cost.tables`).
+# - the least that a choice can cost is the sum of the least that each component can cost;
+# - the tallies of all choices are sums of the few tallies of components, which do not depend on
+#   shapes either: they are made once for a model (`shardlib.cost.tables`).
 
 Array = np.ndarray
 

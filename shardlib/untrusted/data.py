@@ -413,12 +413,13 @@ def _check_text(text: str) -> None:
 # is read and checked like the others:
 #
 # - `int`, `float`, `str`, `bool`, `None`: themselves. A bool is no number, a number is finite, an
-# integer fits into 63 bits. - a tuple of any length, a sequence: a list. A tuple of one length: a
-# list of that length. - pairs, `tuple[tuple[str, V], ...]`, and a mapping: an object from the
-# first to the second, or a list of pairs; of triples, (first, rest as a list). - a dataclass: an
-# object with its fields, of which those with a default may be missing, or a list of all of them in
-# order. Keys that it does not have are totals, and passed over. - other types: as the caller says
-# in a `Form`.
+#   integer fits into 63 bits.
+# - a tuple of any length, a sequence: a list. A tuple of one length: a list of that length.
+# - pairs, `tuple[tuple[str, V], ...]`, and a mapping: an object from the first to the second, or a
+#   list of pairs; of triples, (first, rest as a list).
+# - a dataclass: an object with its fields, of which those with a default may be missing, or a list
+#   of all of them in order. Keys that it does not have are totals, and passed over.
+# - other types: as the caller says in a `Form`.
 #
 # All failures are found, each with its place: "estimate.seconds.compute is 'fast'; it is a
 # number".
