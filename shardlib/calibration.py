@@ -1,4 +1,4 @@
-"""Rates of this machine's simulated devices.
+"""Measured rates of this machine's simulated devices, and the cache that keeps them.
 
 `measured_cpu` runs small programs on the local CPU devices, all of them at work at once, and
 returns a `Topology` with the measured figures in place of the catalogue's static ones. What devices
@@ -9,20 +9,17 @@ It takes a few seconds once; the figures are kept as JSON in the user's cache fo
 (`SHARDLIB_CACHE_DIR` if set), one file for each processor, core count, JAX version and number of
 devices. Nothing runs, and JAX starts no backend, before the first call.
 
-Seconds of a program on a machine that others may use at the same time.
-
-Other work only ever slows a run down, so the fastest of several runs counts. Where a program keeps
-all cores busy, its processor time over the cores is what it takes without the others; where it does
-not, processor time says too little.
+Seconds are measured on a machine that others may use at the same time. Other work only ever slows a
+run down, so the fastest of several runs counts. Where a program keeps all cores busy, its processor
+time over the cores is what it takes without the others; where it does not, processor time says too
+little.
 
 >>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=True)
 0.2
 >>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=False)
 0.3
 
-What is measured of simulated devices, by name, and the cache that keeps it.
-
-Figures are per device, with all devices at work.
+Figures have names; they are per device, with all devices at work.
 
 >>> [name for name in figure_names(4) if name.startswith("all-reduce")]
 ['all-reduce.2.s', 'all-reduce.2.s_per_byte', 'all-reduce.4.s', 'all-reduce.4.s_per_byte']

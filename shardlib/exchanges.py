@@ -1,13 +1,16 @@
-"""What crosses between islands, when, and in what form: values, free of JAX.
+"""Exchanges between islands: what they send over slow links, when, and in what form; values, free
+of JAX.
 
-A plan says how one island trains. Its *exchange* says how islands meet over slow links:
+A plan says how one island trains; its *exchange* says how islands meet. The kinds are exact sums of
+compressed gradients (`Compressed`), outer steps (`DiLoCo`), averages with neighbours (`Gossip`),
+and training over parameter servers without a barrier (`Asynchronous`).
 
-Elements of one parameter, and how many bytes of them cross together.
+A `Part` is a range of elements of one parameter, which cross together.
 
 >>> str(Part(path="layers.up", start=0, stop=512))
 'layers.up[0:512]'
 
-In which dtype numbers cross, and how many bytes they are.
+A wire dtype is the dtype in which elements cross.
 
 A sum in float32 is one all-reduce. What is narrower crosses in two halves, so that it is summed in
 float32: each island sends every other one its part of the sum (all-to-all), and then all send the
@@ -17,7 +20,7 @@ travels with them.
 >>> wire_bytes("int8", 512), wire_bytes("int4", 512), wire_bytes("bfloat16", 512)
 (520, 264, 1024)
 
-Reads an exchange as users pin it.
+`read_exchange` reads an exchange as users pin it.
 
 >>> read_exchange("exchange", "diloco:2:100").every
 100
@@ -172,7 +175,7 @@ def refuse_pin(word: str) -> NoReturn:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is wrong with a number of an exchange.
+# Checks of the numbers of an exchange.
 
 
 def whole(name: str, value: object, least: int) -> list[str]:
@@ -828,7 +831,7 @@ class DiLoCo(Shown):
 
 
 # --------------------------------------------------------------------------------------------------
-# The ways in which islands meet.
+# Kinds of exchanges, and how they are read.
 #
 # *Outer* is what belongs to all islands: its parameters are those that all start the next round
 # from. Signs and words are those of DiLoCo: the outer gradient is outer parameters minus the mean

@@ -1,6 +1,7 @@
-"""The intermediate representation: what a program computes, with no JAX in it.
+"""The intermediate representation of a program, with no JAX in it: graphs of ops with factor rules,
+their checks, step graphs, and the problem that a plan is made for.
 
-Factor rules: how the dims of an op's operands and results hang together.
+Factor rules describe how the dims of an op's operands and results correspond.
 
 A *factor* is one index of an op, as in an einsum: a matmul [b, i] x [i, j] -> [b, j] has three.
 Each dim of each operand and result is a tuple of factors, the major one first (a reshape that
@@ -15,26 +16,25 @@ nothing is known about it.
 >>> print(rule)
 [a b] [b c] -> [a c] where a=8 b=4 c=16, sum b
 
-What sharding a factor means is one of three things. A *parallel* factor is sharded freely: every
-device computes its part. A *summed* factor is contracted: sharding it leaves partial results that a
-reduction must add up. A *whole* factor must not be sharded: the op mixes positions along it (sort,
-cumulative sum, a window), so a sharded operand is gathered first.
+There are three kinds of factors. A *parallel* factor is sharded freely: every device computes its
+part. A *summed* factor is contracted: sharding it leaves partial sums that a reduction must add up.
+A *whole* factor must not be sharded: the op mixes positions along it (sort, cumulative sum, a
+window), so a sharded operand is gathered first.
 
 A dim may be several things side by side, as the fused kernel of queries, keys and values is: then
-the major factor counts the pieces and is *outer*, and a cut of the dim cuts the next factor, which
-is every piece (`shardlib.propagation.colours`).
+the major factor counts the pieces and is *outer*, and sharding the dim shards the next factor,
+which is every piece (`shardlib.propagation.colours`).
 
-Kernels by which a called attention can be computed.
+Each vendor has a kernel of attention:
 
 >>> OF_VENDOR["google"]
 'splash'
 
-How what a loss returns depends on the rows of its batch.
+`Rows` says how the results of a loss depend on the rows of its batch.
 
 A batch may be worked through in several parts, one after the other, only where that changes no
-number. That is known of sums over rows, whatever they are multiplied with or divided by; where rows
-meet before the end (a contrastive loss, statistics of a batch) no sum over parts gives the result
-of the whole.
+number. That is known of sums over rows, multiplied or divided by any value; where rows meet before
+the end (a contrastive loss, statistics of a batch) no sum over parts gives the result of the whole.
 
 >>> Rows(loss=Dependence(kind="mean")).splits
 True
@@ -195,7 +195,7 @@ def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...
 
 
 # --------------------------------------------------------------------------------------------------
-# What a program computes, free of JAX.
+# Programs as graphs.
 #
 # A `Graph` is a flat list of ops in execution order. Loops and branches do not nest: every op
 # belongs to a *region*, and a region knows its parent and how often it runs for one run of its
@@ -685,7 +685,7 @@ class Rows:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is to be planned: everything the search needs to know about a model, with no JAX in it.
+# The problem of a plan: everything the search needs to know about a model.
 #
 # Tracing makes a `Problem` once; searching, pricing and explaining read it. The costs come from
 # *step graphs*: what one call of value-and-gradient computes, forward and backward, one graph per
@@ -822,7 +822,7 @@ class Problem:
 #   %0 float32[4, 8] params.w (parameter)
 #   ...
 #   scan x 3
-# %7 float32[2, 8] = dot_general %5 %6 | [a b] [b c] -> [a c] where a=2 b=4 c=8, sum b | 128 flops
+#   %7 float32[2, 8] = dot_general %5 %6 | [a b] [b c] -> [a c] where a=2 b=4 c=8, sum b | 128 flops
 
 
 def text(graph: Graph) -> str:

@@ -1,23 +1,21 @@
-"""Pipeline schedules: who does what when. Arithmetic alone: planning prices and draws schedules
-with it, lowering makes programs of it.
+"""Pipeline schedules: the order of work of each stage, its exact simulation, timetables of stages
+in lockstep, and both as text. Arithmetic alone: planning prices and draws schedules with it,
+lowering makes programs of it.
 
-The order of work of each stage of a pipeline, where stages wait for their neighbours alone.
+The order of work of a stage, where stages wait for their neighbours alone:
 
 A stage works on a microbatch forward (F) and backward (B); a schedule may make the gradients of
 weights (W), which nothing waits for, apart from the rest of the backward pass. With v chunks of
-layers a stage, a task belongs to one chunk. The orders themselves are those that were
-published, each in the file of its schedule.
+layers a stage, a task belongs to one chunk. The orders are those that were published.
 
 >>> [str(task) for task in alternating(plain(FORWARD, 3), plain(BACKWARD, 3), 1)]
 ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
 
-What a pipeline schedule is: an order of work, what is in flight, how long stages wait, and which
-numbers of microbatches and chunks it is legal for.
+A `Schedule` is an order of work, the number of microbatches in flight, the waiting time of stages,
+and the legal numbers of microbatches and chunks.
 
-Each schedule has a file of its own (`gpipe`, `one_f_one_b`, `interleaved`, `zero_bubble`, `none`),
-and `shardlib.schedules` lists them. Nothing else in shardlib knows a schedule by its name:
-planning, pricing and lowering ask what the schedule says of itself. With S stages, m microbatches
-and v chunks of layers on a stage:
+Nothing outside of this file knows a schedule by its name: planning, pricing and lowering ask the
+schedule itself. With S stages, m microbatches and v chunks of layers on a stage:
 
 >>> from shardlib.schedules import GPIPE
 >>> pipeline = Pipelines.one(stages=4, chunks=1, microbatches=8)
@@ -67,7 +65,8 @@ a single program (SPMD) the 2S - 1 places of its activation stash, and what pass
 >>> [str(task) for task in ONE_F_ONE_B.order(stages=2, microbatches=3, chunks=1)[0]]
 ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
 
-The earliest time of every task of a pipeline: a stage starts as soon as what it needs is there.
+`simulate` gives the earliest time of every task of a pipeline: a stage starts as soon as what it
+needs is there.
 
 A task waits for the one before it on its stage, and for what it reads: F of a chunk for F of the
 chunk before it, B for F of its own chunk and for B of the chunk after it, W for its B. Chunk c of
@@ -82,7 +81,7 @@ one earliest time for every task of given orders.
 >>> makespan(spans), most_held(spans, 0), most_held(spans, 1)
 (9.0, 2, 1)
 
-Zero-bubble, the handcrafted schedule H1: 1F1B with the gradients of weights (W) apart
+Zero-bubble, the handcrafted schedule H1: 1F1B with separate tasks for the gradients of weights (W)
 (arXiv:2401.10241, section 2.2 and table 1).
 
 The backward pass is split into B, which the stage before waits for, and W, the gradients of
@@ -101,12 +100,12 @@ forward pass saved.
 >>> [str(task) for task in ZERO_BUBBLE.order(stages=2, microbatches=3, chunks=1)[1]]
 ['F0', 'B0', 'F1', 'B1', 'W0', 'F2', 'B2', 'W1', 'W2']
 
-The pipeline schedules by name: to add one is a file with its `Schedule` and a line here.
+Schedules are listed by name: a new one is a class and a line in that list.
 
 >>> named("interleaved").words(2), named("gpipe") in pipelines()
 ('interleaved with 2 chunks a stage', True)
 
-Timetables of pipelines in lockstep: which stage works on what at which tick.
+A `Timetable` of a pipeline in lockstep says which stage works on what at which tick.
 
 Microbatches go through the stages in groups of S, the number of stages: a stage does chunk 0 for a
 whole group, then chunk 1 for the same group, and so on, which is the order of interleaved 1F1B
@@ -134,7 +133,7 @@ them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep that is the least
 >>> [table.forward(tick, 1) for tick in range(3)]
 [(0, 0, False), (0, 0, True), (1, 0, True)]
 
-Schedules as text, a column a tick.
+`text` and `orders_text` show schedules, a column a tick.
 
 >>> print(text(Timetable(schedule="1f1b", stages=2, microbatches=3)))
 tick         0 1 2 3 4

@@ -1,26 +1,28 @@
-"""What a step costs, before anything is compiled: seconds and bytes of many candidate plans at
-once.
+"""Predicted cost of a step before anything is compiled: seconds and bytes of many candidate plans
+at once.
 
-Read from top to bottom: `terms` are the words that costs are written in; `step` reads a traced step
-as kernels and live ranges; `profiles` rewrite it as other frameworks run it; `machine` has the
-rates of chips and links; `items` turn the step into separable terms; `tables` evaluate those for
-every shape; `pricing` puts them together; `estimate` is the value that comes out.
+Reading order: `terms` defines the words that costs are written in; `facts`, `layers`, `attention`
+and `experts` read a traced step as kernels, loops and live ranges; `framework` and `activations`
+rewrite it as a framework profile runs it; `roofline` and `collectives` have the rates of chips and
+links; `items` and `memory` turn the step into separable terms; `tables` evaluates those for every
+shape; `pricing` puts them together; `estimate` is the value that comes out.
 
-activations.py    what a framework profile changes of a step
-attention.py      fused attention
+activations.py    rewrites of a step for a framework profile: 8-bit and half-precision products,
+                  values kept for the backward pass
+attention.py      fused attention: cores of attention as one kernel each
 collectives.py    seconds of a collective on the links that its mesh axes lie on
-communication.py  the collectives that one candidate runs
+communication.py  the collectives of one candidate, and how much of them compute hides
 estimate.py       the estimate of a step
-experts.py        what experts with a capacity compute when tokens are routed between devices
-facts.py          what a traced step does
-framework.py      A framework profile
-items.py          A step as separable items, each with the terms of its cost
-layers.py         layer groups
-memory.py         gathers of parameters that are stored sharded
+experts.py        experts with tokens routed between devices
+facts.py          facts of a traced step: kernels, loops over layers, live ranges
+framework.py      framework profiles, and the abilities of training frameworks
+items.py          items: the separable parts of a step, each with the terms of its cost
+layers.py         layer groups: the loops of a step that run over the same layers
+memory.py         items of memory: gathered parameters, live buffers, stored parameters
 pricing.py        seconds and bytes of candidate plans from the tables
-roofline.py       what a machine reaches
-stages.py         meshes with their places on the links and numbers of microbatches, as arrays
+roofline.py       rates that a machine reaches: rooflines, efficiencies, learned corrections
+stages.py         meshes with their places on the links, and pipeline stages, as arrays
 tables.py         the terms of many items added up for every shape of a space
-terms.py          the words that costs are written in
-variants.py       prices of steps that run otherwise
+terms.py          the words that costs are written in: terms, items, shapes
+variants.py       prices of mixed remat policies, offload, loops over tensor, replicated compute
 """

@@ -1,5 +1,5 @@
-"""What a framework profile changes of a step: rewritten graphs, half and eight-bit products, and
-what it keeps for the backward pass.
+"""Rewrites of a step graph for a framework profile: 8-bit and half-precision products, attention as
+kernels, and the values that are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def in_halves(
 
 
 # --------------------------------------------------------------------------------------------------
-# What one loop saves for another: pairs of ops, and a builder that rewrites them.
+# Values that one loop saves for another: pairs of ops, and a builder that rewrites them.
 #
 # A loop over layers in the forward pass saves a value (`exit`), and the loop of the backward pass
 # reads it (`enter`). `Builder` drops some of these and clones the ops that make them again.
@@ -497,9 +497,9 @@ def _bytes(value: Value) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a framework keeps in memory beside, or instead of, what the program says.
+# Memory of a framework beside, or instead of, that of the program.
 #
-# Facts of a `FrameworkProfile` about memory that are no rewrite of the program: copies beside what
+# Facts of a `FrameworkProfile` about memory that do not rewrite the program: copies beside what
 # the kernel of attention keeps, results of layers that wait in host memory, inputs of matmuls that
 # are kept as they were gathered along the sequence, and whatever a loss that is computed op by op
 # holds of its logits.
@@ -671,7 +671,7 @@ def _filled(graph: Graph) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What layers written by hand save for the backward pass.
+# Values that layers written by hand save for the backward pass.
 #
 # JAX's autodiff keeps whatever a derivative reads, each step of a norm among it. Layers written by
 # hand keep the operands of their matmuls and the inputs of their non-linear functions, and compute

@@ -1,10 +1,9 @@
 """Fused attention: a step graph whose cores of attention are one kernel each.
 
-`fused` finds the cores (`shardlib.cost.attention`), forward, rematerialised and
-backward, and puts kernels (arXiv:2205.14135, arXiv:2307.08691; cuDNN; Pallas splash attention) in
-their place. A causal mask leaves out the blocks above the diagonal: of n x n blocks, n (n + 1) / 2
-are computed; a window leaves out those before it. Values keep their numbers, so that whatever is
-known of them stays true.
+`fused` finds the cores, forward, rematerialised and backward, and puts kernels (arXiv:2205.14135,
+arXiv:2307.08691; cuDNN; Pallas splash attention) in their place. A causal mask leaves out the
+blocks above the diagonal: of n x n blocks, n (n + 1) / 2 are computed; a window leaves out those
+before it. Values keep their numbers, so that facts about them stay true.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from shardlib.propagation.colours import TOKENS, Cut
 from shardlib.propagation.contractions import Shared
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of attention: the ops that stand for them, and what of their size does not depend on the
-# mesh.
+# Kernels of attention: the ops that stand for them, and the part of their size that does not depend
+# on the mesh.
 #
 # A fused kernel computes the core of attention block by block and writes no scores:
 #
@@ -279,7 +278,7 @@ class Core:
         chain: ops that descend from the products, before the next matmuls.
         sinks: matmuls that read what they make; the first mixes the values.
         sums: the op that adds up the exponentials of a row.
-        beside: values that the chain reads from outside and that are no constants or functions of
+        beside: values that the chain reads from outside and that are not constants or functions of
             positions.
         causal: whether positions are compared: a query sees the keys before it.
         window: keys that a query sees, itself included; 0 for all, also where only some layers have

@@ -1,6 +1,7 @@
-"""Seconds of a collective on the links that its mesh axes lie on.
+"""Seconds of collectives on the links that their mesh axes lie on: of one, of all of a step by
+slot, and the least over all places of a mesh.
 
-The answer is linear in the bytes: `LinearCost`, a latency and a time per byte, where the bytes are
+The cost is linear in the bytes: `LinearCost`, a latency and a time per byte, where the bytes are
 what a device holds of the *result*: the gathered array (all-gather), the reduced array
 (all-reduce), the shard (reduce-scatter), the buffer (all-to-all), the message (collective-permute).
 A collective over several mesh axes takes the spans of all of them.
@@ -373,9 +374,8 @@ def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[Colle
 # --------------------------------------------------------------------------------------------------
 # Costs of the collectives of a step on the links that each candidate's axes lie on.
 #
-# Collective costs are linear in bytes: latency + bytes x seconds per byte
-# (`cost/collectives.py`). So the collectives of a step are summed as counts and bytes by
-# *slot*, which do not depend on links, and multiplied with the links at the end.
+# The collectives of a step are summed as counts and bytes by *slot*, which do not depend on links,
+# and multiplied with the links at the end.
 
 
 @dataclass(frozen=True)

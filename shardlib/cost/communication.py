@@ -1,4 +1,4 @@
-"""The collectives that one candidate runs."""
+"""The collectives of one candidate, and the seconds of them that compute does not hide."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What experts with a capacity compute when tokens are routed between devices.
+"""Experts whose tokens are routed between devices, with a capacity or without: rewritten graphs,
+for pricing.
 
-As a model is written, an expert has a slot for every token that it takes of the whole batch
-(`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a gather of rows
-and a gather of results. Between devices the rows of a token stay those of its device until they are
-sent, and devices multiply what they were sent. Here the operations are rewritten to that meaning,
-for pricing: slots and the queue of assignments are sharded as the batch is, and products with the
+As a model is written, an expert with a capacity has a slot for every token that it takes of the
+whole batch (`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a
+gather of rows and a gather of results. Between devices the rows of a token stay those of its device
+until they are sent, and devices multiply what they were sent. Here the operations are rewritten to
+that meaning: slots and the queue of assignments are sharded as the batch is, and products with the
 matrices of experts are grouped matmuls of those rows that are kept at most.
 """
 
@@ -169,8 +170,7 @@ def slots_of(graph: Graph, value: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a mixture of experts compute when tokens are routed between devices, and not by a
-# global sort?
+# A mixture of experts with tokens routed between devices, in place of a global sort.
 #
 # As a model is written, its tokens are sorted by expert, which mixes the whole batch: an automatic
 # partitioner gathers all tokens for it. Expert parallelism (GShard, arXiv:2006.16668; Switch,

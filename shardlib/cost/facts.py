@@ -1,5 +1,5 @@
-"""What a traced step does: fused kernels, loops over layers, attention, experts, and the live
-ranges of its arrays.
+"""Facts of a traced step: fused kernels, named results of layers, live ranges of its arrays, and
+moments that programs of different remat policies share.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
 
 
 def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
-    """Results of the matmuls of weights of one loop, with the operand that is no weight."""
+    """Results of the matmuls of weights of one loop, with the operand that is not a weight."""
     return _Search(graph, region, frozenset(weights)).products
 
 
@@ -273,7 +273,7 @@ class _Search:
     """A search for the sources of the values of one loop.
 
     Attributes:
-        products: results of matmuls of weights, with the operand that is no weight.
+        products: results of matmuls of weights, with the operand that is not a weight.
     """
 
     def __init__(self, graph: Graph, region: int, weights: frozenset[int]) -> None:
@@ -608,7 +608,7 @@ def _top(graph: Graph, region: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What all items of one step graph ask about: colours, kernels, weights and gradients.
+# Facts that all items of one step graph share: colours, kernels, weights and gradients.
 
 
 class Facts:

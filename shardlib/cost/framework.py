@@ -1,17 +1,15 @@
-"""A framework profile: what the software between a model and its chips does.
+"""Framework profiles and training frameworks: the effects of the software between a model and its
+chips, as tables of facts with their sources.
 
 A traced program says what is computed. How often gradients are reduced, whether the scores of
 attention are ever written to memory, what an optimizer keeps and what hides behind what is decided
-by the software that runs it. `shardlib.cost.framework` has those of published
-training runs.
+by the software that runs it: a `FrameworkProfile`.
 
 >>> FrameworkProfile(name="ours").reduction, FrameworkProfile(name="ours", scaling="rows").scaling
 ('microbatch', 'rows')
 
-The framework profiles that shardlib knows: XLA's, and those of published training runs.
-
-`XLA` is the default and changes nothing; the others are data, `framework_profiles/NAME.json`, every
-fact with its source.
+The profiles that shardlib knows are XLA's, and those of published training runs. `XLA` is the
+default and changes nothing; the others are data, `framework_profiles/NAME.json`.
 
 >>> XLA.attention, framework_profile("megatron-core").attention
 ('traced', 'fused')
@@ -19,16 +17,14 @@ fact with its source.
 >>> FrameworkProfile.from_json(megatron.to_json()) == megatron
 True
 
-What a training framework can do of what a plan may decide, as a table of facts.
+`Abilities` of a training framework are the decisions that it can honour:
 
 >>> able = Abilities(axes=("data", "tensor"), zero=(0, 1), remat=("none", "full"))
 >>> able.refusals({"zero": 3, "mesh": {"data": 8}}, {"data": 8})
 ['zero=3 (it has zero 0, 1)']
 
-The training frameworks that plans can be made for: what they are priced as, and can do.
-
-Each is a file, `shardlib/cost/frameworks/NAME.json`, every fact with its source. Profiles of older
-releases, and of frameworks that have no such file, can be named too.
+A `Framework`, `shardlib/cost/frameworks/NAME.json`, has its abilities and the profile that it is
+priced as. Profiles of older releases, and of frameworks that have no such file, can be named too.
 
 >>> framework("torchtitan", "nvidia").able.zero
 (0, 3)
@@ -185,7 +181,7 @@ class FrameworkProfile:
         exchange_room: bytes that tokens take on their way to experts over those of an even routing,
             at least 1: more than 1 where messages have equal sizes and room to spare.
         send_overlap: share of the messages between stages that hides under compute.
-        runtime_bytes: memory of a device that is no array: the driver's context and buffers of
+        runtime_bytes: memory of a device that is not an array: the driver's context and buffers of
             communication.
         fragmentation: memory that the allocator takes from the device over memory of arrays.
         sources: where the facts come from; what is assumed says so.
@@ -583,7 +579,7 @@ def _others(vendor: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The decisions that pricing reads: what neither the mesh nor the colours say.
+# The decisions that pricing reads, beside the mesh and the colours.
 
 
 class Knobs(Protocol):

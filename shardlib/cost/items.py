@@ -1,7 +1,8 @@
-"""A step as separable items, each with the terms of its cost: kernels, collectives, gathers of
-parameters, and live buffers.
+"""Items: the separable parts of a step, each with the terms of its cost: kernels, collectives,
+exchanges and reductions of partial sums.
 
-Ops whose results are only added to each other, so that their partial sums are reduced together.
+`Summands` are ops whose results are only added to each other, so that their partial sums are
+reduced once:
 
 >>> Summands(ops=(3, 7), looped=False).ops
 (3, 7)

@@ -1,11 +1,11 @@
-"""Layer groups: the loops of a step that run over layers, and which run over the same ones.
+"""Layer groups: the loops of a step that run over the same layers.
 
 The forward loop over a stack of layers and the backward loop over it read the same parameters; both
-belong to one *layer group*. Pipeline stages, and rematerialising only some of the layers,
-divide a class by its number of layers. What lies outside is the *ends* of the model: embedding,
-head and loss.
+belong to one *layer group*. Pipeline stages, and rematerialisation of only some of the layers,
+divide a group by its number of layers. The rest are the *ends* of the model: embedding, head and
+loss.
 
-What a loop reads is known by `weights_of`; what it makes of them by `gradient_like`.
+`weights_of` finds the parameters that a loop reads, `gradient_like` the gradients that it makes.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _carried(graph: Graph, region: int) -> int:
 
 
 def _repeats(graph: Graph, op: Op) -> bool:
-    """Returns whether an op writes its operand several times over, so that its result is no copy of
-    it.
+    """Returns whether an op writes its operand several times over, so that its result is not a copy
+    of it.
     """
     return op.kind == "broadcast_in_dim" and math.prod(
         graph.values[op.results[0]].shape

@@ -1,4 +1,6 @@
-"""Gathers of parameters that are stored sharded: where, and in which dtype."""
+"""Items of memory: parameters gathered for use and as they are stored, and live buffers at the
+points where memory may peak.
+"""
 
 from __future__ import annotations
 
@@ -433,7 +435,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Items of memory: what is alive at the points of a step where memory may peak.
+# Live buffers at the points of a step where memory may peak.
 
 #: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points
 #: where memory may peak.

@@ -1,5 +1,5 @@
-"""Seconds and bytes of candidate plans from the tables: compute, exposed collectives, pipeline
-bubbles, optimizer, memory.
+"""Seconds and bytes of candidate plans, as arrays from the tables: compute, exposed collectives,
+pipeline bubbles, optimizer, memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from shardlib.machines.topology import Span, Topology, place
 from shardlib.schedules import named
 
 # --------------------------------------------------------------------------------------------------
-# Bytes of a device: of what is stored between steps, and of what a step makes, at the point where
-# they are the most.
+# Bytes of a device: stored between steps, and made by a step, at the point where they are the most.
 
 Array = np.ndarray
 
@@ -296,12 +295,12 @@ def heap_share(pricer: Pricer, stages: Array) -> Array:
 # On TPUs only gathers of parameters that are stored sharded hide (ZeRO 3); reductions and gathers
 # of updated parameters block, too.
 #
-# This is the rule of `cost/communication.py` with three differences, because a
-# compiled program does not tell them apart: small sums of activations along data and fsdp count as
-# hidden here, reductions of gradients along tensor alone as blocking, and kernels from a
-# compiler's cycles have the optimizer update among them, so that `optimizer` is 0 then. Where the
-# compiler estimates no time (GPU and CPU), kernels are the predicted ones. A collective whose
-# groups are no product of mesh axes is priced as one over the whole mesh.
+# This is the rule of `cost/communication.py` with three differences, because a compiled program
+# does not tell them apart: small sums of activations along data and fsdp count as hidden here,
+# reductions of gradients along tensor alone as blocking, and kernels from a compiler's cycles have
+# the optimizer update among them, so that `optimizer` is 0 then. Where the compiler estimates no
+# time (GPU and CPU), kernels are the predicted ones. A collective whose groups are not a product of
+# mesh axes is priced as one over the whole mesh.
 
 
 def group_seconds(
@@ -373,7 +372,7 @@ def reprice(
 
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of a step: what stages are busy with, and how long they wait.
+# Seconds of a step: busy time and waiting time of stages.
 #
 # With m microbatches and S stages, a stage is busy for `tick` seconds with one microbatch, forward
 # and backward: its layers and its part of embedding and head.
@@ -468,7 +467,7 @@ def seconds_by_part(
 # Priced candidates: the parts of the step time and of the memory, as arrays.
 #
 # A candidate is a mesh with its place on the links and a number of microbatches. `combine` does
-# everything that is no sum: hiding communication behind compute (`exposed_communication`),
+# everything that is not a sum: hiding communication behind compute (`exposed_communication`),
 # pipeline bubbles (`step_time`), the largest of several memory points (`device_memory`).
 
 #: Smallest buffer that the allocator of a host gives back to the system when it is freed, so that

@@ -1,7 +1,7 @@
-"""What a machine reaches: rooflines and their efficiency, collectives on links, the load of
-experts, and learned corrections.
+"""Rates that a machine reaches: seconds of kernels by the roofline, efficiencies of chips and
+links, the load of experts, and learned corrections.
 
-Learned factors: by how much the cost model is wrong for a chip and its compiler.
+Learned corrections are factors on the predictions for a chip and its compiler.
 
 A correction is one factor on one quantity of a prediction, learned from programs that the real
 compiler made, and kept with the evidence behind it (`learned/*.json`, made by
@@ -15,10 +15,10 @@ A factor of the topology takes the place of the learned one. Which XLA is instal
 that plans does not matter: of several versions the newest learned one counts, and a verification
 says where the compiler is another.
 
-One factor is no correction: the *margin*, by which a program may need more memory than predicted. A
-plan fits where its predicted peak times the margin does. It is the largest that was learned for the
-chip with any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`. Simulated devices have
-none: how much memory they share is not known so exactly.
+One factor is not a correction: the *margin*, by which a program may need more memory than
+predicted. A plan fits where its predicted peak times the margin does. It is the largest that was
+learned for the chip with any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`.
+Simulated devices have none: how much memory they share is not known so exactly.
 
 >>> from shardlib.machines.topology import topology
 >>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), corrections=())]
@@ -32,7 +32,7 @@ none: how much memory they share is not known so exactly.
 >>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), corrections=(entry,))]
 [('margin', 1.1, 0), ('temporaries', 1.2, 24)]
 
-Efficiencies: how much of the data sheet a chip reaches.
+Efficiencies are the fractions of the data sheet that a chip reaches.
 
 `Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default,
 and nearly all that the framework profile "xla" uses. Beside them there are *curves*: for a chip,
@@ -46,7 +46,7 @@ to. A user's own measurements come last.
 >>> efficiency_of("h100", "nvidia", "megatron-core", {"matmul": 0.7}).matmul
 0.7
 
-The load of the busiest device of an expert-parallel group, over the mean.
+`load_factor` is the load of the busiest device of an expert-parallel group, over the mean.
 
 Without a capacity, every expert takes all tokens that are routed to it, and everybody waits for the
 device whose experts got the most. Its load over the mean load is
@@ -324,8 +324,8 @@ class Efficiency:
         gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
         sort: times that a sort reads and writes its operands.
         optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
-        misaligned: share of its speed that a matmul keeps whose columns or depth are no multiple of
-            16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section 3.1).
+        misaligned: share of its speed that a matmul keeps whose columns or depth are not
+            a multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section 3.1).
         skew: coefficient of variation of the popularity of experts, for which all wait for the
             busiest device (`shardlib.cost.roofline`, which has typical values); None:
             every expert gets as many tokens as any other.
@@ -705,7 +705,8 @@ def _largest(count: int) -> float:
 # slowest of its matmul, its vector work and its memory traffic, which run at the same time, and a
 # launch comes on top.
 #
-# seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share)) + launch
+#     seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share))
+#               + launch
 #
 # On a CPU core, which does one after another, the sum takes the place of the maximum; a device
 # with several cores puts no more of them to work than a kernel is worth (`busy_cores`).

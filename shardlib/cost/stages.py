@@ -1,11 +1,9 @@
-"""Meshes with their places on the links and numbers of microbatches, as arrays: what pricing does
-for many candidates at once.
+"""Candidates as arrays (meshes with their places on the links and numbers of microbatches), and
+their pipeline stages: the fullest, the slowest, and how often they gather and reduce their weights.
 
-The slowest stage of a pipeline, and how often stages gather and reduce their weights.
-
-How long stages wait and how many microbatches are in flight is said by each schedule
-(`shardlib.schedules`). Here is what all schedules share: a chain of layers is cut into S stages of
-v chunks as evenly as whole layers can be.
+Waiting times and numbers of microbatches in flight are properties of each schedule
+(`shardlib.schedules`). All schedules share the cut: a chain of layers is cut into S stages of v
+chunks as evenly as whole layers can be.
 
 >>> layer, ends = np.array([1.0]), np.array([0.0])
 >>> slowest([layer], [10], ends, np.array([4]), np.array([1])).item()
@@ -124,11 +122,11 @@ def candidates(
 
 
 # --------------------------------------------------------------------------------------------------
-# The quantities of a step by segment and candidate, with collectives as seconds: what all ZeRO
+# The quantities of a step by segment and candidate, with collectives as seconds, which all ZeRO
 # stages and schedules share.
 #
-# `sums` turns tallies by shape into one `Sums` for each remat policy and choice; `Model` is what
-# pricing knows of a model beside its items.
+# `sums` turns tallies by shape into one `Sums` for each remat policy and choice; `Model` has the
+# facts of a model beside its items.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,8 +326,7 @@ def _context_buffer(work: Array, model: Model) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the fullest stage of a pipeline has of a model: whole layers, and a part of embedding and
-# head.
+# The fullest stage of a pipeline: whole layers, and a part of embedding and head.
 
 
 def chunks_of(knobs: Knobs, c: Candidates) -> Array:
@@ -434,7 +431,7 @@ def on_stage(quantity: Array, scale: Array) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# When gradients are reduced, and to which sharding.
+# Time and sharding of the reduction of gradients.
 
 
 def once_a_step(profile: FrameworkProfile, knobs: Knobs) -> bool:

@@ -1,27 +1,23 @@
-"""The terms of many items added up for every shape of a space: basis functions, and the
-coefficients in front of them.
+"""Tables of the terms of many items for every shape of a space: measures of shapes, and tallies,
+the coefficients in front of them.
 
-Measures: functions of the shape alone, of which tallies are made.
-
-The seconds of one kernel are a measure, and "one over the ways that the batch is sharded": a `Part`
-is a product of such factors.
+A measure is a function of the shape alone: the seconds of one kernel, or "one over the ways that
+the batch is sharded". A `Part` is a product of such factors.
 
 >>> Part(batch=True).by(Ways("tensor")).factors
 (Ways(axis='tensor'),)
 
-Tallies: coefficients of measures, by quantity, for any shapes.
-
-Tallies of different items add up, so tables of partial sums can be combined; only
-`shardlib.cost.pricing` does anything that is no sum.
+A `Tally` has coefficients of measures, by quantity, for any shapes. Tallies of different items add
+up, so tables of partial sums can be combined; only `shardlib.cost.pricing` does anything that is
+not a sum.
 
 >>> tally = tallied([(0, 5, 2.0), (0, 5, 1.0), (3, 7, 4.0)])
 >>> tally.rows.tolist(), tally.measures, tally.matrix.tolist()
 ([0, 3], (5, 7), [[3.0, 0.0], [0.0, 4.0]])
 
-The quantities of a step that add up over its items, as rows of a tally.
-
-A tally of a program is an array [segments, `ROWS`, shapes], per microbatch and device: first the
-quantities `Q`, then the count and then the bytes of the collectives of every slot.
+The rows of a tally are the quantities of a step that add up over its items. The tally of a program
+is an array [segments, `ROWS`, shapes], per microbatch and device: first the quantities `Q`, then
+the count and then the bytes of the collectives of every slot.
 
 >>> Q.COMPUTE, ROWS == BYTES + len(SLOTS)
 (<Q.COMPUTE: 0>, True)
@@ -79,7 +75,7 @@ from shardlib.machines.topology import Topology
 from shardlib.propagation.colours import Choice, Cut, has
 
 # --------------------------------------------------------------------------------------------------
-# What `shardlib.cost.stages.Sums` is made of: arrays whose last dim is candidates.
+# The parts of `shardlib.cost.stages.Sums`: arrays whose last dim is candidates.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,9 +316,7 @@ def _in_factor(factor: Factor) -> frozenset[str]:
 # --------------------------------------------------------------------------------------------------
 # Measures evaluated once for all shapes, of which tallies are products.
 #
-# Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
-# alone, such as the seconds of one kernel, or "one over the ways that the batch is sharded". A
-# program has hundreds of items under hundreds of choices, but few distinct measures, because
+# A program has hundreds of items under hundreds of choices, but few distinct measures, because
 # programs repeat themselves: the layers of a stack, a forward pass that is rematerialised, an op
 # that a choice does not touch. So each measure is evaluated once for all shapes, and a tally is a
 # product of a small matrix with them.
@@ -331,7 +325,7 @@ Array = np.ndarray
 
 
 def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
-    """A measure that is no kernel, by shape."""
+    """A measure that is not a kernel, by shape."""
     values = local(
         Amount(
             total=1.0,
@@ -651,7 +645,7 @@ CORRECTED: dict[str, tuple[Q, ...]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# What every term of a step adds to which quantity: (row, measure, coefficient).
+# The charges of every term of a step: (row, measure, coefficient).
 #
 # A kernel of three executions adds three times its seconds to `Q.COMPUTE`; a gather of parameters
 # adds to the count and the bytes of its slot, by `moved`.
@@ -812,11 +806,11 @@ def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What items add to a tally under choices.
+# The entries of items in a tally under choices.
 #
 # Programs of a model differ in little: their forward passes are the same, and what is
-# rematerialised is the forward pass again. So what an item adds is kept for every item that is
-# made of the same.
+# rematerialised is the forward pass again. So entries are kept for every item that is made of the
+# same.
 
 #: One entry of a tally: row, number of the measure, coefficient.
 Entry = tuple[int, int, float]

@@ -1,6 +1,4 @@
-"""The words that costs are written in: terms of a symbolic product, local sizes, the decisions that
-pricing reads, and framework profiles.
-"""
+"""The words that costs are written in: items, their terms, and the shapes that divide them."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from shardlib.propagation.colours import Choice, Cut, divisors, has
 from shardlib.propagation.contractions import Shared, shared
 
 # --------------------------------------------------------------------------------------------------
-# The words in which items speak of their cost.
+# Items and their terms.
 #
 # A term is a quantity of the whole program with a note of what divides it; an item is a separable
 # part of the cost, which yields terms under a choice.
@@ -290,8 +288,7 @@ def named(axes: LogicalAxes) -> frozenset[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Shapes: into how many shards everything is divided; candidates as arrays, and what is left of an
-# amount on one device.
+# Shapes: numbers of shards; candidates as arrays, and the local part of an amount.
 #
 # A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of
 # microbatches. It knows nothing of links or stages; many candidates share one.
@@ -393,8 +390,8 @@ def local(amount: Amount, shapes: Shapes) -> Array:
 def divides_stored(
     shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
 ) -> Array:
-    """Returns whether some dim that is no stack of layers divides over the stored axes, on top of
-    what shards it in compute; vectors are stored replicated.
+    """Returns whether some dim that is not a stack of layers divides over the stored axes, on top
+    of what shards it in compute; vectors are stored replicated.
 
     A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
     """

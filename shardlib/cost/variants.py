@@ -1,5 +1,5 @@
-"""Prices of steps that run otherwise: layer groups that follow different remat policies, a part of
-the layers rematerialised or offloaded, loops in place of collectives over tensor, compute that is
+"""Prices of variants of a step: layer groups that follow different remat policies, a part of the
+layers rematerialised or offloaded, loops in place of collectives over tensor, and compute that is
 replicated over an axis.
 """
 
@@ -94,14 +94,14 @@ def _parts(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
 # Models", ASPLOS 2023, section 5). With `turns` turns of `hop` seconds and matmuls of `work`
 # seconds in shards
 #
-# exposed = hop + max(0, (turns - 1) hop - work)
+#     exposed = hop + max(0, (turns - 1) hop - work)
 #
 # in place of the whole collective: nothing hides the first message of a gather or the last of a
 # scatter. Messages go both ways around: on a torus at once, n // 2 turns; elsewhere they share the
 # device's one link, n - 1 turns. Sums of messages are added up by kernels of their own.
 #
-# What is gathered again for gradients of weights alone waits for no matmul: it hides behind what
-# the others of its loop have left over.
+# Gathers that are repeated for gradients of weights alone hold up no matmul: they hide behind what
+# the others of their loop have left over.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,7 +405,7 @@ def corners(policies: Sequence[str], classes: int) -> list[Corner]:
 
 
 def blended(weighed: Sequence[tuple[Array, Totals]]) -> Totals:
-    """Prices between corners: averages by weight, but of memory that is no saved activation the
+    """Prices between corners: averages by weight, but of memory that is not a saved activation the
     largest.
     """
 
@@ -506,7 +506,7 @@ class Pattern:
 
 def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
     """Every pattern, the ones with the fewest classes in two parts first; corners with one policy
-    for all are no mixtures.
+    for all are not mixtures.
     """
     listed = [
         Pattern(corner=corner, partly=partly)

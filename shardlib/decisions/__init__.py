@@ -1,8 +1,7 @@
-"""What a plan decides: the table of decisions (`table`), how their values are read (`readers`,
-`dtypes`), which of them go together (`contradictions`), decisions that a user pins (`pins`), and
-the page about them (`page`). No JAX; everything that plans, prices or lowers stands above.
+"""The decisions of a plan: their table, their readers, and the pins of users. No JAX; everything
+that plans, prices or lowers stands above.
 
-lowerings.py  which decisions have no lowering together
-pins.py       pins
-table.py      the table of decisions
+lowerings.py  combinations of decisions that have no lowering
+pins.py       pins, their words, and the rules that they must not break
+table.py      the table of decisions: legal values, defaults, words, readers
 """

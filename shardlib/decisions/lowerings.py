@@ -1,10 +1,9 @@
-"""Which decisions have no lowering together: one row for each combination of which no program can
-be made, and nothing else says so.
+"""Combinations of decisions that have no lowering: one row for each, and nothing else says so.
 
-What a row names is not in the space that is searched: the planner leaves it out, a pin of it is a
-`PinError` with the reason of the row, and lowering refuses a plan that has it. **Who builds the
-lowering of a combination deletes its row**, and from then on all three follow: `plan`, `compile`,
-`verify` and pins search and take it.
+A combination in a row is not in the space that is searched: the planner leaves it out, a pin of it
+is a `PinError` with the reason of the row, and lowering refuses a plan that has it. **Who builds
+the lowering of a combination deletes its row**, and from then on all three follow: `plan`,
+`compile`, `verify` and pins search and take it.
 
 >>> [gap.says for gap in broken(frozenset({"routed", "reduction dtype"}))]
 ['a reduction_dtype of gradients where tokens are routed to experts']

@@ -1,4 +1,5 @@
-"""Pins: the decisions that a user has made.
+"""Pins: the decisions that a user has made, their words, the rules that they must not break, and
+the check that a plan obeys them.
 
 Pins use the words of a plan's JSON. A pinned `mesh` fixes every axis (those left out are 1); a
 dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
@@ -9,12 +10,12 @@ dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
 >>> str(pins.but(zero=3))
 "mesh.tensor=8, zero=3, remat='full'"
 
-The words of pins: decisions, and what can be pinned beside them, as users write them.
+The words of pins are decisions, and what can be pinned beside them, as users write them.
 
 >>> alias("tp"), alias("zero")
 ('mesh.tensor', 'zero')
 
-Which decisions go together: a table of rules, each with the pins that break it and the message.
+A table of rules lists the pins that contradict each other, each with its message.
 
 >>> print(*contradictions({"schedule": "1f1b"}, {"stage": 1}))
 schedule='1f1b' needs stages, and the stage axis is pinned to 1
@@ -22,8 +23,8 @@ Try: mesh.stage=2 or more, or schedule='none'
 >>> contradictions({"zero": 3, "remat": "full"}, {})
 []
 
-Whether a plan has what was pinned: asked of every answer, of every decision but those that
-plans say in other words than pins.
+Every plan is checked against its pins, in every decision but those that plans say in other words
+than pins.
 
 A pin of a decision that the search does not know is obeyed only where its entry of the table says
 `searched=False`; a search that passes over a pin in silence would lie to whoever reads the plan.
@@ -107,7 +108,7 @@ def pin_words(word: str, value: PinValue) -> JsonObject:
 
 
 def unknown(word: str) -> str:
-    """That a word is no decision, and which one may be meant."""
+    """That a word is not a decision, and which one may be meant."""
     near = difflib.get_close_matches(word, [*ENTRIES, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{word!r} is no decision{meant} (decisions are {', '.join(ENTRIES)} and mesh.AXIS)"
@@ -135,7 +136,7 @@ def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
 
 def word_of(word: str, value: PinValue) -> str:
     """The pin word that a keyword stands for beside its value: a mesh axis becomes "mesh.tensor",
-    unless it is a decision as well and the value is no size.
+    unless it is a decision as well and the value is not a size.
 
     >>> word_of("tensor", 8), word_of("context", 4), word_of("context", "ring")
     ('mesh.tensor', 'mesh.context', 'context')

@@ -1,4 +1,5 @@
-"""The table of decisions: every decision of a plan, with its legal values, default and words.
+"""The table of decisions: every decision of a plan, with its legal values, default, words, and
+reader.
 
 `Decisions` is the value that the planner makes, that a `Plan` is, and of which pins fix some
 fields. A new decision is one more field here: pins, checks, a plan's JSON and digest, `explain`,
@@ -8,13 +9,13 @@ fields. A new decision is one more field here: pins, checks, a plan's JSON and d
 >>> one.zero, TABLE["zero"].choices[one.zero], TABLE["zero"].default
 (3, 'parameters, gradients and optimizer state', 0)
 
-What has a dtype of its own in a plan, and which dtypes there are.
+Parameters, moments, reductions and other parts of a plan have dtypes of their own:
 
 >>> ordered({"moment_dtype": "bfloat16", "param_dtype": "float32"})
 (('param_dtype', 'float32'), ('moment_dtype', 'bfloat16'))
 
-Readers of decisions: from what a user or a stored plan says to a value, or an error that says
-what would be one.
+Readers turn what a user or a stored plan says into a value, or raise an error with the legal
+values.
 
 >>> one_of(("none", "full"))("remat", "full")
 'full'
@@ -22,9 +23,7 @@ what would be one.
 Traceback (most recent call last):
 shardlib.errors.PinError: microbatches is 0; it is an integer of at least 1
 
-One decision in words and functions: how it is read, checked, written and told.
-
-A field of `shardlib.decisions.table.Decisions` carries its `Entry`:
+The `Entry` of a field says how the decision is read, checked, written and described:
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ A field of `shardlib.decisions.table.Decisions` carries its `Entry`:
 >>> Few()
 Few(gather='use')
 
-Decisions as plain data, for JSON, and what of them tells plans apart.
+Decisions have a form as plain data, for JSON, and the part of it that tells plans apart.
 
 >>> from shardlib.layout import MeshShape
 >>> one = Decisions(mesh=MeshShape(fsdp=8), zero=3)
@@ -754,7 +753,7 @@ def illegal(decisions: JsonMapping) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # The table of `docs/pins.md`, written from the table of decisions.
 #
-# python -m shardlib.decisions.table docs/pins.md
+#     python -m shardlib.decisions.table docs/pins.md
 #
 # writes it anew, between its two marks; everything else on the page is prose.
 

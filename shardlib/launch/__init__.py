@@ -1,24 +1,23 @@
-"""Starting one program on many hosts, with what people have already.
+"""Start of one program on many hosts, by the schedulers that users have already.
 
 `shardlib.launch.join()` is what a script of your own calls before anything else of JAX.
 
-booking.py           what should I book? Machines for a run, and runs for a machine
+booking.py           machines for a run, and runs for a machine
 booking_commands.py  `shardlib compare | fit-model`
-commands.py          from the words of a command line to what an engine makes of them
-doctor.py            what is wrong with these hosts, before a run finds out
+commands.py          `shardlib launch | doctor`
+doctor.py            faults of hosts, found before a run
 engines.py           the engines of `shardlib launch`, in the order of its help
-job.py               A job
-joining.py           what every process does first
-kubernetes.py        kubernetes
+job.py               a job, and variables that look like secrets
+joining.py           `join`: the first thing that every process of a job does
+kubernetes.py        the engine of Kubernetes
 local.py             many processes on this machine, as one command
-meeting.py           the processes of a job meet before JAX starts
-ray.py               ray
-ray_driver.py        the driver of a job on a Ray cluster, which starts the processes on its
-                     hosts
-skypilot.py          skyPilot
-slurm.py             slurm
-submission.py        what engines share
-tpu_vm.py            cloud TPU VMs
+meeting.py           the roll call of the processes of a job, before JAX starts
+ray.py               the engine of Ray
+ray_driver.py        the driver of a job on a Ray cluster
+skypilot.py          the engine of SkyPilot
+slurm.py             the engine of Slurm
+submission.py        engines and submissions, and what their scripts have in common
+tpu_vm.py            the engine of Cloud TPU VMs
 """
 
 from __future__ import annotations

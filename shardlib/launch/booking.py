@@ -1,4 +1,4 @@
-"""What should I book? Machines for a run, and runs for a machine.
+"""Booking: machines for a run, and runs for a machine.
 
     from shardlib import booking
 
@@ -6,30 +6,28 @@
     kinds = ["h100:8", "v5p"]
     print(booking.compare(init, loss, optimizer, batch, topologies=kinds, target=target))
 
-Models of one shape and many sizes.
-
-A family is a decoder that is known, made wider and deeper together: the width of a head, the number
-of key heads, the ratio of feed-forward to width, vocabulary and everything else stay; the ratio of
-width to layers stays near that of the known one. The loss of a transformer hardly depends on its
-shape while the number of parameters stays (J. Kaplan et al., "Scaling laws for neural language
-models", arXiv:2001.08361, section 3.1: a few percent over a factor of forty in that ratio).
+A `family` has models of one shape and many sizes. It is a decoder that is known, made wider and
+deeper together: the width of a head, the number of key heads, the ratio of feed-forward to width,
+vocabulary and everything else stay; the ratio of width to layers stays near that of the original.
+The loss of a transformer hardly depends on its shape while the number of parameters stays (J.
+Kaplan et al., "Scaling laws for neural language models", arXiv:2001.08361, section 3.1: a few
+percent over a factor of forty in that ratio).
 
 >>> from shardlib.models import PRESETS
 >>> sizes = family(PRESETS["llama3-8b"], 1.2e9, 1.3e9)
 >>> [(one.embed, one.layers, round(one.parameter_count() / 1e9, 2)) for one in sizes]
 [(2048, 12, 1.2), (2048, 13, 1.26)]
 
-The sizes in which a kind of machine is had.
-
-GPUs come in full fast domains, or one part of a domain; TPUs in slices, up to the largest, and in
-several of the largest. Sizes are at most an eighth apart, where there are such machines.
+`machines` lists the sizes in which a kind of machine is had. GPUs come in full fast domains, or one
+part of a domain; TPUs in slices, up to the largest, and in several of the largest. Sizes are at
+most an eighth apart, where there are such machines.
 
 >>> [machine.name for machine in machines("h100:8", 48)]
 ['h100:1', 'h100:2', 'h100:4', 'h100:8', '2*h100:8', '3*h100:8', '4*h100:8', '5*h100:8', '6*h100:8']
 >>> [machine.name for machine in machines("v6e", 1024)][-4:]
 ['v6e:16x16', '2*v6e:16x16', '3*v6e:16x16', '4*v6e:16x16']
 
-What a run has to do, by when, and what its machines cost.
+A `Target` is the work of a run, its deadline, and the prices of machines.
 
 >>> Target(tokens=15e12, deadline=30 * DAY, prices={"h100": 2.4}).price("h100", 1)
 2.4
@@ -355,7 +353,7 @@ class Target:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the machines of one family take for a run: every size that was looked at, and the choice.
+# Offers: the machines of one family for a run, with every size that was looked at, and the choice.
 #
 # Which sizes miss the deadline is proven, not assumed: each is planned by a search that is exact
 # within the cost model, or so small that the kernels alone, spread equally over its devices with
@@ -537,7 +535,7 @@ def _missed(offer: Offer) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Machines side by side: which size of each ends a run in time, and what it takes.
+# Comparison: machines side by side, with the size of each that ends a run in time, and its cost.
 
 HEAD = ("machine", "", "devices", "days", "device-hours", "cost", "MWh", "MFU", "mesh")
 
@@ -808,7 +806,7 @@ class Fitted:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which sizes of a family are planned, in which order.
+# The order in which sizes of a family are planned.
 
 #: A gap of the cheapest size, to the bound, at which no other is looked for.
 ENOUGH = 0.01
@@ -1085,7 +1083,7 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The question before all others: which machine, and how large?
+# `compare`: the machine and its size for a run.
 
 #: Devices of the largest machines that are looked at, unless it is said.
 LARGEST = 16_384
@@ -1164,7 +1162,7 @@ def step_of(traced: Problem, pins: Pins) -> Step:
 
 
 # --------------------------------------------------------------------------------------------------
-# The largest model that a machine trains in time.
+# `fit_model`: the largest model that a machine trains in time.
 #
 # How many tokens a model is trained on follows from its size: J. Hoffmann et al., "Training
 # compute-optimal large language models", arXiv:2203.15556, find by three ways that parameters and

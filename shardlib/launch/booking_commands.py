@@ -1,6 +1,6 @@
 """`shardlib compare | fit-model`: what to book.
 
-Options that say what a run has to do, and by when.
+Options say the work of a run, and its deadline.
 
 >>> prices(["h100=2.40,v5p=4.20"])
 {'h100': 2.4, 'v5p': 4.2}

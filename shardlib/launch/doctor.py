@@ -1,4 +1,5 @@
-"""What is wrong with these hosts, before a run finds out.
+"""Faults of hosts, found before a run: what each process sees, rates of kernels and links, and
+which hosts reach which.
 
 Every finding names the host, or the two hosts, that it is about.
 """
@@ -42,7 +43,7 @@ from shardlib.processes.values import all_say, meet, processes_text
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# What one process sees of its host.
+# Facts of one host, as one process sees them.
 #
 # Nothing here talks to another process, so that it can be asked of a host that cannot reach the
 # others.
@@ -267,7 +268,7 @@ def alone(facts: HostFacts) -> list[Finding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the hosts do not have in common, and which of them is at fault.
+# Differences between hosts, and the host at fault.
 #
 # Pure functions from what all processes saw to findings: where most agree, those that do not are
 # named.
@@ -275,7 +276,7 @@ def alone(facts: HostFacts) -> list[Finding]:
 #: Seconds that clocks may differ: heartbeats and locks of checkpoints are told apart by time.
 CLOCK_SECONDS = 2.0
 #: Times the median that a device may take for the same matmul; simulated devices share cores and
-#: are no measure.
+#: are not a measure.
 SLOW = 1.25
 
 
@@ -744,7 +745,7 @@ def to_toml(machine: Topology) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which hosts reach which.
+# Reachability between hosts.
 #
 # The coordinator is reached by everybody who has joined. Collectives open connections of their own
 # between hosts, at ports that the system gives out: a firewall that lets the coordinator's port
@@ -903,10 +904,10 @@ def _called(ear: Ear) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# All that is looked at, in bounded time.
+# The examination, in bounded time.
 #
 #     examination = examine("16*h100:8", seconds=60)
-# print(examination)                 # what every host has, links against the catalogue, findings
+#     print(examination)                 # the hosts, their links, findings
 #     examination.require()              # raises where something is wrong
 #
 # Every process calls it, after `shardlib.join()`; all have the same answer. A process that does

@@ -1,15 +1,14 @@
-"""A job: what is to be run on many hosts, whoever starts it.
+"""A job: one program to run on many hosts, whoever starts it, and variables that look like secrets.
 
-One job is one program, the same on every process (JAX's multi-controller runtime); the topology
-says how many hosts and devices there are. Engines turn it into what their scheduler reads.
+The program is the same on every process (JAX's multi-controller runtime); the topology says how
+many hosts and devices there are. Engines turn a job into what their scheduler reads.
 
 >>> Job(name="llama", command=("train", "--run", "/runs/llama"), topology="16*h100:8").hosts
 16
 >>> Job(name="llama", command=("train", "--run", "/runs/llama"), topology="v5p:8x8x8").hosts
 128
 
-Variables that look as if they held a secret. Engines write the variables of a job into files,
-where a secret must not be.
+Engines write the variables of a job into files, where a secret must not be.
 
 Names are read by their words: `OPENAI_KEY`, `MYPASS` and `apiToken` hold secrets, `SORT_KEY`,
 `KEYBOARD`, `TOKENIZERS_PARALLELISM`, `SSH_AUTH_SOCK` and `HF_TOKEN_PATH` do not. Whoever knows

@@ -1,4 +1,4 @@
-"""What every process does first: find the others.
+"""`join`: the first thing that every process of a job does, to find the others.
 
     import shardlib
     shardlib.join()        # before anything else of JAX

@@ -25,7 +25,7 @@ from shardlib.processes.place import AUTO, FIRST_PORT
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# What Kubernetes has to know beyond the job: namespace, queue, volumes, secrets by name.
+# Settings beyond the job: namespace, queue, volumes, secrets by name.
 
 #: RFC 1123 names of objects, as Secrets, queues and claims have them.
 OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -334,7 +334,7 @@ def _place(job: Job, settings: KubernetesSettings) -> list[JsonObject]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Kubernetes: the JobSet of a job.
+# The engine.
 #
 # One JobSet: a Job for all hosts of GPUs, or one for every slice of TPUs, each with one pod a
 # host. What happens when pods end:

@@ -172,7 +172,7 @@ class Lines:
 
 
 # --------------------------------------------------------------------------------------------------
-# Processes of this machine that belong together: started together, and gone together.
+# Processes of this machine that start and end together.
 #
 # Each is the first of a session and a process group of its own, so that Ctrl-C reaches the
 # launcher alone, and that what a process has started can be ended with it. None outlives the

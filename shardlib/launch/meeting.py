@@ -1,5 +1,5 @@
-"""The processes of a job meet before JAX starts: process 0 listens (`first`), the others say who
-they are (`members`), in sealed lines (`wire`), and `roll_call` gives all of them the same answer.
+"""The roll call: the processes of a job meet before JAX starts. Process 0 listens, the others
+introduce themselves in sealed lines (`wire`), and `call` gives all of them the same answer.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from shardlib.untrusted.data import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Who has come to the roll call so far, who has said nothing yet, and how many were none of the
-# job.
+# The book of the roll call: the processes that have come, those that have not, and the number of
+# strangers.
 
 #: Callers that have not said who they are yet; of more, those that have been silent the longest are
 #: sent away.
@@ -172,7 +172,7 @@ def wait_for_listener(place: Place, seconds: float = SPEAK_SECONDS) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Process 0 at the roll call: writes down who comes, and answers all of them at once.
+# Process 0 at the roll call: lists the processes that come, and answers all of them at once.
 
 #: Seconds after which process 0 says whom it waits for, and again after twice as many, ...
 SAY_AFTER = 10.0
@@ -332,7 +332,7 @@ async def _answered(
 
 
 # --------------------------------------------------------------------------------------------------
-# Any other process at the roll call: says who it is to process 0, and waits for its answer.
+# Any other process at the roll call: introduces itself to process 0, and waits for its answer.
 
 #: Seconds between two tries to reach process 0.
 TRY_EVERY = 0.1
@@ -386,7 +386,7 @@ async def _asked(secret: str, host: str, port: int, me: Caller, end: float) -> d
 
 
 # --------------------------------------------------------------------------------------------------
-# The roll call: whether everybody is there, before JAX starts.
+# The roll call.
 #
 # JAX's own start waits for all processes and, where one does not come, ends the others with a
 # signal and without a word about who was missing; two processes of the same number, a listener of

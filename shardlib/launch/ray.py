@@ -1,4 +1,4 @@
-"""Ray: the command that submits a job.
+"""Ray: its settings, and the command that submits a job.
 
 As a Ray job whose entrypoint is `shardlib.launch.ray_driver`: it reserves a node for
 every host and starts the processes there. shardlib must be installed on the nodes.
@@ -27,7 +27,7 @@ from shardlib.launch.submission import (
 from shardlib.untrusted.data import JsonMapping, construct, parse_json, shown
 
 # --------------------------------------------------------------------------------------------------
-# What the driver on a Ray cluster is told: hosts, processes and resources, as one word.
+# The hosts of the driver on a Ray cluster: hosts, processes and resources, as one word.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""SkyPilot: the task of a job.
+"""SkyPilot: its settings, and the task of a job.
 
 One task: as many nodes as the topology has hosts, and a script that is told by SkyPilot which node
 it is on. As a managed job SkyPilot looks for the machines in the clouds that the user has, starts

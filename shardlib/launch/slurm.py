@@ -24,7 +24,7 @@ from shardlib.processes.place import FIRST_PORT, PORTS
 from shardlib.untrusted.data import JsonMapping
 
 # --------------------------------------------------------------------------------------------------
-# What Slurm has to know beyond the job: partition, GPUs, mounts, notice before the time limit.
+# Settings beyond the job: partition, GPUs, mounts, notice before the time limit.
 
 #: How GPUs can be asked for; "none" where a partition gives whole nodes without.
 GPUS = ("gpus-per-node", "gres", "none")
@@ -302,7 +302,7 @@ def _step(job: Job, settings: SlurmSettings) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Slurm: the batch script of a job.
+# The engine.
 #
 # One batch script: it asks for the nodes, says where process 0 is, starts a task for every process
 # with `srun`, and decides what happens when they end:

@@ -1,11 +1,8 @@
-"""What engines share: what an engine is (`engine`), what it makes of a job (`submission`), its
-settings from the words of a command line (`options`), scripts (`shell`) and Google's names of TPU
-slices (`tpus`).
+"""Engines and their submissions: what an engine makes of a job, its settings from the words of a
+command line, scripts, and Google's names of TPU slices.
 
-Settings of an engine from the words of a command line.
-
-As KEY=VALUE, with the names of the fields of its settings; a field that holds several values may be
-given several times.
+Settings are written as KEY=VALUE, with the names of the fields; a field that holds several values
+may be given several times.
 
 >>> from shardlib.launch.slurm import SlurmSettings
 >>> words = ["partition=gpu", "chain=3", "exclusive=true"]
@@ -94,7 +91,7 @@ def _unknown(word: str, name: str, kinds: Mapping[str, Any]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the scripts of several engines have in common.
+# Parts of scripts that several engines share.
 #
 # All text that comes from a user is quoted here or checked, so that no name or path can end a line
 # or a word of a script.
@@ -280,12 +277,12 @@ def yaml_text(fields: JsonMapping) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an engine makes of a job.
+# Submissions.
 #
 # Files to write and commands to run, as plain values: `--dry-run` prints them, tests read them,
 # and submitting is the same for all engines.
 
-#: What no script and no command can have: NUL, and bytes that are no UTF-8, as Python reads them.
+#: What no script and no command can have: NUL, and bytes that are not UTF-8, as Python reads them.
 NO_TEXT = re.compile("[\\0\\ud800-\\udfff]")
 
 
@@ -403,7 +400,7 @@ def submit(submission: Submission, folder: Path) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an engine is: a name, its settings, and what it makes of a job.
+# Engines: a name, its settings, and the submission that it makes of a job.
 #
 #     class Local:
 #         name, help, settings = "local", "Print the command.", LocalSettings

@@ -25,7 +25,7 @@ from shardlib.processes.place import AUTO
 from shardlib.untrusted.data import JsonMapping
 
 # --------------------------------------------------------------------------------------------------
-# What Cloud TPU has to know beyond the job: zone, project, provisioning.
+# Settings beyond the job: zone, project, provisioning.
 
 PROVISIONING = ("on-demand", "spot", "reserved")
 
@@ -89,7 +89,7 @@ class TpuVmSettings:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cloud TPU VMs: the script that every host of a job runs.
+# The engine: the script that every host of a job runs.
 #
 # Two ways, both without a controller that stays:
 #

@@ -1,8 +1,8 @@
-"""What machines look like: chips, the links between them, and how a mesh lies on the links.
+"""Machines: chips, the links between them, and how a mesh lies on the links.
 
-catalog.py   the catalogue
-chips.py     chips
-topology.py  the machine that a plan is for, and how it is spelled
+catalog.py   the catalogue of chips and links, each figure with its source
+chips.py     chips, tiers of links, and products of both
+topology.py  topologies: spelling, mesh axes on links, islands, slices, clusters
 """
 
 from __future__ import annotations

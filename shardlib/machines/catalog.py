@@ -1,6 +1,6 @@
 """The catalogue: chips and links that shardlib knows, each figure with its source.
 
-Short names of the sources:
+Short names of the sources, with which every figure is marked:
 
 - book: jax-ml/scaling-book (`tpus.md`, `sharding.md`, `gpus.md`), "How to Scale Your Model".
 - google: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, key specifications.

@@ -1,4 +1,5 @@
-"""Chips: what one JAX device does by itself: compute, memory, fixed overheads.
+"""Chips, tiers of links, and products of both: compute, memory and fixed overheads of one JAX
+device, and the links that it is sold with.
 
 All figures are per *JAX device*, the thing that `jax.devices()` lists. A TPU v4 or v5p chip has two
 TensorCores that act as one device ("megacore"); a TPU7x chip has two that are two devices, so its
@@ -11,7 +12,7 @@ device has half a chip's figures.
 >>> chip.peak("bfloat16"), chip.peak("float16"), chip.peak("float32"), chip.usable_bytes
 (2000000000.0, 2000000000.0, 1000000000.0, 6)
 
-Products: chips with the links that they are sold with, and how data sheets are read.
+A product is a chip with the links that it is sold with, read from data sheets.
 
 A link has the rate of its hardware and an `efficiency`: the part of that rate which large
 collectives reach in measurements. Data sheets alone would make every plan look better than it is.

@@ -1,4 +1,5 @@
-"""The machine that a plan is for, and how it is spelled.
+"""Topologies: the machine that a plan is for, its spelling, the place of mesh axes on its links,
+and its parts.
 
 A topology is one kind of chip and the link tiers that connect its devices, the outermost (slowest)
 tier first. Device numbers run through the tiers in that order, the last dim of the innermost tier
@@ -35,7 +36,7 @@ in `.toml` describes any other cluster:
     [efficiency]
     matmul = 0.72
 
-Spellings of topologies: "16*h100:8" as a chip of the catalogue and its tiers of links.
+`spelled` reads "16*h100:8" as a chip of the catalogue and its tiers of links.
 
 >>> name, chip, tiers = spelled("2*v5e:16x16")
 >>> chip.name, [tier.kind for tier in tiers]
@@ -44,23 +45,19 @@ Spellings of topologies: "16*h100:8" as a chip of the catalogue and its tiers of
 >>> tiers[0].name, tiers[0].bytes_per_s * 16 * 8, tiers[0].latency_s
 ('10 Gbit/s, 50 ms', 10000000000.0, 0.05)
 
-Smaller and larger machines of the same kind.
-
-A topology stands for its family: GPUs in fast domains of the same size, or slices of the same TPU.
-`of_size` gives the member with so many devices, in the shape in which such machines are had: as
-many full NVLink domains as needed; the slice nearest to a cube (or square), and several slices
-beyond the largest.
+Smaller and larger machines of the same kind: a topology stands for its family, GPUs in fast domains
+of the same size, or slices of the same TPU. `of_size` gives the member with `n` devices, in the
+shape in which such machines are had: as many full NVLink domains as needed; the slice nearest to a
+cube (or square), and several slices beyond the largest.
 
 >>> [of_size("16*h100:8", n).name for n in (4, 8, 64)]
 ['h100:4', 'h100:8', '8*h100:8']
 >>> of_size("v5e:16x16", 32).name, of_size("v5p:4x4x4", 8192).name
 ('v5e:4x8', '2*v5p:16x16x16')
 
-How the mesh axes lie on the tiers of links.
-
-The devices of a topology are numbered through its tiers; a mesh axis takes a part of one or several
-dims. `Span` is one such part: `ways` positions of a dim, `stride` apart. An axis is the mixed-radix
-product of its spans, the first the major one.
+Mesh axes lie on the tiers of links. The devices of a topology are numbered through its tiers; a
+mesh axis takes a part of one or several dims. `Span` is one such part: `ways` positions of a dim,
+`stride` apart. An axis is the mixed-radix product of its spans, the first the major one.
 
 >>> from shardlib.machines.topology import topology
 >>> spans = place(MeshShape(data=8, tensor=16), topology("16*h100:8"))
@@ -76,7 +73,7 @@ then the last dims. This is what
 `jax.experimental.mesh_utils.create_device_mesh(allow_split_physical_axes=True)` does by
 hand-written preference.
 
-A machine in islands: equal parts whose devices are neighbours.
+An island is one of several equal parts of a machine, whose devices are neighbours.
 
 >>> from shardlib.machines.topology import topology
 >>> island_of(topology("2*v5e:4x4"), 2).name, island_of(topology("16*h100:8"), 4).name
@@ -86,7 +83,8 @@ A machine in islands: equal parts whose devices are neighbours.
 >>> island_of(topology("2@10gbit*16*h100:8"), 2).name, island_of(topology("4@1gbit*h100:8"), 2).name
 ('16*h100:8', '2@1gbit*h100:8')
 
-How many devices of a machine a mesh may use, and the slice that part of a TPU machine is.
+`device_counts` lists the numbers of devices that a mesh may use, and `slice_of` gives the slice
+that part of a TPU machine is.
 
 >>> from shardlib.machines.topology import topology
 >>> slice_of(topology("v5e:2x4"), 4).name, slice_of(topology("2*v5e:4x4"), 16).name
@@ -844,7 +842,7 @@ def topology(spec: TopologyLike) -> Topology:
 
     Raises:
         TopologyError: the spelling does not parse, the catalogue does not know the chip, the
-            file is not usable, or the devices are no whole machine.
+            file is not usable, or the devices are not a whole machine.
         MissingFileError: the file is not there.
     """
     if isinstance(spec, Topology):
@@ -893,7 +891,7 @@ def _topology_read(data: JsonMapping, name: str, source: str) -> Topology:
 
 
 # --------------------------------------------------------------------------------------------------
-# How many devices a host of a machine has, as clouds and vendors sell it.
+# Devices per host, as clouds and vendors sell machines.
 
 #: Chips of a TPU host, of the generations whose slices have several hosts
 #: [https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11].

@@ -380,13 +380,14 @@ def _check(kind: type, data: JsonMapping, prefix: str) -> list[str]:
 # as `package.module:function`. The function takes no arguments and returns a dict, or an object
 # with these attributes:
 #
-# - `init`: `nnx.Rngs -> nnx.Module`, or what `shardlib.linen` or `shardlib.tree` return; - `loss`:
-# `(model, batch) -> scalar` or `-> (scalar, metrics)`; - `batch`: a pytree of arrays or
-# `jax.ShapeDtypeStruct`; - optional: `optimizer` (an optax transformation), `batch_axes` (a pytree
-# of tuples of names), `name`, `wrt` (what is trained) and `rows` (how the loss depends on the rows
-# of its batch), see `shardlib.plan`; and `forward`, `(model, tokens) -> logits`, for serving, see
-# `shardlib.plan_serving`; and for `shardlib export`, `outputs`, `(model, batch) -> arrays by
-# name`, and `weights` (params, or a seed).
+# - `init`: `nnx.Rngs -> nnx.Module`, or what `shardlib.linen` or `shardlib.tree` return;
+# - `loss`: `(model, batch) -> scalar` or `-> (scalar, metrics)`;
+# - `batch`: a pytree of arrays or `jax.ShapeDtypeStruct`;
+# - optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names),
+#   `name`, `wrt` (what is trained) and `rows` (how the loss depends on the rows of its batch), see
+#   `shardlib.plan`; and `forward`, `(model, tokens) -> logits`, for serving, see
+#   `shardlib.plan_serving`; and for `shardlib export`, `outputs`, `(model, batch) -> arrays by
+#   name`, and `weights` (params, or a seed).
 
 #: What a user's function may return.
 _KEYS = (

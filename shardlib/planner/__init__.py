@@ -1,9 +1,22 @@
-"""The Plan, the space of candidates, its bounds, the search and questions about its answer; no JAX.
+"""The plan, the space of candidates, the search and questions about its answer; no JAX.
 
-plan.py        the plan, a value
-workload.py    what is planned; `space.py`: candidates and why there may be none
-bounds.py      lower bounds on seconds, `memory_bounds.py` on bytes
-priced.py      branch and bound; `search.py`: all of it, with what was left out
-assembly.py    from a priced candidate to a plan, with `layouts.py` and `findings.py`
-questions.py   why not, what if; `answers.py`: what they return
+answers.py        values that answer questions about a plan
+assembly.py       from a priced candidate to a plan
+bounds.py         lower bounds of step time and memory
+findings.py       rules of thumb about a finished plan
+group_prices.py   prices of plans whose layer groups follow different remat policies
+incumbents.py     prices of rows alike in all layer groups, and the best plans priced so far
+islands.py        plans for several islands, and the traffic between them
+layouts.py        layouts of parameters and main activations
+memory_bounds.py  lower bounds of memory
+plan.py           the plan: a frozen value with JSON
+planner.py        the search with a source of answers on every plan
+priced.py         a space of plans, priced by branch and bound
+questions.py      questions that search again: why not, what if
+scaling.py        scaling curves, and plans for a changed machine
+search.py         the fastest plan that fits, or why nothing fits
+space.py          the candidates, and the error where none is legal
+stored.py         the contents of a plan: candidates, activations, trials, dtypes
+transfers.py      the order in which parameters cross a link
+workload.py       a problem prepared for pricing
 """

@@ -1,12 +1,13 @@
-"""What a plan answers when it is asked: alternatives, constraints, shadow prices, and the move to
-another machine. Values only.
+"""Answers to questions about a plan, as values: alternatives, constraints, kernels, shadow prices,
+the cost of a run, and the move to another machine.
 
-Who holds which part of an array, and what must be sent when the layout changes?
+`Shards` says which device holds which part of an array, and so what must be sent when the layout
+changes.
 
-A layout cuts every dim of an array into equal parts; the place of a device on the mesh says which
-part of each dim it holds. Two layouts on two sets of devices are compared device by device: what a
-device needs and does not hold, it must receive. A part that no device holds any more is lost, and
-must come from a checkpoint.
+A layout divides every dim of an array into equal shards; the place of a device on the mesh says
+which part of each dim it holds. Two layouts on two sets of devices are compared device by device:
+what a device needs and does not hold, it must receive. A part that no device holds any more is
+lost, and must come from a checkpoint.
 
 >>> old = Shards((8,), Layout("data"), MeshShape(data=4), np.arange(4))
 >>> new = Shards((8,), Layout("data"), MeshShape(data=2), np.arange(2))
@@ -49,7 +50,7 @@ from shardlib.report.elements import (
 from shardlib.untrusted.data import JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# A plan that was not chosen, and what it decides differently.
+# An alternative: a plan that was not chosen, and its different decisions.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def alternatives_text(found: Iterable[Alternative]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What holds a plan back: memory, pins, and sizes that divide no further.
+# Constraints of a plan: memory, pins, and sizes that divide no further.
 
 #: Rows of the table of plans that do not fit.
 _MOST_ROWS = 8
@@ -617,13 +618,13 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a whole training run take: days, devices, money, energy, and what failures cost?
+# The cost of a whole training run: days, devices, money, energy, and failures.
 #
 # Failures come at random, M seconds apart on average (a Poisson process). A run saves every tau
 # seconds, which holds it up for C, and a failure costs R to start again and what was done since
 # the last save. The expected time of T seconds of work is
 #
-# M exp(R / M) (exp((tau + C) / M) - 1) T / tau
+#     M exp(R / M) (exp((tau + C) / M) - 1) T / tau
 #
 # (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
 # Future Generation Computer Systems 22, 2006, equation 20), and the best tau is where that is
@@ -847,7 +848,7 @@ def _long(seconds: float) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What more of a resource is worth to a plan, and what a wrong figure costs it.
+# Shadow prices: the value of more of a resource, and the cost of a wrong figure.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -987,7 +988,7 @@ SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
 
 
 def link_name(name: str, kind: str) -> str:
-    """A link tier for people; one that is the memory of a host is no memory of a device."""
+    """A link tier for people; one that is the memory of a host is not a memory of a device."""
     return f"{name} links" if kind == "memory" else name
 
 

@@ -1,5 +1,5 @@
-"""One candidate becomes a plan: its exact price (`candidate_price`), its layouts, its stages, what
-the user should know about it (`findings`, `advice`), and the `Plan` (`assemble`).
+"""From one candidate to a plan: its exact price, its layouts, its stages, findings about it, and
+the `Plan` (`assemble`).
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is worth a word about matmuls that several devices compute alike (`shardlib.cost.variants`).
+# Findings about matmuls that several devices compute alike (`shardlib.cost.variants`).
 
 #: Share of a step from which it is worth a word.
 WORTH = 0.01
@@ -260,7 +260,7 @@ def _finding(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a pipeline in one program would take as per-stage programs, on simulated devices.
+# Cost of a pipeline in one program as per-stage programs, on simulated devices.
 #
 # Stages in lockstep compute in every tick, also where they have no microbatch. On devices of their
 # own that time is idle anyway; simulated devices share the cores of one machine and lose it
@@ -321,7 +321,7 @@ def _can_be_programs(plan: Plan) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a stage of a pipeline does with one microbatch, and for how long.
+# Work and time of a stage of a pipeline on one microbatch.
 #
 # The step graph says what a stage does forward and backward; the forward pass is priced on its
 # own, as a program that ends where the backward pass begins. The rest is backward.

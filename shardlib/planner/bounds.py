@@ -1,4 +1,6 @@
-"""Lower bounds of step time and memory, admissible before anything is placed or priced."""
+"""Lower bounds of step time, of all plans and of those that fit, admissible before anything is
+placed or priced.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from shardlib.propagation.colours import Choice
 from shardlib.schedules import NONE, Pipelines, most_put_off
 
 # --------------------------------------------------------------------------------------------------
-# The least time of mixtures of policies that fit.
+# The least time of mixtures of remat policies that fit.
 
 
 def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
@@ -121,7 +123,7 @@ def joined(parts: Iterable[Pairs]) -> Pairs:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a microbatch takes at least on all stages together, by candidate.
+# Lower bounds of a microbatch on all stages together, by candidate.
 
 #: Rows of a `Tick`.
 QUANTITIES = 7
@@ -189,7 +191,7 @@ class Tick:
 
 
 # --------------------------------------------------------------------------------------------------
-# Lower bounds of a step, before anything is placed: the seconds that no plan can beat.
+# Lower bounds of the step time before anything is placed.
 #
 # A stage is busy in every microbatch with kernels and with the collectives that compute waits for.
 # With every group of axes on the fastest links that it could have alone, all stages equally full,
@@ -528,7 +530,7 @@ class Traffic:
         profile, stages, model = pricer.profile, sizes["stage"], scope.load.model
         self._values, self._shape, self._layers = values, shape, len(model.counts)
         self._distinct, self._place = np.unique(shape, return_inverse=True)
-        # what hides where a profile says it itself is no part of `Tick.loaded`
+        # what hides where a profile says it itself is not part of `Tick.loaded`
         measured_here = profile.gather_overlap is None and profile.reduce_overlap is None
         if profile.embedding_and_head == "owners":
             ends = np.where(stages > 1, model.largest_end, 1.0)
@@ -669,12 +671,12 @@ def _moved(work: Array, updates: Array) -> Moved:
 
 
 # --------------------------------------------------------------------------------------------------
-# The time that no plan which fits can beat.
+# Lower bounds of the step time of plans that fit.
 #
-# The fastest plans are often far too large. Recomputing a part of the layers lies between
-# recomputing none and all of them, in time and in memory; so a plan that fits takes at least the
-# time at which the straight line between two policies meets the capacity. What moves to host
-# memory takes its time beside compute, or in place of it.
+# The fastest plans are often far too large. Rematerialising a part of the layers lies between none
+# and all of them, in time and in memory; so a plan that fits takes at least the time at which the
+# straight line between two policies meets the capacity. What moves to host memory takes its time
+# beside compute, or in place of it.
 
 #: Plans that a bound speaks of: their ZeRO stage, whether their pipelines work breadth first, and
 #: when stages gather weights that are stored sharded ("use" where they are not).
@@ -905,8 +907,7 @@ def _breadth_first(footprint: Footprint) -> Footprint:
 
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of a step that no plan beats, whether it fits or not, for entries: meshes with
-# microbatches.
+# Memory-agnostic lower bounds of the step time, per mesh and number of microbatches (an *entry*).
 #
 # Entries whose kernels and stages are the same are alike in this, however data and fsdp share the
 # batch, so the bound is made once for all of them. It is made in steps, each for what the step
@@ -992,7 +993,7 @@ class Fastest:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is there to price on some number of devices, and what can it cost at least?
+# Entries and pairs on some number of devices, with their lower bounds.
 #
 # An *entry* is a mesh with microbatches, a *pair* an entry under a choice of colours.
 

@@ -1,4 +1,6 @@
-"""What the user should know about a plan, beside its figures."""
+"""Rules of thumb: what an experienced colleague would say about a finished plan, beside its
+figures.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,12 @@ from shardlib.report.elements import bytes_text, count_text, percent_text, ratio
 from shardlib.schedules import ONE_F_ONE_B, named
 
 # --------------------------------------------------------------------------------------------------
-# Rules of thumb: what an experienced colleague would say about a plan.
+# The rules.
 #
-# Each has its source, and is held against a finished plan. The planner minimises the time of a
-# step within its cost model; these rules speak of what the model does not see (does such a batch
-# still converge? is a simpler plan as good?) or of what it sees and does not say (why is the
-# utilisation low?). They change nothing: every rule is a function from a `Situation` to at most
-# one `Finding`.
+# Each has its source, and is held against a finished plan. The planner minimises the time of a step
+# within its cost model; these rules speak of what the model does not see (does such a batch still
+# converge? is a simpler plan as good?) or of what it sees and does not say (why is the utilisation
+# low?). They change nothing: every rule is a function from a `Situation` to at most one `Finding`.
 
 #: Plain data parallelism that is at most this much slower is worth its simplicity; the threshold is
 #: ours.

@@ -1,8 +1,8 @@
-"""Which rows are worth pricing with layer groups that differ, and bounds that say so.
+"""Prices of plans whose layer groups follow different remat policies, the bounds that say which
+rows are worth pricing so, and offload.
 
-A row (a candidate under a choice of colours) is worth the trouble where rematerialising nothing
-would be fast enough but does not fit, or where a group is quicker under another policy than under
-none.
+A row (a candidate under a choice of colours) is worth pricing where rematerialising nothing would
+be fast enough but does not fit, or where a group is quicker under another policy than under none.
 """
 
 from __future__ import annotations
@@ -571,7 +571,7 @@ class GroupPricer:
 
 
 # --------------------------------------------------------------------------------------------------
-# What may be better where a plan does not fit: something offloaded, and where more than enough is
+# Variants of a plan that does not fit: arrays offloaded, and where more than enough is
 # rematerialised, less of it.
 
 
@@ -711,8 +711,8 @@ class Variants:
 
 
 # --------------------------------------------------------------------------------------------------
-# Prices what is left to decide once mesh, place and colours are: remat policy, ZeRO stage,
-# schedule, when weights are gathered, and what is offloaded.
+# Prices of rows: remat policy, ZeRO stage, schedule, time of gathers, and offload, once mesh, place
+# and colours are chosen.
 #
 # A *row* is a candidate under a choice of colours. Many rows are priced at once, whatever their
 # choices and meshes are, one decision after another.

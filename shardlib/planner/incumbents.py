@@ -1,9 +1,8 @@
-"""What is left to decide once mesh, place and colours are: ZeRO, schedule, remat and offload of
-many rows at once, layer groups alike (`price_uniform`) or not (`price_by_layer_group`). Every price
-is an `Offer`; the best offers are kept as incumbents, and all of them, where asked for, in a
-ranking.
+"""Prices of rows with all layer groups alike, over ZeRO, schedule, remat and offload, and the
+incumbents of a search. Every price is an `Offer`; the best offers are kept as incumbents, and all
+of them, on request, in a ranking.
 
-What a search priced, thinned to a few points that show where the others lie.
+A `Landscape` is what a search priced, thinned to a few points that show where the others lie.
 
 >>> from shardlib.planner.incumbents import Landscape
 >>> seen = Landscape[str]()
@@ -12,11 +11,9 @@ What a search priced, thinned to a few points that show where the others lie.
 >>> [point.what for point in seen.points(10)]  # "b" is "a" but for a thousandth
 ['a', 'c']
 
-Which plan comes next, after the fastest?
-
-A search keeps the best plan of each mesh; a `Ranking` keeps the price of every plan that fits, so
-that the next best can be asked for, one after another. Equally fast plans come in the order of
-their simplicity, as in a search.
+A `Ranking` has the plans after the fastest. A search keeps the best plan of each mesh; a ranking
+keeps the price of every plan that fits, in the order of their times. Equally fast plans come in the
+order of their simplicity, as in a search.
 
 >>> ranking = Ranking[str]()
 >>> ranking.offer("small", np.array([True, True]), np.array([3.0, 1.0]), np.array([5.0, 6.0]))
@@ -147,7 +144,7 @@ class Block:
         places: (mesh, order, placement) of each.
         c: the candidates.
         choices: the choices that prices speak of, with whether tokens are routed.
-        gaps: what has no lowering, and is no plan whatever it costs.
+        gaps: what has no lowering, and is not a plan whatever it costs.
     """
 
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
@@ -382,8 +379,7 @@ class Ranking(Generic[What]):
 
 
 # --------------------------------------------------------------------------------------------------
-# What came of pricing: the fastest plan that fits, the minimum-memory plan, and the best of every
-# mesh.
+# Incumbents: the fastest plan that fits, the minimum-memory plan, and the best of every mesh.
 
 Array = np.ndarray
 #: (mesh, microbatches, order of the axes): the places that rows of a ranking stand for.

@@ -1,4 +1,4 @@
-"""Plans for several islands: one island is planned as any machine is, and what crosses between them
+"""Plans for several islands: one island is planned as any machine is, and the exchange between them
 is added.
 """
 
@@ -39,7 +39,7 @@ from shardlib.planner.plan import Link, ParameterLayout, Plan, Ranked
 from shardlib.report.elements import bytes_text, percent_text, seconds_text
 
 # --------------------------------------------------------------------------------------------------
-# What compressed gradients are in bytes.
+# Bytes of compressed gradients.
 
 FLOAT32 = 4
 #: (kind, mesh axes, bytes, what for) of a collective.
@@ -152,7 +152,7 @@ def kept(parameters: Iterable[ParameterLayout], inner: MeshShape, exchange: Comp
 
 
 # --------------------------------------------------------------------------------------------------
-# Which parameters meet together.
+# Fragments: parameters that are exchanged together.
 #
 # A stack of layers takes part in every fragment, each of which has every so many of its layers;
 # other parameters are in one fragment, so that all are about as large. How a device holds a
@@ -228,7 +228,7 @@ def _stacked(parameter: ParameterLayout, mesh: MeshShape, count: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What islands move at their meetings, what they keep for them, and how long they take.
+# Meetings: their traffic, their memory, and their time.
 #
 # Outer parameters and their momentum are float32, and sharded as optimizer state is, so that with
 # ZeRO an island's devices exchange a shard each. A meeting is, per device:
@@ -416,7 +416,7 @@ def _gathers(fragment: Fragment, inner: MeshShape) -> Counter[tuple[str, ...]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What islands would give where a plan waits for the network.
+# Findings: islands in place of a plan that waits for the network.
 #
 # An exact exchange that is exposed is a matter of the optimizer as much as of the machine: with
 # another one less crosses, or nothing has to wait. That changes what is computed, so it is advice
@@ -496,7 +496,7 @@ def _outside(plan: Plan, machine: Topology) -> dict[str, int]:
 
 def _inside(plan: Plan, machine: Topology) -> MeshShape | None:
     """The mesh within a part of the machine, of those that its slowest links join; None where these
-    are no network, or other axes than data and fsdp lie on them.
+    are not a network, or other axes than data and fsdp lie on them.
     """
     outside = _outside(plan, machine)
     if machine.tiers[0].kind != "network" or len(machine.tiers) == 1:

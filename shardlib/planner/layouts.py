@@ -1,8 +1,9 @@
-"""The main activations of a step, and how they are sharded.
+"""Layouts of a plan: its main activations, its parameters and its batch, and the situation that
+rules of thumb look at.
 
-They are read off the step graph that was priced: the residual stream of every layer group, what
-goes into matmuls of weights and comes out of them, and what goes into kernels of attention and
-comes out. Gradients of activations are listed where they are moved.
+Activations are read off the step graph that was priced: the residual stream of every layer group,
+operands and results of matmuls of weights, and of kernels of attention. Gradients of activations
+are listed where they are moved.
 
     x [batch, seq_tensor, embed] --all-gather--> [batch, seq, embed]
     x W = h [batch, seq, mlp_tensor]
@@ -41,7 +42,7 @@ from shardlib.propagation.colours import TOKENS, Choice, Cut, kinds
 from shardlib.rules import Rules
 
 # --------------------------------------------------------------------------------------------------
-# A step graph under a choice on a mesh: how its values are sharded, held and in use.
+# A step graph under a choice on a mesh: its values as they are sharded, held and in use.
 
 #: An activation, and the number of an op that makes or reads it.
 Listed = tuple[int, ActivationLayout]
@@ -173,7 +174,7 @@ def arriving(held: Layout, read: Layout, of: str) -> Iterator[Move]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What kernels of attention read and make.
+# Operands and results of kernels of attention.
 
 #: What moves of a kernel of attention are of.
 ATTENTION = "attention"
@@ -235,7 +236,7 @@ def _leaving(at: StepLayouts, index: int, value: int) -> list[Move]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The list: residual streams, what weights read and make, attention, experts.
+# The list: residual streams, operands and results of weights, attention, experts.
 
 #: Activations that a plan lists.
 MOST = 64
@@ -373,7 +374,7 @@ def at_rest(
     else a cut dim that still divides.
 
     Pieces along the first dim lie together in memory, so that gathering them moves nothing else.
-    Dims whose shards are no whole tiles come last: a TPU pads them, and trades rows between
+    Dims whose shards are not whole tiles come last: a TPU pads them, and trades rows between
     neighbours after every reduce-scatter. Where no other dim has whole tiles, columns that would
     as rows come before rows that do not: the compiler then stores the matrix transposed.
 
@@ -586,7 +587,7 @@ def layout_findings(
 
 
 # --------------------------------------------------------------------------------------------------
-# What rules of thumb need to know about a plan.
+# The situation: facts of a plan that rules of thumb need.
 
 
 @dataclass(frozen=True, kw_only=True)

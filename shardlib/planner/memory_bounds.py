@@ -1,4 +1,6 @@
-"""Kinds of bytes that lower bounds of memory tell apart, and how tallies add up to them."""
+"""Lower bounds of memory, before anything is priced: kinds of bytes, and how tallies add up to
+them.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def with_lacking(points: Array) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# How few bytes can a plan take? Lower bounds of memory, before anything is priced.
+# Lower bounds of the memory of a choice.
 #
 # Memory does not depend on links, and almost all of it is a sum over the components of the
 # colours. With all that ZeRO may shard sharded, all stages equally full and the fewest

@@ -1,18 +1,18 @@
-"""The value that everything else is about: one complete decision on how to run a training step,
-with what it is predicted to cost and how it was found.
+"""The `Plan`: one complete decision on how to run a training step, with its predicted cost and the
+record of its search.
 
 A `Plan` is frozen, hashable, printable and comparable; JSON goes both ways. It contains no JAX
 object, so a plan made on a laptop is the same plan on the pod, and it is part of the lowered
 program's identity. What explains it, draws it or asks the planner again are functions of a plan,
 which its methods import when they are called.
 
-What a plan may hold follows from the annotations of `Plan` and of what it is made of
+The contents of a plan follow from the annotations of `Plan` and of its parts
 (`shardlib.untrusted.data`), so that a new field is checked like the others. Decisions are held to
 the words that pins have; layouts to the shapes and the mesh that they shard.
 
-A plan carries a checksum of its content, which says that nobody has changed it since; it is no
-signature, and whoever changes a plan on purpose can write a new one. Of a plan without one nobody
-knows whether it was changed: it is treated as one that was.
+A plan carries a checksum of its content, which says that nobody has changed it since; it is not a
+signature, and whoever changes a plan on purpose can write a new one. A plan without one is treated
+as one that was changed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ FORMAT = 1
 #: Seconds from a failure to the next step, unless it is said: processes, the newest checkpoint, and
 #: compiling.
 RESTART_S = 600.0
-#: How the types of a plan that are no dataclasses are written.
+#: How the types of a plan that are not dataclasses are written.
 FORMS: Mapping[Any, Form] = {
     MeshShape: MESH,
     Layout: Form(plain=tuple[tuple[str, ...], ...], build=lambda dims: Layout(*dims)),
@@ -509,7 +509,7 @@ class Plan(Decisions):
             The alternatives, each with its seconds a step and peak bytes per device.
 
         Raises:
-            ArgumentError: `count` is no integer from 0 to 1000.
+            ArgumentError: `count` is not an integer from 0 to 1000.
             PlanError: the plan was read from a file and does not carry its model.
         """
         from shardlib.planner.questions import alternatives
@@ -640,7 +640,7 @@ class Plan(Decisions):
             An equal plan, but for `source`: it cannot be asked what needs the model.
 
         Raises:
-            PlanError: the text is no plan of this format, it was changed, or values that no plan
+            PlanError: the text is not a plan of this format, it was changed, or values that no plan
                 has; all of them are listed.
         """
         hint = "the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"

@@ -1,6 +1,4 @@
-"""Plans that can be asked about: the search, and a source of its answers on every plan that it
-finds.
-"""
+"""The search with a source of answers on every plan that it finds."""
 
 from __future__ import annotations
 

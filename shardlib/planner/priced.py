@@ -1,7 +1,7 @@
-"""Prices candidates under choices of colours on the places that their axes can have, and says what
-they take there at least.
+"""A space of plans, priced: candidates under choices of colours, on the places that their axes can
+have, by branch and bound with lower bounds.
 
-Which pins ask for more layers than a model has in its loops.
+Pins that need more layers than a model has in its loops are an error:
 
 >>> from shardlib.decisions.pins import Pins
 >>> pins = Pins.parse({"schedule": "1f1b"})
@@ -443,7 +443,7 @@ def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings of the process that are others while a plan is searched for.
+# Settings of the process during a search.
 #
 # Garbage: tracing and searching make many small objects that live until the end, and hardly any
 # cycles. Each full collection walks all of them, and all that JAX has made before: it took a fifth
@@ -678,8 +678,8 @@ def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple
 
 
 # --------------------------------------------------------------------------------------------------
-# What the step takes on one device where nothing is sharded: over so many no plan takes less than
-# that share of it.
+# Lower bounds from the step on one device where nothing is sharded: over n devices no plan takes
+# less than an n-th of it.
 
 _ONE = np.ones(1, dtype=np.int64)
 #: The shape of a program on one device.
@@ -1215,7 +1215,7 @@ def _new(
 
 
 # --------------------------------------------------------------------------------------------------
-# A space of plans, priced: what is the fastest of it, and under which pins.
+# A priced space: its fastest plan, and the pins of it.
 
 #: Rate of links inside of a part over that of links between parts from which on the parts are
 #: searched first.

@@ -1,7 +1,7 @@
-"""How answers are found: the same problem is searched again on a changed machine or under changed
+"""Questions about a plan, answered by the same problem on a changed machine, batch or under changed
 pins.
 
-Did the number of rows choose the mesh, rather than speed?
+`nearby` tells whether the number of rows chose the mesh, rather than speed.
 
 A batch of 255 rows on 256 chips leaves every axis that splits it at 1: the chips share the sequence
 or the layers, or stay idle. Batches about as large that divide better are priced by the same
@@ -139,7 +139,7 @@ def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
 
 
 # --------------------------------------------------------------------------------------------------
-# What would the planner have said of a slightly different machine?
+# The planner's answer for a slightly different machine.
 #
 # A plan that was searched for carries its source: the prepared problem, the topology and the pins.
 # With them the search can be asked again about another topology, and the plan itself can be priced
@@ -259,7 +259,7 @@ def _value(word: str, value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What else could have been chosen?
+# Alternatives.
 #
 # The plans that come next in the order of their predicted time, each with what it decides
 # differently. Equally fast plans are one entry: the simplest of them stands for all, and says how
@@ -357,7 +357,7 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What holds a plan back?
+# Constraints.
 #
 # A search can be stopped short by three things: memory (faster plans that do not fit), pins (the
 # best plan without one of them), and sizes that do not divide (a mesh axis that can grow no
@@ -488,7 +488,7 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which kernels does a step have, and how near are they to the roofline?
+# The kernels of a step beside the roofline.
 
 Array = np.ndarray
 
@@ -596,7 +596,7 @@ def _name(op: Op, term: Compute, here: _Local) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# How much work is a step at least, however many devices share it?
+# A lower bound of the device-seconds of a step, on any number of devices.
 
 
 def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> float:
@@ -622,7 +622,7 @@ def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> floa
 
 
 # --------------------------------------------------------------------------------------------------
-# What does `shardlib explain` answer beyond the explanation?
+# Answers of `shardlib explain` beyond the explanation.
 
 
 def answers(
@@ -638,7 +638,7 @@ def answers(
 
 
 # --------------------------------------------------------------------------------------------------
-# How much is a gigabyte worth, and how much does the plan rest on a figure being right?
+# Shadow prices and sensitivity: the value of a gigabyte, and the regret of a wrong figure.
 #
 # The *shadow price* of a resource is the time of a step that one more unit of it saves, found by
 # searching again with that unit added. Memory acts in steps: as long as no faster plan fits, one

@@ -1,4 +1,5 @@
-"""How does a training run scale, and from where on are more devices wasted?
+"""Scaling curves of a training run, the number of devices from which on more are wasted, and plans
+for a machine that has lost or gained hosts.
 
 *Strong scaling*: the global batch is fixed, and more devices make the step shorter. *Weak scaling*:
 the batch grows with the devices. Each point of a curve is the best plan for so many devices; its
@@ -302,7 +303,7 @@ def _row(point: Point) -> tuple[str, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The machine that is asked about, its figures those that the plan was priced with; its parts.
+# The machine of a point, with the figures that the plan was priced with, and its parts.
 
 
 def machine_like(old: Topology, requested: TopologyLike) -> Topology:
@@ -420,7 +421,7 @@ def _memory(tier: Tier, devices: int, slower: float) -> Tier:
 
 
 # --------------------------------------------------------------------------------------------------
-# A plan for what is left when hosts are lost, or for what is there when they are gained.
+# Plans after hosts are lost or gained.
 #
 # The same problem is searched again on the machine that is left: nothing is traced, and the global
 # batch stays as it is, by gradient accumulation or with fewer data ways, so that the training run

@@ -1,5 +1,5 @@
-"""Best-first branch and bound over the space, and what it finds: the fastest plan that fits, a
-ranking, or why nothing fits.
+"""The search: best-first branch and bound over the space, and its results: the fastest plan that
+fits, a ranking, or the error where nothing fits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardlib.planner.workload import Workload, most_specific_first, prepare
 from shardlib.report.elements import TIE, bytes_text, percent_text
 
 # --------------------------------------------------------------------------------------------------
-# The error where nothing fits: what is missing, and the smallest change that would help.
+# The error where nothing fits: the missing memory, and the smallest change that would help.
 
 
 def infeasible(
@@ -226,11 +226,10 @@ def with_more_room(
 # The fastest plan that fits.
 #
 # The search prices every legal plan that no lower bound excludes, so its answer is optimal within
-# the cost model: gap 0, or the gap that it says. What the space is stands in
-# `planner/space.py`, how it is priced in `planner/priced.py`. Of a model
-# with more dimensions to shard over tensor than it tries all sets of, the others are tried one
-# after the other in the fastest plans. Ties go to the simpler plan, and where memory is nearly
-# full to the ZeRO stage with more room (`planner/search.py`).
+# the cost model: gap 0, or the gap that it says. The space is defined in `planner/space.py`, its
+# prices in `planner/priced.py`. Of a model with more dimensions to shard over tensor than it tries
+# all sets of, the others are tried one after the other in the fastest plans. Ties go to the simpler
+# plan, and where memory is nearly full to the ZeRO stage with more room.
 
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200

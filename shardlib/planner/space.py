@@ -1,5 +1,5 @@
-"""The candidates: a prepared problem, its meshes and strategies, and the cost tables of its
-components.
+"""The space of candidates: meshes, strategies of attention, schedules and cost tables of components
+under the user's pins, and the error where no plan is legal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardlib.propagation.colours import Choice, Colouring
 from shardlib.schedules import NONE, SCHEDULES, Pipelines, Schedule, named, pipelines
 
 # --------------------------------------------------------------------------------------------------
-# How attention may be computed on a machine, and how a context axis is used.
+# Kernels of attention on a machine, and uses of a context axis.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# May the batch be worked through in parts, and what does a plan say of it?
+# Batches in parts: legal or not, and what a plan says of it.
 
 #: What is computed in every part of the batch by itself: note -> (what it is, what to try).
 _BY_ITSELF = {
@@ -253,7 +253,7 @@ def coupled(rows: Rows, microbatches: int) -> list[Finding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Why no plan is legal under the pins, as the error to raise.
+# The error where no plan is legal under the pins.
 
 #: What to try for an expert axis on a model in which no experts are found.
 VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
@@ -517,7 +517,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The space of plans: what there is to choose from.
+# The space of plans.
 #
 # `Space` lists the legal values of every decision under the user's pins; which combinations are
 # legal say its neighbours (`meshes`, `schedules`). The search prices all of them that no bound
@@ -533,9 +533,10 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 # - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
 # - colours that the tensor axis shards: every subset of up to `MAX_TENSOR_COLOURS`, with and
 #   without sequence parallelism; in the fastest plans further ones, one after the other
-#   (`planner/search.py`); - ZeRO 0 to 3; recomputation by policy, of all layers or, where that
-#   fits, of some; where `remat_classes` is "any", for each layer group a policy and a number of
-#   them (`shardlib.planner.group_prices`);
+#   (`planner/search.py`);
+# - ZeRO 0 to 3; rematerialisation by policy, of all layers or, where that fits, of some; where
+#   `remat_classes` is "any", for each layer group a policy and a number of them
+#   (`shardlib.planner.group_prices`);
 # - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing
 #   is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
 # - sharded weights on stages in lockstep: gathered for every operation, or once for all
@@ -732,7 +733,7 @@ def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The meshes of a space, with every number of microbatches, and which choices fit them.
+# The meshes of a space, with every number of microbatches, and the choices that fit them.
 
 Array = np.ndarray
 #: Where the tensor axis stands among the axes, that of stages, and those that split the batch.
@@ -875,8 +876,8 @@ def legal(choice: Choice, space: Space, routes: bool, sizes: Mapping[str, Array]
 
 
 # --------------------------------------------------------------------------------------------------
-# ZeRO stages, pipeline schedules and when weights are gathered: what a space has of them, and
-# which candidates allow them.
+# ZeRO stages, pipeline schedules and times of gathers in a space, and the candidates that allow
+# them.
 
 #: Largest number of chunks of layers on a stage that is tried.
 MAX_VIRTUAL = 8
@@ -1065,10 +1066,10 @@ def legal_schedule(space: Space, decisions: Decisions, c: Candidates) -> Array:
 # --------------------------------------------------------------------------------------------------
 # Quantities that are sums over components of colours, on all shapes of a space.
 #
-# What a choice costs is a sum over components (`planner/workload.py`), so the quantities
-# of a choice are a sum of arrays that are there already, and the least of all choices is the sum
-# of the least of every component. What the quantities are says who asks: seconds
-# (`planner/bounds.py`) or bytes (`planner/memory_bounds.py`).
+# The cost of a choice is a sum over components (`planner/workload.py`), so the quantities of a
+# choice are a sum of arrays that exist already, and the least of all choices is the sum of the
+# least of every component. The caller names the quantities: seconds (`planner/bounds.py`) or bytes
+# (`planner/memory_bounds.py`).
 
 #: Turns a tally into quantities on some shapes, by number: array [quantities, shapes].
 Measured = Callable[[Tally, Array], Array]

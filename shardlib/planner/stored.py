@@ -1,7 +1,7 @@
-"""What a plan decides: pins that fix decisions, a candidate of the search, dtypes, and what a
-plan says of its activations, of other plans, and of the compiler.
+"""The contents of a plan: candidates of the search, main activations, trials of the compiler,
+dtypes, and pins that fix decisions.
 
-In which dtypes may a step compute, reduce and keep things?
+Dtypes of compute, reduction and storage are decisions, too.
 
 Dtypes change the numbers that a program computes, so a plan has those of the traced model unless
 the user pins others or allows them: then each is a decision like any other. A combination of dtypes
@@ -39,8 +39,7 @@ from shardlib.schedules import NONE, named
 from shardlib.untrusted.data import Form, JsonMapping, JsonObject, construct
 
 # --------------------------------------------------------------------------------------------------
-# Where the main activations of a step live: as they are made, as they are held between operations,
-# and as operations read them.
+# Layouts of the main activations of a step: as they are made, held between operations, and read.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +298,7 @@ def _elsewhere(offload: tuple[str, ...]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What did the real compiler say about the best plans?
+# Trials: the best plans, compiled by the real compiler.
 #
 # `shardlib.plan(..., refine=K)` has the K best plans compiled and ranks them again by what the
 # compiler made of them. A `Refined` is the record: one `Trial` per plan that was compiled, and the

@@ -1,9 +1,11 @@
-"""In which order parameters cross a link: that in which the next forward pass needs them.
+"""Transfers of parameters over a link, in the order in which the next forward pass needs them:
+buckets, their schedule in time, and the picture of it.
 
-Elements of parameters in the order in which a forward pass needs them, in buckets.
+`in_buckets` puts elements of parameters in the order in which a forward pass needs them, in
+buckets.
 
-A bucket is a run of all elements in that order, of so many, wherever it begins and ends; a
-large parameter is in several buckets, small ones are together in one.
+A bucket is a run of `elements` elements in that order, wherever it begins and ends; a large
+parameter is in several buckets, small ones are together in one.
 
 >>> parts = [Part(path="w", start=0, stop=6), Part(path="b", start=0, stop=3)]
 >>> for bucket in in_buckets(parts, elements=4):
@@ -12,8 +14,8 @@ large parameter is in several buckets, small ones are together in one.
 ['w[4:6]', 'b[0:2]']
 ['b[2:3]']
 
-A step in time over one link: the backward pass makes gradients, buckets cross, and each part of
-the next forward pass begins when its bucket is there.
+`replay` is a step in time over one link: the backward pass makes gradients, buckets cross, and each
+part of the next forward pass begins when its bucket is there.
 
     backward    one part after the other, the last first; then the bucket of a part may cross
     the link    carries one bucket at a time, of those that may cross the first in the given order;
@@ -44,14 +46,14 @@ from shardlib.report.elements import percent_text, seconds_text
 from shardlib.untrusted.data import JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# Where a forward pass first uses each parameter, read from its graph.
+# First uses of parameters in a forward pass, read from its graph.
 #
 # A parameter is used where an operation reads it, or what was made from parameters alone (a cast,
 # a transpose, tied weights), together with something else: rows, activations. What was only cast
 # at the top of a loss is used where it meets them. A stack of layers that a loop takes slice by
 # slice is used row by row, so that row 3 of every stack comes before row 4 of any:
 #
-# embedding, [0] of all stacks, [1] of all stacks, ..., head
+#     embedding, [0] of all stacks, [1] of all stacks, ..., head
 #
 # Names play no part. A loop is taken to begin with row 0.
 
@@ -368,9 +370,9 @@ def _crossing(
 
 
 # --------------------------------------------------------------------------------------------------
-# What an exchange of islands moves, in buckets in the order of use, as a picture in time.
+# Transfers of an exchange of islands, in buckets in the order of use, as a picture in time.
 #
-# It is what a meeting could be: buckets cross one after the other, and the next forward pass
+# It shows what a meeting could be: buckets cross one after the other, and the next forward pass
 # begins with what is there. Islands of one process meet in one program, at once; what both take is
 # said.
 

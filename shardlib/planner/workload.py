@@ -1,5 +1,5 @@
-"""A problem prepared for pricing: coloured, split into items, for the compiler of one vendor's
-chips. Shared by all searches of it.
+"""The workload: a problem prepared for pricing, coloured and split into items, for the compiler of
+one vendor's chips. Shared by all searches of it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from shardlib.propagation.colours import Choice, Colouring, colour
 from shardlib.propagation.ties import stack_dims
 
 # --------------------------------------------------------------------------------------------------
-# What a model allows, whatever is pinned: sizes of its batch and its sequence, its layers and
-# experts, and the colours that the tensor axis may shard; and what the framework can do that runs
-# it.
+# Limits of a model, whatever is pinned: sizes of its batch and its sequence, its layers and
+# experts, the colours that the tensor axis may shard, and the abilities of its framework.
 
 #: Largest number of colours whose subsets are all tried for the tensor axis: those that take part
 #: in the most FLOPs.
@@ -268,7 +267,7 @@ def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which remat policies plans may follow, alike for all layers or by layer group.
+# Remat policies of a plan, alike for all layers or by layer group.
 
 
 def policies_of_groups(
@@ -297,7 +296,7 @@ def policies_of_groups(
 def _require_groups(
     problem: Problem, pinned: Mapping[str, tuple[str, int | None]], names: Sequence[str]
 ) -> None:
-    """Raises where `remat_classes` names what is no layer group, or a policy that none can have."""
+    """Raises where `remat_classes` names an unknown layer group, or a policy that none can have."""
     if not names:
         raise PinError(
             f"remat_classes names {', '.join(map(repr, pinned))}, and {problem.model} has no layer"
@@ -366,7 +365,7 @@ def _shared_path(paths: Sequence[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a program cost under every choice of colours, before shapes and links are known?
+# Costs of a program under every choice of colours, before shapes and links are known.
 #
 # Items that depend on the same colours form a group. Colours that no op ties together do not know
 # of each other: what cutting one costs does not depend on whether another is sharded. So the

@@ -1,6 +1,6 @@
-"""Colours flow through the graph: which dims are one index, and where a layout must change.
+"""Propagation of colours through a graph: which dims are one index, and where a layout must change.
 
-colours.py       colours
-contractions.py  how the operands of a contraction are sharded while it runs
-ties.py          ties between dims
+colours.py       colours: dims of all arrays that some op ties together
+contractions.py  layouts of the operands of a contraction while it runs
+ties.py          ties between dims, by union-find
 """

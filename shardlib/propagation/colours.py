@@ -1,6 +1,6 @@
 """Colours: dims of all the arrays of a program that belong together.
 
-A *colour* is a class of (value, dim) pairs that some op ties together: cutting one of them without
+A *colour* is a class of (value, dim) pairs that some op ties together: sharding one of them without
 the others costs a reshard. Classes are found by union-find over the factors of every op, over all
 graphs of a problem at once; the user's logical names are seeds, and dims with the same name share a
 colour. Colours without a name are called after the first input that has them ("mlp.up.kernel:1"),
@@ -11,16 +11,16 @@ with its backward pass, in a block of several layers, as five local ones and a g
 (`ties.tie_alike`).
 
 A colour may occur twice in one value: the query and the key dim of attention scores both come from
-the sequence. It then cuts the first of the two; the other stays whole (`Rules.resolve` sees to
+the sequence. It then shards the first of the two; the other stays whole (`Rules.resolve` sees to
 that, and `Colouring.conflicts` lists them).
 
-Choices: which colours are sharded, and so how every dim and factor is.
+A `Choice` says which colours are sharded, and so how every dim and factor is.
 
 For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes shard
 (data, fsdp and expert together), which dim the *context* axis shards, which dim the *tensor* axis
-cuts, and which dim of a weight the *expert* axis shards. `Choice` is that decision; for the tensor
-axis it follows the priority semantics of `shardlib.rules`: the colours of `tensor` in order, then,
-with sequence parallelism, the sequence colour.
+shards, and which dim of a weight the *expert* axis shards. For the tensor axis a choice follows the
+priority semantics of `shardlib.rules`: the colours of `tensor` in order, then, with sequence
+parallelism, the sequence colour.
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq")
 >>> choice.cut(("batch", "seq", "mlp"))
@@ -197,7 +197,7 @@ class Choice:
 
 
 # --------------------------------------------------------------------------------------------------
-# Fused dims: several things side by side, and what may be sharded of them.
+# Fused dims: several things side by side, and the parts of them that may be sharded.
 #
 # The kernel of a fused projection makes queries, keys and values at once, [embed, 3 heads]; that
 # of an LSTM makes four gates. A split, slices or a reshape to [3, heads] take the result apart. To
@@ -217,7 +217,7 @@ class Choice:
 # Dims of the batch and of the sequence are left alone: a part of the batch is not the same part of
 # each of two batches.
 
-#: A dim whose pieces have no larger common measure than this part of it is no fused one: a padded
+#: A dim whose pieces have no larger common measure than this part of it is not fused: a padded
 #: vocabulary, a shift by one.
 FINEST = 64
 
@@ -384,7 +384,7 @@ def _found(problem: Problem, graphs: Mapping[str, Graph]) -> _Found:
             fit.pop(same.find(long[0]), None)
     for tag, op, window in sorted(
         _windows(graphs), key=lambda window: -_size(*window)
-    ):  # a piece of a fused dim is no fused one itself
+    ):  # a piece of a fused dim is not a fused one itself
         if window.short is not None and same.find(_nodes(tag, op, window.long)[0]) in fit:
             fit.pop(same.find(_nodes(tag, op, window.short)[0]), None)
     return _Found(same=same, sizes=fit)
@@ -546,7 +546,7 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which dims do loops carry from layer to layer, and along which do they walk?
+# Dims that loops carry from layer to layer, and dims along which they walk.
 
 
 def carried_along(

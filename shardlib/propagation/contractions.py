@@ -1,4 +1,5 @@
-"""How the operands of a contraction are sharded while it runs.
+"""Layouts of the operands of a contraction while it runs, and the places where the lowering pins
+them.
 
 Every value has a layout of its own, by the rules. The operands of one contraction may disagree: of
 a square weight [a, b] with both colours on `tensor`, the rules shard one dim, and the activation
@@ -18,7 +19,8 @@ it is moved before and after.
 >>> print(*found)
 [data, tensor] [tensor, -] [data, -]
 
-How the heads of attention are shared out over devices that have parts of something else.
+`shared` says how the heads of attention are shared out over devices that have parts of something
+else.
 
 A kernel of attention needs the whole sequence and the whole width of the heads that it works on.
 Where neither queries nor keys come sharded by heads, the devices that shard their sequence or width
@@ -212,7 +214,7 @@ def shared(*, heads: int, groups: int, devices: int) -> Shared:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the lowering pins the layout of an activation, and to what.
+# The places where the lowering pins the layout of an activation.
 #
 # Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions
 # and gathers, and on the carry of every loop; and on what contractions read, in the layouts in

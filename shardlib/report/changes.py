@@ -1,4 +1,6 @@
-"""What one plan decides and costs differently from another, as text for people."""
+"""Differences between two plans in decisions and costs, as text for people and as numbers with
+limits.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,7 @@ def _changed_layouts(a: Plan, b: Plan) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a step costs under one plan beside another, as numbers that can be held to limits.
+# Changes in the cost of a step, as numbers that can be held to limits.
 
 #: Parts that are added beyond which the ratio is told.
 _TELLING = 9.0
@@ -304,7 +306,7 @@ def _added(one: Figure) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that ends no cell and is no markup."""
+    """Text that ends no cell and is not markup."""
     for mark in ("\\", "|", "<", "*", "_", "`", "["):
         text = text.replace(mark, f"\\{mark}")
     return text.replace("\n", " ")

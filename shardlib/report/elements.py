@@ -1,13 +1,12 @@
-r"""Figures and tables for people: bytes, seconds, counts, aligned rows; HTML, and cards of it.
-
-How are bytes, seconds and counts written for people?
+r"""Figures and tables for people: bytes, seconds, counts and aligned rows as text; sections,
+tables, bars and cards as HTML.
 
 SI units stay inside the program; gigabytes and milliseconds appear only where text is made.
 
 >>> bytes_text(61.3 * 2**30), seconds_text(0.00321), count_text(54_400), percent_text(0.5121)
 ('61.3 GiB', '3.21 ms', '54.4 k', '51.2%')
 
-How do rows and sentences fit into a hundred columns?
+Rows and sentences fit into a hundred columns:
 
 >>> print("\n".join(aligned([("mesh", "step"), ("data=2", "1 s")], right={1})))
   mesh    step

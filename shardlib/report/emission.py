@@ -1,4 +1,6 @@
-"""Which form a plan's configuration has, and what its framework has no word for."""
+"""The configuration of a plan in the form of its framework, an error for decisions that the
+framework cannot express, and the plan's layouts as JAX's shardings.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,7 @@ def require_written(name: str | None) -> None:
 
 
 def _unusual(plan: Plan) -> Mapping[str, Any]:
-    """The decisions of a plan that are no defaults, in the words of pins."""
+    """The decisions of a plan that are not defaults, in the words of pins."""
     skipped = ("mesh", "rules", "attention")
     return {
         word: value

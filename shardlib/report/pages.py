@@ -1,4 +1,4 @@
-"""A plan as HTML, and its timelines as pictures and traces."""
+"""Web pages of a plan: one plan, two side by side, and one as a picture on its machine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from shardlib.report.text import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Two plans side by side as a web page: what differs, and the bars and the machine of each.
+# Two plans side by side as a web page: their differences, and the bars and the machine of each.
 
 
 def compared_page(a: Plan, b: Plan) -> str:

@@ -1,4 +1,6 @@
-"""The pictures of a report, each a figure with its words and, behind a click, its table."""
+"""The panels of a report: pictures, each a figure with its caption and, behind a click, its table;
+tables that link to each other; and the trace of a step.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,7 @@ def _off(value: float, predicted: float | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which parameters and activations cause a collective, and which collectives these have.
+# Parameters and activations that cause a collective, and the collectives of each.
 #
 # A gather names the parameter that it is for. A reduction of gradients does not: it belongs to the
 # parameters whose gradient on a device, of one layer or of all, has as many bytes as its result.
@@ -280,7 +282,7 @@ def array_panel(present: bool) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# When each stage of a pipeline does what, as a picture of its own style inside of a page.
+# The picture of a pipeline inside of a page.
 
 #: Slices that are drawn: a picture of more takes longer to open than to understand.
 _PIPELINE_MOST = 2500
@@ -371,8 +373,8 @@ def figure(content: str, note: str, more: str = "") -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the scripts of a page draw: the landscape of plans, and arrays as grids. It stands in the
-# page once, as JSON.
+# Data for the scripts of a page: the landscape of plans, and arrays as grids. It stands in the page
+# once, as JSON.
 
 
 def page_data(
@@ -745,12 +747,12 @@ def coordinates(place_in_mesh: int, mesh: MeshShape) -> dict[str, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is live when: bytes of the fullest device from the start of a step to its end.
+# Memory over time: bytes of the fullest device from the start of a step to its end.
 #
-# What an estimate knows are the bytes at the point where they are the most, part by part, and
-# which of them stay between steps. The curve is drawn through these: what is stored is there all
-# the time, activations grow with the forward pass and go with the backward pass, and temporaries
-# and gathered parameters come with either. It says so below the picture.
+# An estimate has the bytes at the point where they are the most, part by part, and which of them
+# stay between steps. The curve is drawn through these: what is stored is there all the time,
+# activations grow with the forward pass and go with the backward pass, and temporaries and gathered
+# parameters come with either. It says so below the picture.
 
 #: Parts in the order in which they are stacked, with their colour.
 _MEMORY_COLOURS = {
@@ -1082,8 +1084,8 @@ def _sensitivity(answers: Answers) -> Iterator[tuple[str, str, str]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A step as bars to one scale: what devices are busy with, and every kind of collective, as far as
-# compute hides it and as far as devices wait.
+# A step as bars to one scale: busy time of devices, and every kind of collective, hidden and
+# exposed.
 #
 # An estimate says how long each collective takes and how much of all of them is exposed.
 # Collectives over axes that compute waits for (`shardlib.layout.Axis.waits`) are exposed; what is
@@ -1383,8 +1385,8 @@ def _right(index: int, right: Collection[int]) -> str:
 # prediction stands at the start of every measured step that it has room for; without measured
 # steps, once.
 #
-# predicted         the parts of the step one after the other, as the estimate has no order; then
-#                       the kinds of collectives, each from the start on, its exposed part apart
+#     predicted         the parts of the step one after the other, as the estimate has no order;
+#                       then the kinds of collectives, each from the start on, its exposed part apart
 #     predicted stages  what each stage does when, where the plan has a pipeline
 #     measured, device  the recorded steps, and the instructions of the program: computation and
 #                       collectives apart, those that run at the same time below each other

@@ -1,7 +1,5 @@
-"""A plan in words and pictures for people: the explanation, differences, and the timeline of its
-pipeline.
-
-Shardings as text, and parameters folded into rows.
+"""The explanation of a plan as text: its decisions, seconds, bytes, collectives and reasons, and
+the plan in one line or as a card.
 
 Shardings are written as the scaling book writes them (jax-ml/scaling-book, `sharding.md`):
 [embed_fsdp, mlp_tensor] is a matrix whose dim "embed" is sharded over the mesh axis "fsdp" and
@@ -50,7 +48,7 @@ from shardlib.schedules import named
 from shardlib.untrusted.data import printable
 
 # --------------------------------------------------------------------------------------------------
-# What a plan decides, a line for each decision that is not the trivial one.
+# Decisions of a plan, a line for each that is not the trivial one.
 #
 # Labels and words come from the table of decisions. Most lines tell several decisions together,
 # such as a pipeline with its schedule and chunks; a decision without such a line has one of its
@@ -546,7 +544,8 @@ def parameters_section(plan: Plan) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Why a plan was chosen: what limits the step, what memory forces, which meshes come next.
+# Reasons of a choice: the limits of the step, the decisions that memory forces, the next best
+# meshes.
 
 _MOST_RUNNERS = 4
 #: Share of the kernels' time that FLOPs take at the peak where they are what limits them.
@@ -704,7 +703,7 @@ def why_section(plan: Plan, hbm_bytes: float | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What was decided, and why, in words that a person understands at a glance.
+# The decisions and their reasons at a glance.
 
 
 def explain(plan: Plan, *, topology: Topology | None = None) -> str:

@@ -1,9 +1,10 @@
-"""The step of a pipeline as a picture: an SVG file, or a trace that https://ui.perfetto.dev and
-chrome://tracing open.
+"""The timeline of a pipeline step, predicted or measured: as text, as an SVG file, or as a trace
+that https://ui.perfetto.dev and chrome://tracing open.
 
-Both take any number of timelines, such as the predicted and the measured one: one above the other
-in the picture, a process each in the trace. Nothing is fetched, and there are no scripts. The trace
-is in Chrome's trace event format: complete events ("X") and metadata ("M"), times in microseconds.
+Picture and trace take any number of timelines, such as the predicted and the measured one: one
+above the other in the picture, a process each in the trace. Nothing is fetched, and there are no
+scripts. The trace is in Chrome's trace event format: complete events ("X") and metadata ("M"),
+times in microseconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shardlib.schedules import (
 from shardlib.untrusted.data import JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# A timeline: when each stage of a pipeline does what, in seconds; `str` draws it.
+# A timeline: the work of each pipeline stage over time, in seconds; `str` draws it.
 
 #: Kinds of slices: three kinds of work, forward and backward work in one, and ticks of a program in
 #: lockstep in which a stage computes what nobody asks for.
@@ -208,7 +209,7 @@ def work(
 
 
 # --------------------------------------------------------------------------------------------------
-# The timeline that a plan predicts: when each stage of its pipeline does what, in seconds.
+# The predicted timeline of a plan.
 #
 # The predicted timeline needs a plan and nothing else. A step is the ticks of the pipeline and
 # what lies beside them:

@@ -1,40 +1,40 @@
-"""Models that answer: requests share programs, pages and prefixes. No network but in `http/`.
+"""Serving of models: requests share programs, pages and prefixes. No network but in `http/`.
 
     engine = serving.Engine(init, forward, weights=state.params)
     engine.generate([[5, 2, 7]], most=16)
 
-artefacts.py      what a model computes, as files that programs without shardlib run
-cache.py          layers that keep the same tokens of a request
-checks.py         are logits with a cache those of the forward pass itself?
-commands.py       the commands of models that answer
-computing.py      what computes the steps of an engine
+artefacts.py      a single pass as files that programs without shardlib run
+cache.py          the paged cache of keys and values, and its forms on devices
+checks.py         checks of served programs: logits against the forward pass, compiled programs
+commands.py       `shardlib plan --serve | generate | export | serve | bench-serve | edge`
+computing.py      computation of an engine's steps: adapters, drafts, models with own caches
 cost.py           seconds and bytes of serving
 demonstration.py  the run that is served where no model is named
-edge.py           A plan for a chain of unlike devices, run
-edge_cutting.py   A traced forward pass as a chain of pieces, and what crosses a cut between them
-edge_plan.py      inference over a chain of unlike devices
+edge.py           a plan for a chain of unlike devices, run
+edge_cutting.py   a traced forward pass, cut into the programs of a chain
+edge_plan.py      plans for inference over a chain of unlike devices
 engine.py         requests in, tokens out
-folders.py        models that come in folders of Hugging Face
-frontend.py       how a model is served on a machine that need not be here
+folders.py        models, adapters and tokenizers in folders of Hugging Face
+frontend.py       `plan_serving` and `plan_edge`
 grammars.py       compiles forms of answers, and says which tokens may come next
 hosting.py        models that answer many clients at once
-http/             openAI's interface to an engine
-layers.py         programs that serve
-loading.py        A run of `shardlib train`, as it is served
-measuring.py      how a server answers a stored workload
-plan.py           A plan that serves
-program.py        the program of so many tokens, of any requests
-propagation.py    how is a model sharded that serves?
+http/             OpenAI's interface to an engine
+layers.py         the program of one token over a cache, from a traced forward pass
+loading.py        runs of `shardlib train`, and models by name
+measuring.py      replays of a stored workload against a server
+plan.py           the serving plan, and its text
+program.py        the program of many tokens, of any requests
+propagation.py    shardings of a served model
 rendering.py      renders templates of conversations
-requests.py       A request
+requests.py       requests, their sampling, their forms and their capacity
 sampling.py       the next token of each row, from logits
-scheduling.py     who is served next, and where keys and values go
-search.py         the best choice under the limits, and the curve of those that nothing beats
-served.py         what is served
-space.py          what can be chosen
+scheduling.py     the order of requests, and the pages of their keys and values
+search.py         the best serving plan under the limits, and the curve of the best plans
+served.py         a model with its tokenizer and name
+space.py          the choices of a serving plan, priced
 step.py           the compiled program of a step
 tokenizing.py     reads a `tokenizer.json`, and encodes texts with it
-triton/           A repository for Triton's inference server, with a model's programs and weights
+triton/           a repository for Triton's inference server
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a model computes, as files that programs without shardlib run."""
+"""A single pass of a model (classification, embeddings, recommendation, logits) as files that
+programs without shardlib run.
+"""
 
 from __future__ import annotations
 
@@ -215,7 +217,7 @@ def write_artefact(
         raise ArgumentError(f"platforms are some of {', '.join(PLATFORMS)}, not {unknown}")
     root = Path(folder)
     leaves_by_path = jax.tree_util.tree_leaves_with_path(single.weights)
-    # Keys of random streams are no arrays of a file, and nothing is drawn here.
+    # Keys of random streams are not arrays of a file, and nothing is drawn here.
     plain = {
         path: leaf for path, leaf in enumerate(leaf for _, leaf in leaves_by_path) if not _key(leaf)
     }

@@ -1,9 +1,11 @@
-"""Layers that keep the same tokens of a request: all, or those of a window.
+"""The cache of keys and values: pages, their forms on devices, attention over them, and stored
+weights.
 
-Each of these cache groups has pages of its own, and a table a request that names them.
+Layers that keep the same tokens of a request, all of them or those of a window, are a *cache group*
+with pages of its own, and a table per request that names them.
 
-Weights that stand first in their products, in as many parts as there are threads: a form of
-CPUs.
+`Columns` are a form of weights for CPUs: they stand first in their products, in as many parts as
+there are threads.
 
 Of a few rows x [T, K] and weights w [K, N], XLA's products on CPUs copy w into blocks before they
 multiply, and one product of so few rows keeps one thread busy. Held as w.T in parts [N / parts, K],
@@ -13,8 +15,8 @@ each part is the first operand of a product of its own; the copy is then of the 
 >>> [part.tolist() for part in held.parts], whole(held).tolist()
 ([[[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 
-How weights and pages are held: in eight bits, with scales that some elements share, and weights
-by layers.
+`Stored` weights and pages are held in eight bits, with scales that several elements share, and
+weights by layers.
 
 A step computes with them as with any others: where an equation multiplies, values are scaled to the
 dtype of the model, which compilers do as they read them, so that memory holds and moves bytes.
@@ -305,7 +307,7 @@ def _scaled(form: Attention, scores: Value) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which devices compute what of a program that serves?
+# The devices of a served program, and the work of each.
 #
 #     data            groups of devices, each with requests, tokens and pages of its own
 #     tensor          key heads, with their queries and pages
@@ -731,7 +733,7 @@ def write_rows(page: Page, index: tuple[Index, Value, Value], rows: Value) -> Pa
 
 
 # --------------------------------------------------------------------------------------------------
-# What of a program is known before it runs: what follows from constants alone.
+# Constants of a program, known before it runs.
 #
 # A stack of layers of which some have a window tells each by a boolean that a loop over the layers
 # hands in. Where that is known, a layer with a window keeps its window and no more.
@@ -835,7 +837,7 @@ def kept_windows(window: int, everywhere: Sequence[Value | None]) -> tuple[int, 
 
 
 # --------------------------------------------------------------------------------------------------
-# Where do the pages of a layer lie, and which table names them?
+# Pages of a layer, and the tables that name them.
 #
 # The pages of a call whose layers are all in one cache group are [layers, pages, tokens, ...].
 # Where a loop runs over layers of several groups, the pages of its layers lie one after another,
@@ -999,7 +1001,7 @@ def _in_group(token: Token, group: int, first: int, pages: Sequence[int]) -> Whe
 
 
 # --------------------------------------------------------------------------------------------------
-# Keys and values of tokens go to pages, and tokens attend over the pages of their requests.
+# Writing keys and values of tokens to pages, and attending over the pages of their requests.
 #
 # Suffixes: T token, P token of a page, N query head, K key head, H width. An array of pages is
 # [layers, pages, P, ...], see `shardlib.serve.cache`.

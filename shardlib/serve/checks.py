@@ -1,7 +1,8 @@
-"""Are logits with a cache those of the forward pass itself?
+"""Checks of served programs: logits with a cache against those of the forward pass, and what a
+machine's compiler makes of the programs.
 
-What a forward pass finds out about positions in a way that `serve/layers.py` does not
-know would give wrong answers, and no error. So some random tokens go both ways.
+A forward pass that uses positions in a way that `serve/layers.py` does not know would give wrong
+answers, and no error. So some random tokens go both ways.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _bytes(tree: Tree) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the compiler of a machine makes of the programs that serve a model there.
+# The programs that serve a model, compiled for a machine.
 #
 #     for program in verify_serving(init, forward, topology="v5e:2x4", tensor=8):
 #         print(program)
@@ -310,7 +311,7 @@ def verify_serving(
     Raises:
         ModelError: the model cannot be served with a cache.
         ArgumentError: pages cannot be sharded over so many devices.
-        TopologyError: the devices are no part of the machine, or no compiler knows it.
+        TopologyError: the devices are not part of the machine, or no compiler knows it.
         MissingPackageError: the compiler is not installed.
         VerificationError: the program does not lower for the platform.
     """

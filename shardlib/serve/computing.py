@@ -1,4 +1,6 @@
-"""What computes the steps of an engine."""
+"""Computation of an engine's steps: models over pages or with a cache of their own, adapters,
+drafts, and encoders.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ def empty_stack(parameter: jax.Array | Layered | Columns, count: int) -> jax.Arr
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokens that an answer might have next are guessed, and computed in one step beside the last one.
+# Drafts: guesses of the next tokens of an answer, computed in one step beside the last one.
 #
 # The model chooses a token after each guess, with the random numbers that belong to its position,
 # and takes guesses as long as they are what it has chosen. So tokens are those of serving without

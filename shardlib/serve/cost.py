@@ -1,6 +1,6 @@
 """Seconds and bytes of serving: what a step of prompts and next tokens costs.
 
-How many pages do layers need that keep a window of every request?
+Layers that keep a window of every request need few pages.
 
 Layers that keep the same tokens are a cache group, with pages of its own. Groups are named by their
 windows, the furthest first; 0 keeps all tokens.
@@ -133,7 +133,7 @@ def pages_each(
 
 
 # --------------------------------------------------------------------------------------------------
-# What does the forward pass of one token read, compute and keep?
+# The work of the forward pass of one token: what it reads, computes and keeps.
 #
 # Sizes are of the whole model. Dims have colours: dims of one colour are sharded together or not
 # at all (`shardlib.propagation.ties`).
@@ -478,7 +478,7 @@ def colours(dims: Iterable[Dim]) -> tuple[str, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does a device have of a model where several share every layer?
+# The part of a model on a device where several share every layer.
 #
 # Keys and values are shared by all of them: by heads, and by the tokens of every page where there
 # are fewer heads than devices.
@@ -629,7 +629,7 @@ def _size(dims: tuple[Dim, ...], cut: frozenset[str], tensor: int) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which dims of the weights are sharded over the devices that share every layer?
+# Dims of the weights that are sharded over the devices that share every layer.
 #
 # Dims of one colour are sharded together. Two colours of one array exclude each other: an array is
 # sharded along one dim. Of all sets of colours to which none can be added the one is taken whose

@@ -1,4 +1,4 @@
-"""A plan for a chain of unlike devices, run: stages are processes, here or on other hosts."""
+"""Runs a plan for a chain of unlike devices: stages are processes, here or on other hosts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shardlib.serve.edge_plan import EdgePlan
 from shardlib.serve.step import both
 
 # --------------------------------------------------------------------------------------------------
-# Where stages listen, and the secret that they know.
+# Addresses of stages, and the secret that they share.
 
 #: Characters of a secret at most.
 SECRET_LENGTH = 1 << 12
@@ -88,7 +88,7 @@ def listener(address: tuple[str, int]) -> socket.socket:
 # --------------------------------------------------------------------------------------------------
 # The process of a stage: it waits for its part, then for batches, and passes on what it computes.
 #
-# python -m shardlib.serve.edge [--listen HOST:PORT] [--secret-file F]
+#     python -m shardlib.serve.edge [--listen HOST:PORT] [--secret-file F]
 #
 # Without a file the secret comes in the environment, and the address that it listens at is
 # printed. Every connection is of `shardlib.islands.servers.wire`: both ends show that they know

@@ -1,4 +1,6 @@
-"""A traced forward pass as a chain of pieces, and what crosses a cut between them."""
+"""A traced forward pass as a chain of pieces, the values that cross a cut between them, and the
+program of each stage.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,7 @@ class TracedChain:
 
 
 # --------------------------------------------------------------------------------------------------
-# What does each stage of a chain compute? The traced forward pass is cut between pieces, as
+# The programs of stages. The traced forward pass is cut between pieces, as
 # `shardlib.serve.edge_plan` names them: what comes before the layers, every layer, what comes
 # between layer groups, and what comes after them.
 #

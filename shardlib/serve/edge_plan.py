@@ -1,5 +1,5 @@
-"""Inference over a chain of unlike devices: the model as a chain, where it is cut, and on which
-devices its runs lie.
+"""Plans for inference over a chain of unlike devices: the model as a chain, its cuts, and the
+device of each run of pieces.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class Chain:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which run of a chain should each of some unlike devices take, and in which order, so that the
-# slowest is as fast as can be?
+# The best runs: for each of some unlike devices a run of the chain, in an order in which the
+# slowest is as fast as can be.
 #
 # The dynamic program of EdgePipe (arXiv:2110.14895, section IV), exact over all cuts, orders and
 # subsets of devices. Equal devices are counted, not told apart: a state is how many pieces of the
@@ -286,7 +286,7 @@ def _less(used: tuple[int, ...], v: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A model over a chain of unlike devices: what each does, and how fast they are together.
+# The plan: a model over a chain of unlike devices, the work of each, and their speed together.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,7 +533,7 @@ def _shared(facts: Facts, groups: list[Group], owner: Array) -> dict[int, set[in
     for index, op in enumerate(facts.graph.ops):
         if (
             op.results and op.results[0] in facts.weights
-        ):  # slices, casts and views of parameters are no uses
+        ):  # slices, casts and views of parameters are not uses
             if op.kind == "enter" or slices.intersection(op.operands):
                 slices.update(op.results)
             continue
@@ -604,7 +604,7 @@ def _of_batch(facts: Facts) -> set[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How is a model's forward pass spread over a chain of unlike devices?
+# The planner of chains.
 #
 # For inference on what is there: a few boards, phones or cards of several generations, each with
 # its own speed, memory and link (EdgePipe, arXiv:2110.14895). Devices take runs of pieces of the

@@ -1,17 +1,17 @@
-"""Requests in, tokens out.
+"""Engines: requests in, tokens out, of one model or of several.
 
 >>> engine = Engine(init, forward, capacity=Capacity(longest=256))      # doctest: +SKIP
 >>> engine.generate([[5, 2, 7]], most=4)                              # doctest: +SKIP
 [[11, 3, 11, 8]]
 
-Several models at once in one process, each with pages of its own.
+`Models` are several models at once in one process, each with pages of its own.
 
 >>> models = Models({"small": small, "large": large})                     # doctest: +SKIP
 >>> models.add("small", Asked(prompt=(5, 2, 7)))                          # doctest: +SKIP
 >>> models.run()                                                          # doctest: +SKIP
 
-A name is a key, and nothing else. The models share the device: the next step is of the one that has
-had the least time of it over its share, among those that have something to do.
+A name is a key, and nothing else. The models share the device: the next step is of the model that
+has had the least time of it over its share, among those that have something to do.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Engine:
         init: what makes the model, as `shardlib.compile` takes it.
         forward: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab]; attention by
             `shardlib.attention`, or of one token with a cache of the model's own
-            (`computing/slotted.py`).
+            (`computing.py`).
         weights: params, such as `state.params` of a training state; (params, state) where the model
             has state; or a seed that draws them.
         capacity: how many requests and tokens are served.

@@ -1,13 +1,14 @@
-r"""Models that come in folders of Hugging Face.
+r"""Folders of Hugging Face: models, adapters, tokenizers and defaults of generation, read and
+written.
 
-How answers are made unless somebody asks otherwise: `generation_config.json`.
+`generation_config.json` has the defaults of generation:
 
 >>> generation({"eos_token_id": [2, 7], "do_sample": True, "temperature": 0.6}, "it").stop
 frozenset({2, 7})
 
-Bytes of tokens, as files of Hugging Face write them.
+`bytes_of` gives the bytes of tokens, as files of Hugging Face write them.
 
-Vocabularies have two ways to write what is no text by itself: a byte by its number, such as
+Vocabularies have two ways to write what is not text by itself: a byte by its number, such as
 `<0xE2>` (SentencePiece), and a character for each byte (GPT-2).
 
 >>> bytes_of("<0xE2>"), bytes_of("Ã©").decode(), bytes_of("é€")
@@ -85,7 +86,8 @@ if TYPE_CHECKING:
 # Adapters that come in folders of the library PEFT: `adapter_config.json` and
 # `adapter_model.safetensors`.
 #
-# served, adapters = adapted(read_folder("Llama-3.1-8B"), "Llama-3.1-8B", {"legal": "legal-lora"})
+#     base = read_folder("Llama-3.1-8B")
+#     served, adapters = adapted(base, "Llama-3.1-8B", {"legal": "legal-lora"})
 
 #: What PEFT puts in front of the names of a model's tensors.
 START = "base_model.model."
@@ -625,7 +627,7 @@ def _dtype(root: Path, dtype: str | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is served, as a folder of Hugging Face: `config.json`, safetensors, `tokenizer.json`,
+# Writes a served model as a folder of Hugging Face: `config.json`, safetensors, `tokenizer.json`,
 # `generation_config.json`.
 
 #: Files of a tokenizer that are copied as they are.

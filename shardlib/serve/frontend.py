@@ -1,4 +1,4 @@
-"""How a model is served on a machine that need not be here."""
+"""`plan_serving` and `plan_edge`: plans for serving a model on a machine that need not be here."""
 
 from __future__ import annotations
 

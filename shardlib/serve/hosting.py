@@ -1,8 +1,7 @@
-r"""Models that answer many clients at once: what stands between an engine and a network.
+r"""Models that answer many clients at once: the layer between an engine and a network. Workers,
+streams of answers, stop strings, calls of functions, conversations as text.
 
-tool_calls.py calls of functions, out of the text of an answer
-
-Tokens as the text of an answer, up to the first stop string.
+`Answer` makes the text of an answer of tokens, up to the first stop string.
 
 >>> from shardlib.serve import Told
 >>> from shardlib.serve.served import ByteText
@@ -12,7 +11,7 @@ Tokens as the text of an answer, up to the first stop string.
 >>> answer.add(Told(token=10, logprob=-1))
 Part(text='', tokens=(), ended='stop', calls=())
 
-Calls of functions, out of the text of an answer.
+`CallReader` takes calls of functions out of the text of an answer.
 
 Models write them as text, in one of two forms:
 
@@ -20,7 +19,7 @@ Models write them as text, in one of two forms:
 - as JSON alone, as Llama 3 does: `{"name": "f", "parameters": {}}`, several in a list or with `;`.
 
 A call begins with the brace of its arguments, after the name of a function that was given; from
-there on its arguments are given as they come. Where they end too early, or are no JSON, they are
+there on its arguments are given as they come. Where they end too early, or are not JSON, they are
 what the model wrote.
 
 >>> reader = CallReader(tagged({"f"}))
@@ -78,7 +77,7 @@ class Listed:
     Attributes:
         token: which.
         text: of the token alone.
-        raw: its bytes, where they are no text; None where they are, or are not known.
+        raw: its bytes, where they are not text; None where they are, or are not known.
         logprob: natural logarithm of its probability; None for the first token of a prompt.
     """
 
@@ -239,7 +238,7 @@ class Answer:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is served beside a model: a smaller one that guesses for it, and adapters of it.
+# Models beside a model: a smaller one that guesses for it, and adapters of it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +426,7 @@ class Stream:
 
 
 # --------------------------------------------------------------------------------------------------
-# How busy an engine is, and who wants to know.
+# Load of an engine, and its observers.
 
 
 class FullError(ShardlibError, RuntimeError):
@@ -587,7 +586,7 @@ class Split:
     """A text split into its parts.
 
     Attributes:
-        text: that is no call.
+        text: that is not a call.
         calls: that are whole.
         begun: a call that has begun after them, with its arguments so far.
         rest: that may become a call, or more of the one that has begun.
@@ -599,7 +598,7 @@ class Split:
     rest: str = ""
 
 
-#: Tells text from calls. What is no call of a function that was given is text.
+#: Tells text from calls. What is not a call of a function that was given is text.
 Splitter = Callable[[Held], Split]
 
 

@@ -1,4 +1,5 @@
-"""Programs that serve: a traced forward pass, one token at a time, over a cache of keys and values.
+"""The program of one token over a cache of keys and values, from a traced forward pass: its calls
+of attention, its positions, its latents and experts.
 
     forward(model, tokens [1, 1]) -> logits    traced once, for one token of one row
     each call of `attention`                   writes the token's keys and values to its page, and
@@ -52,7 +53,7 @@ from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, fla
 from shardlib.tracing.rewriting import bind, carried_avals, strong
 
 # --------------------------------------------------------------------------------------------------
-# Parameters of which some tokens have others.
+# Adapted parameters: some tokens have others.
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +99,7 @@ def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# What of a forward pass is for the next token alone?
+# The end of a forward pass, which only tokens with a next one need.
 #
 # Of a chunk of a prompt only the last token has a next one. What comes after the last call of
 # attention, the logits above all, is computed for such tokens and no others.
@@ -314,7 +315,7 @@ def _product(producers: Mapping[int, Equation], number: int) -> tuple[int, int] 
 
 
 # --------------------------------------------------------------------------------------------------
-# Which calls of attention does a forward pass make, and what does each keep of a token?
+# Calls of attention in a forward pass, and what each keeps per token.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,10 +503,10 @@ def _cached(program: Program, call: Call, layers: Sequence[Constants]) -> Cached
 
 
 # --------------------------------------------------------------------------------------------------
-# Where does a forward pass look at the position of a token?
+# Places where a forward pass looks at the position of a token.
 #
-# Traced for one token of one row, it has no position: what stands for it is the number of the
-# token in the row, 0. It comes from
+# Traced for one token of one row, it has no position: the number of the token in the row, 0, stands
+# for it. It comes from
 #
 #     an iota           of as many elements as the row has tokens: `jnp.arange(seq)`
 #     a slice           of a parameter or table, of as many rows: `positions[:seq]`
@@ -786,7 +787,7 @@ def _scan(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which inputs of a forward pass are only multiplied with, and over which of their dims?
+# Inputs of a forward pass that are only multiplied with, and the dims that these products sum over.
 
 #: Dims that a product sums over; None for any other use.
 Use = tuple[int, ...] | None

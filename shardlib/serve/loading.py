@@ -1,4 +1,6 @@
-"""A run of `shardlib train`, as it is served: its model, and the newest whole checkpoint."""
+"""Loads what is served: a run of `shardlib train` at its newest whole checkpoint, or a model by
+name.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def newer_step(folder: Path, step: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# From a word to what is served: model, weights, tokenizer, name.
+# Models by name: from a word to model, weights, tokenizer, name.
 #
 #     served = named("runs/a")           # the run of `shardlib train --run runs/a`
 #     engine = served.engine(Capacity(longest=served.longest))

@@ -1,4 +1,4 @@
-"""How a server answers a stored workload."""
+"""Replays a stored workload against a server, and measures latencies and throughput."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardlib.untrusted.data import JsonObject, construct, parse_json
 # A file is a JSON list; a request has "prompt" (tokens) or "length" (as many drawn ones), "most"
 # (the tokens of its answer) and "at" (seconds from the beginning, 0 where it is left out):
 #
-# [{"length": 512, "most": 64}, {"prompt": [17, 4, 99], "most": 8, "at": 0.25}]
+#     [{"length": 512, "most": 64}, {"prompt": [17, 4, 99], "most": 8, "at": 0.25}]
 
 #: Drawn tokens are in this range: letters and digits of tokenizers of bytes, and in every other
 #: vocabulary, too.

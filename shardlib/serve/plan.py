@@ -1,4 +1,6 @@
-"""A plan that serves: how many devices share a layer, how many requests they answer at a time."""
+"""The serving plan: devices per layer, requests at a time, with their predictions, as a value with
+JSON, as text, and as a card.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from shardlib.serve.space import (
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, parse_json, shown
 
 # --------------------------------------------------------------------------------------------------
-# What a serving plan is predicted to do.
+# Predictions of a serving plan.
 
 #: Words for what limits a step, by its part.
 LIMITS: Mapping[str, str] = {
@@ -159,7 +161,7 @@ class ServingPoint:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is worth knowing of a serving plan before it is used.
+# Findings about a serving plan.
 
 #: Chips of the runs that the constants were learned from.
 LEARNED_ON: frozenset[str] = frozenset({"a100", "h100", "h200", "v4", "v6e"})
@@ -202,7 +204,7 @@ def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tu
 
 
 # --------------------------------------------------------------------------------------------------
-# How a model is served on a machine, with what that is predicted to do and how it was found.
+# The plan, its predictions, and the record of its search.
 #
 # The value is frozen and has JSON. A plan that was just made can be asked on: `why_not`, `pareto`,
 # `replan`; one that was read from a file does not carry its model. The answers are functions of a
@@ -404,7 +406,9 @@ def plan_from_text(text: str) -> ServingPlan:
 
 
 def _checksum(data: JsonObject) -> str:
-    """Of the content without the checksum; it says that nobody changed it, and is no signature."""
+    """The checksum of the content without it; it says that nobody changed it, and is not a
+    signature.
+    """
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

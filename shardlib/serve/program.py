@@ -1,6 +1,4 @@
-"""The program of so many tokens, of any requests: their logits, and pages with their keys and
-values.
-"""
+"""The program of many tokens, of any requests: logits, and pages with their keys and values."""
 
 from __future__ import annotations
 
@@ -254,7 +252,7 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
     try:
         counted = positions(program, flatten(trace(longest)), longest)
     except ModelError:
-        # `table[:seq]` of all rows is no slice. Nobody computes the last token of a request.
+        # `table[:seq]` of all rows is not a slice. Nobody computes the last token of a request.
         if longest < 3:
             raise
         counted = positions(program, flatten(trace(longest - 1)), longest - 1)

@@ -1,4 +1,4 @@
-"""How is a model sharded that serves?
+"""Shardings of a served model.
 
 Nothing is trained, and a step reads every weight for a few tokens: so every weight is sharded over
 all devices that share a layer, along a dim that the program multiplies along or looks up: of

@@ -1,11 +1,11 @@
-"""A request: what is asked, and what it has so far.
+"""Requests: their prompts, sampling, forms and answers, and the capacity of an engine.
 
-What form an answer has: JSON of a schema, a regular expression, one of some texts.
+The `Form` of an answer is JSON of a schema, a regular expression, or one of some texts.
 
 >>> Form.choice(["yes", "no"])
 Form(kind='choice', text='["yes", "no"]')
 
-Which pages does a request need in layers that look back a few tokens alone?
+`behind` and `longest` say which pages a request needs in layers that look back a few tokens alone.
 
 >>> behind(window=8, computed=17, size=4), longest(8, 4, [True, True, False, True, True, True])
 (2, 6)
@@ -27,7 +27,7 @@ from shardlib.serve.cost import needed, ordered, pages_each
 from shardlib.serve.plan import ServingPlan
 
 # --------------------------------------------------------------------------------------------------
-# How the next token is chosen: what a request may ask for.
+# Sampling: options of how the next token is chosen.
 
 #: Tokens with a bias, and likeliest tokens that are listed, at most: those of OpenAI's interface.
 MOST_BIASED, MOST_LISTED = 300, 20
@@ -117,7 +117,7 @@ def number(value: object) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# How many requests and tokens are served?
+# Capacity: numbers of requests and tokens.
 
 
 @dataclass(frozen=True, kw_only=True)

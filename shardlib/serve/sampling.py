@@ -1,4 +1,4 @@
-"""The next token of each row, from logits."""
+"""The next token of each row, from logits: penalties and biases, sampling, and guides of forms."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _edited(logits: jax.Array, edits: Edits) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# How the token of each row is chosen, as arrays.
+# Sampling options of each row, as arrays.
 
 #: An operand: an array of the host, or of a device.
 Array = jax.Array | np.ndarray
@@ -356,7 +356,7 @@ def _drawn(logits: jax.Array, choices: Choices) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which tokens may come next, where an answer has a form: masks by llguidance.
+# Guides: masks of the tokens that may come next, by llguidance, where an answer has a form.
 #
 # Forms are a stranger's, and their compiler is native code: each form is compiled in a process of
 # its own (`grammars.py`, `shardlib.untrusted.confined`), which then says the masks of all answers
@@ -731,7 +731,7 @@ class Guided:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the rows of a step are, and what they tell.
+# The rows of a step, and their results.
 
 #: A user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab]; of a
 #: Linen model with a cache of its own (logits, updated collections).

@@ -1,6 +1,7 @@
-"""Who is served next, and where keys and values go. Plain values of Python: no JAX in here.
+"""The order in which requests are served, and the pages of their keys and values. Plain values of
+Python: no JAX in here.
 
-Which tenant has had the least?
+`Counters` say which tenant has been served least.
 
 Each tenant, told by the salt of its requests, has a counter of the tokens that were computed for
 it, over its share; of requests of one priority, those of the tenant with the lowest counter come
@@ -15,7 +16,8 @@ computed.
 >>> counters.of("big") < counters.of("small")
 True
 
-Pages of the cache: free, in use by so many requests, or kept for the prefix that they hold.
+A `Pool` has the pages of the cache: free, in use by some requests, or kept for the prefix that they
+hold.
 
 A page that no request uses any more is kept while nobody needs the room; the one that has been kept
 the longest goes first. A page is in use by several requests only where it is full and all of them
@@ -26,7 +28,7 @@ begin with the tokens that it holds.
 >>> pool.available, pool.held([b"digest", b"other"])
 (2, [0])
 
-What does a page hold? A digest of every token up to its end.
+`digests` name the contents of pages: a digest of every token up to the end of the page.
 
 Pages of equal digests hold equal keys and values, so that a request whose prompt begins as another
 one did takes its pages over. SHA-256, since two prompts of one digest would be served each other's
@@ -365,17 +367,16 @@ def digests(
 
 
 # --------------------------------------------------------------------------------------------------
-# Which tokens does the next step compute?
+# The schedule: the tokens of the next step.
 #
 #     requests that only lack their next token    one token each, first
 #     prompts                                     in chunks, as far as the step's go
 #     no page left                                the request that ranks last gives its pages back,
 #                                                 and starts anew later, with its answer so far
 #
-# Of requests of one priority those of the tenant that has had the least are first (`fairness.py`).
-# A request is admitted when there is a slot and its pages are there; pages that hold the beginning
-# of its prompt are shared. At least its last token is computed, since there are no logits
-# otherwise.
+# Of requests of one priority those of the tenant that has had the least are first (`Counters`). A
+# request is admitted when there is a slot and its pages are there; pages that hold the beginning of
+# its prompt are shared. At least its last token is computed, since there are no logits otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""The best choice under the limits, and the curve of those that nothing beats.
+"""The search for a serving plan: the best choice under the limits, the curve of the best plans, and
+questions that search again.
 
 Every choice of the space is priced, so the answer is exact within the prices, and nothing has to be
 bounded. Without a rate, all devices work and as many requests come as can be served. With one, the

@@ -1,6 +1,6 @@
-"""What is served: a model with its weights, its tokenizer and its name.
+"""A served model: its weights, its tokenizer and its name.
 
-What a model reads and writes: texts as tokens, and back.
+A `Text` turns texts into tokens, and back.
 
 >>> text = ByteText()
 >>> text.encode("é"), text.decode([195, 169])
@@ -23,7 +23,7 @@ from shardlib.serve.program import Forward
 from shardlib.serve.requests import Capacity, Sampling
 from shardlib.untrusted.data import JsonMapping
 
-#: What stands in a text for bytes that are no character, or not yet one.
+#: What stands in a text for bytes that are not a character, or not yet one.
 UNKNOWN = "\ufffd"
 #: Tokens that `Pieces` decodes again at most, where none of them ends with a whole character.
 LONGEST_KEPT = 32
@@ -52,7 +52,7 @@ class Text(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens; what is no character, or not yet one, is U+FFFD."""
+        """The text of some tokens; what is not a character, or not yet one, is U+FFFD."""
         ...
 
     def raw(self, token: int) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What can be chosen.
+"""The choices of a serving plan, and their prices.
 
 tensor     every number of devices that divides those of the machine
 """
@@ -115,7 +115,7 @@ class ServingPins:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a server is asked for.
+# Demands on a server.
 
 OBJECTIVES: tuple[str, ...] = ("throughput", "latency")
 #: No request is longer, tokens.
@@ -363,13 +363,13 @@ class Replica:
 
 
 # --------------------------------------------------------------------------------------------------
-# Every choice with what it is predicted to do.
+# Every choice with its predictions.
 #
 # For each tensor and chunk all batches are priced side by side. Requests are taken to be as long
 # as the average, and to come evenly. In a step every request of the batch gets a token, and a
 # share of the steps computes a chunk of prompts beside:
 #
-# share = batch x prompt / (output x chunk),
+#     share = batch x prompt / (output x chunk),
 #
 # since a request needs its prompt once in as many steps as its answer has tokens. It stays below
 # `BUSY`. A prompt waits behind others as in a queue of fixed service times (M/D/1), takes a step

@@ -267,7 +267,7 @@ def operands(sizes: Capacity, shape: Shape, devices: int) -> Given:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where do weights and pages of a served model live?
+# Places of the weights and pages of a served model.
 #
 # Weights are sharded over all devices that share a layer (`shardlib.serve.propagation`); pages
 # over groups of devices, and within a group over key heads, and over the tokens of a page where

@@ -1,10 +1,9 @@
-"""Files and texts that somebody else wrote: read within limits, checked against types, shown
-without surprises.
+"""Files and texts of strangers: read within limits, checked against types, shown without surprises.
 
-Everything that shardlib reads of a file goes through here. `documents` makes plain data of JSON and
-TOML, within limits on size, depth and numbers; `typed` makes values of plain data, by the
-annotations of their dataclasses; `shown` makes text of strangers fit for messages, terminals and
-web pages.
+Everything that shardlib reads of a file goes through here. `data` makes plain data of JSON and
+TOML, within limits on size, depth and numbers, makes values of plain data by the annotations of
+their dataclasses, and makes text of strangers fit for messages, terminals and web pages. `confined`
+runs native code on a stranger's input.
 
 >>> from shardlib.errors import PlanError
 >>> parse_json('{"zero": 1}', "the plan", PlanError)
@@ -14,9 +13,9 @@ Traceback (most recent call last):
     ...
 shardlib.errors.PlanError: the plan is no JSON: NaN is no finite number
 
-confined.py        native code on a stranger's input runs in processes of its own, with limits
-confined_child.py  the process of `confined.py`
-data.py            types of plain data, by the names that signatures use
+confined.py        native code on a stranger's input, in processes with limits
+confined_child.py  the program of such a process
+data.py            documents, typed values and text of strangers
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Native code on a stranger's input runs in processes of its own, with limits.
+"""Runs native code on a stranger's input in processes of its own, with limits.
 
 A library that is written in C or Rust may take for ever, take all memory, or overflow its stack on
 a hostile input, and no `except` catches that. So a *program*, one file that imports the library and

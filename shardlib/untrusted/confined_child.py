@@ -1,4 +1,5 @@
-"""The process of `confined.py`: prepares a program, and forks for each piece of work.
+"""The program of the processes of `confined.py`: prepares a user's program, and forks for each
+piece of work.
 
     python -I confined_child.py PROGRAM.py          (its input is a socket)
 

@@ -1,7 +1,7 @@
-r"""Types of plain data, by the names that signatures use.
+r"""Plain data of strangers: documents read within limits, values typed by the annotations of their
+dataclasses, arguments of public functions, and text that is safe to show.
 
-Text of a stranger as it is shown: escaped where a terminal would obey it, and no longer than a
-reader can use.
+Text is escaped where a terminal would obey it, and no longer than a reader can use:
 
 >>> printable("a\x1b[2Jb")
 'a\\x1b[2Jb'
@@ -40,7 +40,7 @@ JsonMapping: TypeAlias = Mapping[str, Json]
 
 
 # --------------------------------------------------------------------------------------------------
-# Arguments of public functions: whether they are of the kind that is asked for, and seeds.
+# Arguments of public functions: checks of their kind, and seeds.
 
 #: Seeds are below it.
 SEEDS = 2**31
@@ -176,7 +176,7 @@ def bounded(failures: Sequence[str]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Plain data from a JSON or TOML file of a stranger.
+# Plain data from a stranger's JSON or TOML file.
 #
 # A document is read within limits that no honest one comes near, and what comes out is plain: text
 # is UTF-8, numbers are finite, no key is there twice, nothing is nested deeper than
@@ -412,8 +412,8 @@ def _check_text(text: str) -> None:
 # What plain data looks like follows from the type, so that a field that a dataclass gets tomorrow
 # is read and checked like the others:
 #
-# - `int`, `float`, `str`, `bool`, `None`: themselves. A bool is no number, a number is finite, an
-#   integer fits into 63 bits.
+# - `int`, `float`, `str`, `bool`, `None`: themselves. A bool is not a number, a number is finite,
+#   an integer fits into 63 bits.
 # - a tuple of any length, a sequence: a list. A tuple of one length: a list of that length.
 # - pairs, `tuple[tuple[str, V], ...]`, and a mapping: an object from the first to the second, or a
 #   list of pairs; of triples, (first, rest as a list).
@@ -608,7 +608,7 @@ class _Reader:
         )
 
 
-#: Of types that are no dataclasses, how each is read.
+#: Of types that are not dataclasses, how each is read.
 Forms = Mapping[Any, Form]
 
 

@@ -1,4 +1,4 @@
-"""What of Flower is used, by its own names. Flower is imported when it is first needed."""
+"""The parts of Flower that are used, by its own names. Flower is imported when first needed."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def client(job: Job, *, mods: Sequence[Mod] = ()) -> ClientApp:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a server needs: the first record of parameters, a state of the last, metrics of rounds.
+# The server's side: the first record of parameters, a state of the last, metrics of rounds.
 
 LOG = logging.getLogger("shardlib.islands.federated")
 
@@ -365,7 +365,7 @@ def _has_metrics(reply: RecordDict, weighted_by: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What do rounds of noise cost? The epsilon of differential privacy, by `dp-accounting`.
+# The cost of rounds of noise: the epsilon of differential privacy, by `dp-accounting`.
 #
 # Flower's wrappers (`DifferentialPrivacyServerSideFixedClipping` and others) clip the update of
 # each client to a norm C, and add noise of deviation z C / m to the mean over m clients: z is the

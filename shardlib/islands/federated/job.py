@@ -1,4 +1,4 @@
-"""What the clients of a federation train: everything but their rows is alike."""
+"""The job of a federation: everything that its clients train alike, but for their rows."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def _mapped(opt_state: Tree, change: Callable[[ProximalState], Tree]) -> Tree:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a client is asked, and what it answers: arrays of the host and plain numbers.
+# Requests to a client and their answers: arrays of the host and plain numbers.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

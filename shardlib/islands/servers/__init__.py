@@ -10,10 +10,8 @@
 Workers and servers are processes of one machine that talk over its loopback address, or Ray
 actors:
 
-    ownership.py which server owns which elements
-
 Servers own equal runs of the elements of all parameters. A message is a frame of a JSON header and
-arrays, a question with one answer; `wire/messages.py` has the table. Of what may happen:
+arrays, a question with one answer; `wire.py` has the table. Of what may happen:
 
 - A worker dies: its connections close, the others go on and no longer wait for it; what it had not
   pushed is lost. It is named in `Trained.events`.
@@ -22,7 +20,7 @@ arrays, a question with one answer; `wire/messages.py` has the table. Of what ma
 - A server dies: it is started again from its checkpoint, and workers, which ask again until it
   answers, push once more what it had not answered. What it had applied since the checkpoint is
   lost. A push that comes twice is applied once.
-- Somebody else connects, or sends what is no frame, no message or not finite: refused, named.
+- Somebody else connects, or sends what is not a frame, not a message or not finite: refused, named.
 
 crew.py            the processes of a run
 island.py          islands that are processes of their own, each with its planned, sharded

@@ -187,7 +187,7 @@ def environment(devices: int | None, more: Mapping[str, str]) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What came of training over parameter servers.
+# Results of training over parameter servers.
 
 #: Losses at the end of a run whose mean is shown.
 LAST = 8

@@ -6,7 +6,6 @@ TCP.
         for step in range(10_000):
             state, metrics = island.step(state, rows(island.number, step))
 
-exchanging.py what an island says to the server, in a thread beside its steps
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ def in_use_order(uses: Iterable[Part], parts: Mapping[str, Part]) -> list[Part]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an island says to the outer server, in a thread beside its steps.
+# Exchange with the outer server, in a thread beside the island's steps.
 
 #: Gives the runs of a fragment on the host, float32, one for each parameter in it.
 Runs = Callable[[], Sequence[np.ndarray]]

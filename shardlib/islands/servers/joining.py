@@ -1,6 +1,6 @@
 """`join`: this process as one of the islands; what cannot be is refused before anything starts.
 
-Where islands meet, and which of them this process is. Whoever starts it says so in variables:
+Variables of the environment say where islands meet, and which of them this process is:
 
     SHARDLIB_MEETING             HOST:PORT of the outer server
     SHARDLIB_ISLAND              number of this island, from 0 on

@@ -7,7 +7,7 @@ In either direction bytes leave one after the other at the rate of the link, and
 latency; all connections share both directions. `stall` holds everything for some time. It is for
 tests, benchmarks and trials: a real link loses packets, and its rate is not constant.
 
-How long a meeting takes over a link: an island sends its outer gradient, and gets the mean.
+The time of a meeting over a link: an island sends its outer gradient, and gets the mean.
 
     seconds = (bytes sent + bytes received) / bytes_per_s + 2 latency_s
 

@@ -1,4 +1,5 @@
-"""Rounds of islands that are processes of their own: who meets, and what is outer. Free of JAX.
+"""Rounds of islands that are processes of their own: attendance, outer parameters, the wire form of
+vectors, and the service of the outer server. Free of JAX.
 
 Islands train apart, and send an outer gradient (outer parameters as they last had them, minus their
 own) every so many steps. A *round* is about one fragment of the parameters, and has one mean:
@@ -14,9 +15,7 @@ own) every so many steps. A *round* is about one fragment of the parameters, and
 Both ends do the same sums in the same order, so that outer parameters are alike bit for bit. Whose
 round is over, who comes back or comes late enters again, and begins the next with the others.
 
-attendance.py who is there, who has sent, when a round closes
-
-What is outer: parameters that all islands start a round from, and the momentum of their update.
+`Outer` has the parameters that all islands start a round from, and the momentum of their update.
 
 Islands and the server each have a copy, and do the same sums in the same order.
 
@@ -27,7 +26,7 @@ Islands and the server each have a copy, and do the same sums in the same order.
 >>> outer.theta.tolist(), outer.momentum.tolist()
 ([0.25, 0.25], [0.5, 0.5])
 
-Parameters as one vector, and the fragments of it that meet together.
+An `Outline` is all parameters as one vector, with the fragments of it that meet together.
 
 Parameters stand one after the other, by path, each flattened. A fragment is an equal run of all
 elements, wherever it begins and ends: each is as large as the others to an element, so that the
@@ -38,7 +37,8 @@ which may differ. What the server does is done element by element.
 >>> [str(part) for part in outline.parts(0, 2)], outline.span(1, 2)
 (['a[0:5]'], (5, 10))
 
-A vector as it crosses: float32, bfloat16, or int8 and int4 in blocks that have a scale each.
+`pack` makes the wire form of a vector: float32, bfloat16, or int8 and int4 in blocks that have a
+scale each.
 
 Rounding is that of meetings in one process (`shardlib.lowering.islands.meeting`), by arrays
 of NumPy: blocks are those of one parameter, half of the smallest step rounds to even.
@@ -50,7 +50,7 @@ of NumPy: blocks are those of one parameter, half of the smallest step rounds to
 >>> [round(float(one), 4) for one in unpack(sent, [2, 1], "int8")]
 [1.0, -0.5039, 0.26]
 
-Who is in a round, who has sent, and when it closes.
+`Attendance` says which islands are in a round, which have sent, and when it closes.
 
 Islands begin a round together. Who comes while one is open waits for the next, so that nobody waits
 for somebody who has just begun; where too few are in a round for its quorum, or they have waited
@@ -230,7 +230,7 @@ LARGEST = {"int8": 127, "int4": 7}
 
 
 class PackingError(ShardlibError, ValueError):
-    """Arrays that are no vector of this form."""
+    """Arrays that are not a vector of this form."""
 
 
 def packed_bytes(sizes: Sequence[int], wire: str) -> int:
@@ -328,7 +328,7 @@ def _without_padding(padded: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the outer server holds of a run: its exchange, outer parameters, what came in a round.
+# State of the outer server: its exchange, outer parameters, and what came in a round.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,7 +512,7 @@ def exchange_of(text: str) -> DiLoCo:
 
 
 # --------------------------------------------------------------------------------------------------
-# How long rounds wait, and for how many islands.
+# Timeouts of rounds, and their quorum.
 
 #: What follows where a round has too few islands.
 Short = Literal["wait", "fail"]
@@ -829,13 +829,15 @@ def _named(arrays: dict[str, np.ndarray], kind: str) -> Flat:
 # --------------------------------------------------------------------------------------------------
 # From a message of an island to its answer: what the outer server does, whatever carries messages.
 #
-# | asked | of an island | answered |
-# |-----------|-----------------------------------------|---------------------------------------| |
-# `enter` | its exchange and outline (`about`) | `wait`; `empty`; or what is outer | | `offer` |
-# parameters to begin with, where `empty` | | | `send` | an outer gradient, its round and weight |
-# the mean; `wait`; `late`; `again` | | `skip` | that its outer gradient is not finite | the same |
-# | `collect` | whether the round is closed | the same | | `repeat` | the mean of the round before,
-# `behind` | | | `leave` | that it is done | |
+# | asked     | of an island                            | answered                              |
+# |-----------|-----------------------------------------|---------------------------------------|
+# | `enter`   | its exchange and outline (`about`)      | `wait`; `empty`; or what is outer     |
+# | `offer`   | parameters to begin with, where `empty` |                                       |
+# | `send`    | an outer gradient, its round and weight | the mean; `wait`; `late`; `again`     |
+# | `skip`    | that its outer gradient is not finite   | the same                              |
+# | `collect` | whether the round is closed             | the same                              |
+# | `repeat`  | the mean of the round before, `behind`  |                                       |
+# | `leave`   | that it is done                         |                                       |
 #
 # `late`: the round was closed without it, and it enters again. `again`: the server was started
 # again, and does not have what it had sent; `behind`: nor the round before. `failed`: there are

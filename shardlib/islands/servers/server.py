@@ -1,8 +1,7 @@
-"""A server: what it holds, and what it does with what workers send. Free of JAX.
+"""A parameter server: its shard of the parameters, its update, its clock, its checkpoint and its
+answers. Free of JAX.
 
-listening.py connections, a thread each
-
-What a server does with a gradient: plain SGD or Adagrad, in float32, element by element.
+A gradient is applied by plain SGD or Adagrad, in float32, element by element.
 
 Adagrad is that of `optax.adagrad` (Duchi et al., 2011), with the same epsilon:
 
@@ -55,7 +54,8 @@ from shardlib.islands.servers.wire import (
 from shardlib.untrusted.data import JsonObject, construct, fit, parse_json, printable
 
 # --------------------------------------------------------------------------------------------------
-# Who may begin a step? The first server is asked, and knows how far every worker is.
+# The gate: admission of workers to steps. The first server is asked, and knows the progress of
+# every worker.
 #
 # A worker waits in two cases alone: while another trains alone (warm start), and while it is more
 # than `bound` steps ahead of the slowest worker that is there. Who comes late, or comes back,
@@ -525,7 +525,7 @@ def _require_same(header: About, exchange: Asynchronous, server: int, path: Path
 
 
 # --------------------------------------------------------------------------------------------------
-# From a message to its answer: what a server does, whatever carries the messages.
+# The service: answers to messages, whatever carries them.
 #
 # Threads ask at the same time; arrays are sent and written outside of the lock.
 

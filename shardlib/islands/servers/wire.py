@@ -1,6 +1,7 @@
-"""What workers and servers say to each other: frames of a JSON header and arrays, over TCP.
+"""The wire between workers and servers: frames of a JSON header and arrays, over TCP, and the
+messages in them.
 
-Which server owns which elements of the parameters?
+`owned` says which server owns which elements of the parameters.
 
 Parameters stand one after the other, by path, each flattened; every server owns an equal run of all
 elements. What servers do is done element by element, so that a run may begin and end anywhere.
@@ -10,7 +11,7 @@ elements. What servers do is done element by element, so that a run may begin an
 ['a[0:5]']
 ['a[5:6]', 'b[0:4]']
 
-The order in which elements cross between a worker and a server, in buckets.
+An order says in which buckets elements cross between a worker and a server.
 
 A worker knows it (`shardlib.planner.transfers`), and says it with what it asks for; a server needs
 no model. Each bucket is one array, named by its number; what a bucket has of a parameter is said by
@@ -50,7 +51,7 @@ from shardlib.untrusted.data import Json, JsonMapping, JsonObject, Limits, const
 # --------------------------------------------------------------------------------------------------
 # The body of a frame, array by array, in the order in which they were given.
 #
-# 8 bytes: length of the layout | layout: JSON of names, dtypes, shapes, offsets | the arrays
+#     8 bytes: length of the layout | layout: JSON of names, dtypes, shapes, offsets | the arrays
 #
 # That is safetensors (whose own writer sorts arrays by dtype and name), so that either end may
 # read it as a whole; but what stands in front can be used while the rest is on its way, and what
@@ -71,7 +72,7 @@ _WORDS = {dtype: name for name, dtype in _NAMES.items()}
 
 
 class BodyError(ShardlibError, ValueError):
-    """Bytes that are no body."""
+    """Bytes that are not a body."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,7 @@ def _entry(name: str, description: object) -> tuple[int, int, Entry]:
 # --------------------------------------------------------------------------------------------------
 # A frame: a mark, two lengths, a header in JSON, and a body of safetensors.
 #
-# b"SLF1" | header bytes, 4 | body bytes, 8 | header | body (integers little-endian)
+#     b"SLF1" | header bytes, 4 | body bytes, 8 | header | body (integers little-endian)
 #
 # Lengths are held against limits before anything is read for them, the header is read within the
 # limits of `shardlib.untrusted`, and safetensors has arrays and nothing that could be run.
@@ -230,7 +231,7 @@ CHUNK = 1 << 20
 
 
 class FrameError(ShardlibError, ValueError):
-    """Bytes that are no frame, or one that is larger than it may be."""
+    """Bytes that are not a frame, or one that is larger than it may be."""
 
 
 class ClosedError(ShardlibError, ConnectionError):
@@ -358,7 +359,7 @@ def _exactly(stream: Stream, count: int) -> bytes:
 
 
 # --------------------------------------------------------------------------------------------------
-# Who is there? Both ends of a new connection show that they know the secret of the run.
+# The greeting: both ends of a new connection show that they know the secret of the run.
 #
 # The server says a number, the worker seals who it is with that number and says one of its own,
 # with which the server seals its answer (`shardlib.launch.meeting`). The secret itself is never
@@ -487,26 +488,29 @@ def joined(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a worker asks of a server, and what it answers; every question has one answer.
+# Messages: every question of a worker to a server has one answer.
 #
-# | asked | of the worker | answered | |----------|----------------------------------------|-------
-# -------------------------------------| | `offer` | parameters that it begins with | whether
-# parameters are there | | `enter` | that it is about to do a step | `ok`, or `wait` and why | |
-# `fetch` | | parameters and clock | | `push` | a gradient, its serial, the clock seen | clock and
-# staleness | | `skip` | that a gradient was not finite | | | `leave` | that it is done | | |
-# `report` | | clock, histogram of staleness, events | | `save` | | once the checkpoint is on disk
-# |
+# | asked    | of the worker                          | answered                                   |
+# |----------|----------------------------------------|--------------------------------------------|
+# | `offer`  | parameters that it begins with         | whether parameters are there               |
+# | `enter`  | that it is about to do a step          | `ok`, or `wait` and why                    |
+# | `fetch`  |                                        | parameters and clock                       |
+# | `push`   | a gradient, its serial, the clock seen | clock and staleness                        |
+# | `skip`   | that a gradient was not finite         |                                            |
+# | `leave`  | that it is done                        |                                            |
+# | `report` |                                        | clock, histogram of staleness, events      |
+# | `save`   |                                        | once the checkpoint is on disk             |
 #
 # The last two are asked by who has started the servers. An answer `refused` has changed nothing.
 # What islands and the outer server say to each other has the same form; its table is in
 # `shardlib.islands.servers.rounds`.
 
-#: Number of who is no worker, but has started all of them.
+#: Number of who is not a worker, but has started all of them.
 STARTER = -1
 
 
 class MessageError(ShardlibError, ValueError):
-    """A header that is no message."""
+    """A header that is not a message."""
 
 
 @dataclass(frozen=True, kw_only=True)

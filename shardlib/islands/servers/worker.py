@@ -1,7 +1,4 @@
-"""A worker: a planned, sharded program on its own devices, and the servers that it pushes to.
-
-computing.py the worker's own programs: gradients, their sum, local steps
-"""
+"""A worker: a planned, sharded program on its own devices, and the servers that it pushes to."""
 
 from __future__ import annotations
 
@@ -63,8 +60,8 @@ from shardlib.planner.transfers import in_buckets
 from shardlib.untrusted.data import shown
 
 # --------------------------------------------------------------------------------------------------
-# What workers train, and how each finds it in its own process: by the file and the name of a
-# function. Nothing is pickled.
+# Jobs of workers, which each finds in its own process by the file and the name of a function.
+# Nothing is pickled.
 
 #: The name under which a script is loaded again: what stands under `if __name__ == "__main__"` does
 #: not run.
@@ -158,8 +155,9 @@ def _module(reference: Reference) -> ModuleType:
 # --------------------------------------------------------------------------------------------------
 # Parameters of the servers as they come in, bucket after bucket.
 #
-# landing = Landing({"w": 4}, {"w": 2}) receiver = landing.receiver(order) # takes what comes of
-# one server, in a thread landing.run("w", 0) # the first half of "w", as soon as it is there
+#     landing = Landing({"w": 4}, {"w": 2})
+#     receiver = landing.receiver(order)   # takes what comes of one server, in a thread
+#     landing.run("w", 0)                  # the first half of "w", as soon as it is there
 
 #: A part of a parameter that is waited for: its path, and which of its equal runs.
 Run = tuple[str, int]
@@ -512,7 +510,7 @@ def _require_floating(trained: Mapping[str, jax.ShapeDtypeStruct]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# In which order a worker's elements cross: parameters as the forward pass needs them, gradients
+# The order in which a worker's elements cross: parameters as the forward pass needs them, gradients
 # the other way round, as the backward pass makes them.
 #
 # Each server sends what it owns in that order, so that with several of them over one link what is

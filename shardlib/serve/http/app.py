@@ -1,4 +1,4 @@
-"""OpenAI's interface over `shardlib.serving.hosting`, with FastAPI and uvicorn (extra `serve`)."""
+"""OpenAI's interface over `shardlib.serve.hosting`, with FastAPI and uvicorn (extra `serve`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a body says to what an engine is asked."""
+"""Bodies of requests: read, checked, and turned into requests of an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardlib.serve.requests import MOST_BIASED, STOP, Asked, Form, Sampling
 from shardlib.untrusted.data import JsonObject, shown
 
 # --------------------------------------------------------------------------------------------------
-# What bodies have in common.
+# The base of all bodies.
 #
 # Values are of the types that they have in JSON; no number is made of a text, and none of a
 # boolean. Fields that are not here are ignored, as OpenAI ignores what it does not know.
@@ -87,7 +87,7 @@ def _is_half(text: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# How an answer is chosen, when it ends, and how it is sent.
+# Options of an answer: its sampling, its end, and its form on the wire.
 
 #: Texts that end an answer, and characters of each.
 STOPS, STOP_LENGTH = 16, 256
@@ -210,7 +210,7 @@ class Choosing(Sampled):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is wrong with the fields of a body, each by the name that the body has for it.
+# Faults of the fields of a body, each by the name that the body has for it.
 
 
 def refuse_unserved(body: Choosing) -> None:
@@ -220,7 +220,7 @@ def refuse_unserved(body: Choosing) -> None:
 
 
 def refuse_unusable(body: Choosing, deployed: Deployment, *, tokens: int, formed: bool) -> None:
-    """Refuses figures that are no answer's, and tokens that the model does not have."""
+    """Refuses figures that no answer has, and tokens that the model does not have."""
     if body.top and not body.listed:
         raise fault("top_logprobs", "top_logprobs needs logprobs")
     if not tokens and not body.echoes:
@@ -288,7 +288,7 @@ async def encoded(text: str, deployed: Deployment, *, name: str, begin: bool = T
 
 
 # --------------------------------------------------------------------------------------------------
-# How tokens are chosen.
+# Sampling.
 
 #: The least probability that OpenAI's `top_p: 0` stands for.
 LEAST_TOP_P = 1e-6

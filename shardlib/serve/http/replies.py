@@ -1,4 +1,4 @@
-"""What is answered."""
+"""Replies: choices, whole or as streams of events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardlib.serve.served import UNKNOWN
 from shardlib.untrusted.data import Json, JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# What every object of an answer has, and the tokens that are counted.
+# The head of every object of an answer, and the tokens that are counted.
 
 
 @dataclass(kw_only=True)

@@ -103,7 +103,7 @@ def _written(vector: np.ndarray, body: Embedding) -> list[float] | str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What completions and chat have in common: places, and answers whole or streamed.
+# Common parts of completions and chat: places, and answers whole or streamed.
 
 
 @contextlib.contextmanager
@@ -238,7 +238,7 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
 
 
 # --------------------------------------------------------------------------------------------------
-# How the server is: `/health`, `/metrics`, and the page for people with its figures.
+# State of the server: `/health`, `/metrics`, and the page for people with its figures.
 
 
 def status_routes(models: Mapping[str, Deployment], watching: Watching) -> APIRouter:

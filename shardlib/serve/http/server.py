@@ -20,7 +20,7 @@ from shardlib.serve.http.settings import Settings
 
 #: Bytes that wait in the system for the reader of a connection, about.
 SEND_BYTES = 1 << 17
-#: Open files of the process that are no connections, at most.
+#: Open files of the process that are not connections, at most.
 OTHER_FILES = 512
 
 

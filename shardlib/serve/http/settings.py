@@ -1,4 +1,4 @@
-"""What whoever starts the server may change."""
+"""Settings, guards, faults, models by name, and figures of a running server."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _median(samples: deque[tuple[float, float]], now: float) -> float | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is answered where something is wrong, in the form of OpenAI's interface.
+# Faults, in the form of OpenAI's interface.
 
 #: Kinds of errors by status; others are the client's.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
@@ -271,7 +271,7 @@ class Fault(HTTPException):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        text = message.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+        text = message.encode("utf-8", "replace").decode()  # half of a surrogate pair is not text
         super().__init__(status, text, dict(headers or {}))
         self.code, self.param = code, param
 
@@ -425,7 +425,7 @@ def install(app: FastAPI) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Who may ask, and how much: before anything of a body is read.
+# The guard: keys and limits, checked before anything of a body is read.
 
 #: What everybody may look at.
 OPEN = frozenset({"/", "/health", "/figures", "/metrics"})
