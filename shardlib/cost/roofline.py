@@ -325,7 +325,8 @@ class Efficiency:
         sort: times that a sort reads and writes its operands.
         optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
         misaligned: share of its speed that a matmul keeps whose columns or depth are not
-            a multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section 3.1).
+            a multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide",
+            section 3.1).
         skew: coefficient of variation of the popularity of experts, for which all wait for the
             busiest device (`shardlib.cost.roofline`, which has typical values); None:
             every expert gets as many tokens as any other.

@@ -1,4 +1,4 @@
-"""What goes over the wire at the roll call: lines of JSON, sealed with the secret of the job.
+"""The wire of the roll call: lines of JSON, sealed with the secret of the job.
 
 Each end says a number that nobody has said before; the other end's line carries an HMAC-SHA256 (RFC
 2104) of that number, of who is speaking, and of what is said, by the secret, which itself never
@@ -68,7 +68,7 @@ def sealed(secret: str, challenge: str, who: str, content: JsonMapping) -> bytes
 
 
 def opened(secret: str, challenge: str, who: str, line: bytes) -> JsonObject:
-    """What a line says."""
+    """Returns the content of a line."""
     try:
         sealed_line = _object(
             parse_json(line, "the line", LaunchError, limits=Limits(bytes=32 * LINE_BYTES, depth=4))

@@ -1385,8 +1385,9 @@ def _right(index: int, right: Collection[int]) -> str:
 # prediction stands at the start of every measured step that it has room for; without measured
 # steps, once.
 #
-#     predicted         the parts of the step one after the other, as the estimate has no order;
-#                       then the kinds of collectives, each from the start on, its exposed part apart
+#     predicted         the parts of the step one after the other, as the estimate has no
+#                       order; then the kinds of collectives, each from the start on, its
+#                       exposed part separate
 #     predicted stages  what each stage does when, where the plan has a pipeline
 #     measured, device  the recorded steps, and the instructions of the program: computation and
 #                       collectives apart, those that run at the same time below each other
