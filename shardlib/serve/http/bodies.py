@@ -87,7 +87,7 @@ def _is_half(text: str) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Options of an answer: its sampling, its end, and its form on the wire.
+# Options of an answer: its sampling, its end, and how it is sent.
 
 #: Texts that end an answer, and characters of each.
 STOPS, STOP_LENGTH = 16, 256
