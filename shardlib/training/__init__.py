@@ -4,8 +4,10 @@ byte_program.py  the program of a byte-level transformer
 callbacks.py     functions that are called while a run goes on
 display.py       progress in a notebook, and text of the trained model
 fit.py           the training loop
+identity.py      digests of what is trained, as far as it decides the numbers
 loggers.py       receivers of the numbers and events of a run, beside the JSON lines in its folder
-measures.py      losses and metrics, rates, the load of the machine, profiles
+measures.py      losses and metrics, and the load of the machine
+rates.py         learning rates that go with a batch, and profiles
 run.py           the folder of a run
 settings.py      settings of a run
 states.py        averages of parameters, learning rates, adapters, and changed models

@@ -1,5 +1,5 @@
-"""What is being trained, as far as it decides the numbers: taken from what is traced, not from what
-somebody calls it.
+"""Digests of what is trained, as far as it decides the numbers: of the traced programs, whatever
+their names.
 
     loss        its jaxpr, with derivatives that are written by hand, and the numbers in it
     optimizer   the jaxprs of its `init` and `update`, without their numbers; the guards of the step

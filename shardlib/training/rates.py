@@ -1,4 +1,4 @@
-"""Learning rates that go with a batch, and how large a batch may be.
+"""Learning rates that go with a batch, the largest sensible batch, and profiles of steps.
 
 A batch k times as large takes k times fewer steps, so each must go further. Goyal et al.
 (arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to 8,192 images;
