@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
 from shardlib.checkpointing import reading
-from shardlib.checkpointing import reading as from_disk
 from shardlib.checkpointing.islands import (
     OF_ISLANDS,
     AnyProgram,
@@ -213,7 +212,7 @@ class Source:
             path: stored_leaf(target[path], self.about.arrays[stored])
             for path, stored in paths.items()
         }
-        for portion in from_disk.portions(leaves):
+        for portion in reading.portions(leaves):
             named = {paths[path]: leaf for path, leaf in portion.items()}
             arrays = reading.read_arrays(self.path, self.about, named, self.camera)
             for path in portion:

@@ -32,7 +32,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from shardlib.checkpointing import reading
-from shardlib.checkpointing import reading as description
 from shardlib.checkpointing.elastic import Source, read_other_number
 from shardlib.checkpointing.folder import Folder, Owner
 from shardlib.checkpointing.islands import AnyProgram, State, form_of, is_alike
@@ -55,7 +54,6 @@ from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.planner.plan import Plan
 from shardlib.processes import values
-from shardlib.processes import values as processes
 from shardlib.processes.values import by_owners, owners_of
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
@@ -124,9 +122,7 @@ def set_aside(
     """
     findings: list[Finding] = []
     for step, text in damaged.items():
-        name = (
-            folder.set_aside(step) if processes.together_is_first() and not read_only else str(step)
-        )
+        name = folder.set_aside(step) if values.is_process_zero() and not read_only else str(step)
         findings.append(
             Finding(
                 code="checkpoint-damaged",
@@ -341,7 +337,7 @@ def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
 
 def _not_written(folder: Folder, step: int, error: Exception) -> CheckpointError:
     """Clears away what was written, since it may fill the disk, and says what was wrong."""
-    if processes.together_is_first():
+    if values.is_process_zero():
         with contextlib.suppress(OSError):  # the next run deletes it
             folder.clear(step)
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
@@ -399,7 +395,7 @@ class Checkpoints:
         self._under_way: Future[None] | None = None
         self._lent, self._owner = owner is not None, owner
         if not read_only:
-            processes.first_decides("folder of checkpoints", self._open)
+            values.first_decides("folder of checkpoints", self._open)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -456,9 +452,9 @@ class Checkpoints:
         self.wait()
         self._require()
         step = operator.index(step)
-        if processes.together_is_first() and (taken := self._folder.taken(step)):
+        if values.is_process_zero() and (taken := self._folder.taken(step)):
             raise CheckpointError(taken)
-        plain = description.checked_extra(extra or {})
+        plain = reading.checked_extra(extra or {})
         named = named_leaves(form_of(state))
         snapshot = self._camera.take(raw_arrays(named))
 
@@ -470,7 +466,7 @@ class Checkpoints:
                 self._write(
                     step,
                     snapshot,
-                    description.described(
+                    reading.described(
                         step, snapshot.sums(), specs, plan, plain, dict(metrics or {})
                     ),
                 )
@@ -521,7 +517,7 @@ class Checkpoints:
                 "parameters_only=True makes a new state of the optimizer, and the target does not"
                 " say which\nTry: restore(program, parameters_only=True)"
             )
-        candidates = processes.steps_of_first(self.steps())
+        candidates = values.steps_of_first(self.steps())
         if not candidates or (step is not None and step not in candidates):
             raise missing(self._folder, step, candidates)
         damaged: dict[int, str] = {}
@@ -541,7 +537,7 @@ class Checkpoints:
         """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
         self._require()
         write_checkpoint(self._folder, step, snapshot, about)
-        if processes.together_is_first():
+        if values.is_process_zero():
             delete_superfluous(self._folder, self.keep, step)
 
     def _require(self) -> None:

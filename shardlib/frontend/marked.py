@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.annotation import tree
-from shardlib.annotation import tree as activations
 from shardlib.annotation.names import Model, PureLoss
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.decisions.pins import PinMapping, aliased
@@ -279,7 +278,7 @@ def total_problem(traced: TracedStep) -> Problem:
     )
     axes = {_key(path): names for path, _, _, names in described}
     needed = _needed(loss, model.params, batch, others)
-    with activations.no_mesh():
+    with tree.no_mesh():
         total = trace(
             model,
             loss,

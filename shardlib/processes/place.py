@@ -47,7 +47,6 @@ from typing import Any
 
 from shardlib.errors import LaunchError, StoppedError, raise_all
 from shardlib.processes import kin
-from shardlib.processes import kin as who
 from shardlib.untrusted.data import read_regular
 
 #: Seconds that a process waits for the others; a pod that is pulled anew takes minutes.
@@ -424,7 +423,7 @@ class Watchdog:
         self._step, self._phase, self._since, self._patience = 0, "start", time.monotonic(), 10.0
         self._closed, self._told = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, name="shardlib-watchdog", daemon=True)
-        self._number, self._boot = 0, who.boot()
+        self._number, self._boot = 0, kin.boot()
         self._beat()
         self._thread.start()
 
@@ -484,7 +483,7 @@ class Watchdog:
             lasts=time.monotonic() - self._since,
             number=self._number,
             boot=self._boot,
-            clock=who.clock(),
+            clock=kin.clock(),
         )
         with contextlib.suppress(OSError):  # a full disk must not end the run
             write_whole(self._path, json.dumps(asdict(beat)))

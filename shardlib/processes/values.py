@@ -688,7 +688,7 @@ def without_shards(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 # for another.
 
 
-def together_is_first() -> bool:
+def is_process_zero() -> bool:
     """Returns whether this process is the one that deletes and renames."""
     return jax.process_index() == 0
 
@@ -718,7 +718,7 @@ def first_decides(name: str, decide: Callable[[], T]) -> T | None:
     """
     if jax.process_count() == 1:
         return decide()
-    if not together_is_first():
+    if not is_process_zero():
         _raise_alike(all_say(name, "")[0])
         return None
     try:

@@ -16,15 +16,6 @@ from jax.extend import core as jex
 from shardlib.graph import Dependence, RowDim, Rows
 from shardlib.jax_types import Aval, Eqn, EqnParams, Jaxpr
 from shardlib.tracing import row_rules
-from shardlib.tracing import row_rules as custom
-from shardlib.tracing import row_rules as elementwise
-from shardlib.tracing import row_rules as indexing
-from shardlib.tracing import row_rules as joining
-from shardlib.tracing import row_rules as linalg
-from shardlib.tracing import row_rules as loops
-from shardlib.tracing import row_rules as movement
-from shardlib.tracing import row_rules as random
-from shardlib.tracing import row_rules as reduction
 from shardlib.tracing.layouts import raising_line
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.row_kinds import (
@@ -50,13 +41,13 @@ from shardlib.tracing.row_rules import constant, constants
 # something that is learned reads it: the operand is noted in `Analysis.handed`, for whoever works
 # through the batch in parts.
 
-_RULES: Mapping[str, elementwise.Rule] = {
-    **elementwise.ELEMENTWISE_TABLE,
-    **movement.MOVEMENT_TABLE,
-    **joining.JOINING_TABLE,
-    **reduction.REDUCTION_TABLE,
-    **indexing.INDEXING_TABLE,
-    **linalg.LINALG_TABLE,
+_RULES: Mapping[str, row_rules.Rule] = {
+    **row_rules.ELEMENTWISE_TABLE,
+    **row_rules.MOVEMENT_TABLE,
+    **row_rules.JOINING_TABLE,
+    **row_rules.REDUCTION_TABLE,
+    **row_rules.INDEXING_TABLE,
+    **row_rules.LINALG_TABLE,
 }
 
 
@@ -169,7 +160,7 @@ class Analysis:
                 kind.with_(origin=(first.path, index)) if kind.beforehand else kind
                 for index, kind in enumerate(results)
             ]
-        if first.name not in ("add", "add_any", "convert_element_type", "copy", *loops.LOOPS):
+        if first.name not in ("add", "add_any", "convert_element_type", "copy", *row_rules.LOOPS):
             results = [kind.with_(running=False) if kind.running else kind for kind in results]
         return results
 
@@ -204,21 +195,21 @@ class Analysis:
     def _results(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
         name = step.name
         if name in CUSTOM:
-            return custom.results(self, step, kinds)
+            return row_rules.results(self, step, kinds)
         if name == "custom_linear_solve":
-            return linalg.linear_solve(self, step, kinds)
-        if name in loops.LOOPS:
-            return loops.LOOPS[name](self, step, kinds)
-        tagged = indexing.tagged(step, kinds)
+            return row_rules.linear_solve(self, step, kinds)
+        if name in row_rules.LOOPS:
+            return row_rules.LOOPS[name](self, step, kinds)
+        tagged = row_rules.tagged(step, kinds)
         if tagged is not None:
             return tagged
-        if name in random.RANDOM_TABLE:
-            return random.RANDOM_TABLE[name](step, kinds)
-        if name not in indexing.LOOKUPS:
+        if name in row_rules.RANDOM_TABLE:
+            return row_rules.RANDOM_TABLE[name](step, kinds)
+        if name not in row_rules.LOOKUPS:
             kinds = [
                 (
                     kind.with_(family="data", tag=None, place=None)
-                    if indexing.positional(kind) or kind.tag == "false"
+                    if row_rules.positional(kind) or kind.tag == "false"
                     else kind
                 )
                 for kind in kinds
@@ -229,7 +220,7 @@ class Analysis:
 
     def _by_rule(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
         if all(kind.family == "free" for kind in kinds) and not (
-            step.name in indexing.LOOKUPS and step.name != "gather" and step.result_dims()
+            step.name in row_rules.LOOKUPS and step.name != "gather" and step.result_dims()
         ):
             return constants(step, kinds, learned=any(kind.descent.learned for kind in kinds))
         rule = _RULES.get(step.name)
@@ -262,7 +253,7 @@ class Analysis:
         """An operand beside others that are learned."""
         if (
             not kind.beforehand
-            or (step.name in indexing.LOOKUPS and indexing.positional(kind))
+            or (step.name in row_rules.LOOKUPS and row_rules.positional(kind))
             or kind.running
         ):
             return kind

@@ -47,7 +47,7 @@ from shardlib.lowering.islands.program import name_of, streams_of, with_trained
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.planner.transfers import in_buckets
-from shardlib.processes.values import first_decides, is_first, together_is_first, whole
+from shardlib.processes.values import first_decides, is_first, is_process_zero, whole
 
 # --------------------------------------------------------------------------------------------------
 # A meeting of an island, once it is done, and while it is not.
@@ -692,11 +692,9 @@ class SeveralProcesses(Exchanging):
         parameters, enter = first(), super().enter
         first_decides("the entry of an island", lambda: enter(lambda: parameters))
         number = _of_first(np.int32(self.round))
-        theta = (
-            self.outer.theta if together_is_first() else np.zeros(self.outline.total, np.float32)
-        )
+        theta = self.outer.theta if is_process_zero() else np.zeros(self.outline.total, np.float32)
         theta = _of_first(theta)
-        if not together_is_first():
+        if not is_process_zero():
             self.round, self._outer = int(number), Outer.first(theta)
 
     def send(self, runs: Runs) -> Crossed:
@@ -704,12 +702,12 @@ class SeveralProcesses(Exchanging):
         returns.
         """
         parameters, span, fragment = runs(), self.span(), self.fragment
-        crossed = super().send(lambda: parameters) if together_is_first() else None
+        crossed = super().send(lambda: parameters) if is_process_zero() else None
         return Heard(island=self, crossed=crossed, span=span, fragment=fragment)
 
     def leave(self) -> None:
         """See `Exchanging.leave`."""
-        if together_is_first():
+        if is_process_zero():
             super().leave()
 
 
@@ -750,7 +748,7 @@ class Heard:
         if not in_time:
             return None
         theta = _of_first(self.island.outer.theta[start:stop])
-        if together_is_first():
+        if is_process_zero():
             return met
         self.island.outer.theta[start:stop] = theta
         self.island.round = number + 1

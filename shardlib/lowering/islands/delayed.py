@@ -27,7 +27,6 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import StateError
 from shardlib.exchanges import DiLoCo, spaces, wire_bytes
 from shardlib.jax_types import Value
-from shardlib.lowering.islands import meeting
 from shardlib.lowering.islands import meeting as layers
 from shardlib.lowering.islands.meeting import (
     Rows,
@@ -227,7 +226,7 @@ class Sending(IslandCall):
     def function(self, *arguments: Arrays) -> tuple[Arrays]:
         """(sent before, parameters, outer parameters) -> sent now."""
         before, thetas, outer = arguments
-        taken = meeting.taken(self.mesh, thetas, self.rests, self.rows)
+        taken = layers.taken(self.mesh, thetas, self.rests, self.rows)
         placed = [held(theta, state) for theta, state in zip(taken, self.states, strict=True)]
         specs = [sharding.spec for sharding in self.states]
         sent = jax.shard_map(
@@ -237,9 +236,9 @@ class Sending(IslandCall):
 
     def _sent(self, before: Arrays, thetas: Arrays, outer: Arrays) -> Arrays:
         """On one device."""
-        pairs = zip(meeting.rows_of(self.rows, outer), thetas, strict=True)
+        pairs = zip(layers.rows_of(self.rows, outer), thetas, strict=True)
         gradients = [theta - local.astype(jnp.float32) for theta, local in pairs]
-        return meeting.with_rows(self.rows, before, gradients)
+        return layers.with_rows(self.rows, before, gradients)
 
 
 class Packing(IslandCall):
@@ -265,7 +264,7 @@ class Packing(IslandCall):
     def _packed(self, sent: Arrays) -> Value:
         """On one device."""
         kind = self.exchange.wire
-        row = joined(meeting.rows_of(self.rows, sent), kind, 1)
+        row = joined(layers.rows_of(self.rows, sent), kind, 1)
         return row if kind == "float32" else packed(row, kind)
 
 
