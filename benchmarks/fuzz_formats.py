@@ -30,7 +30,7 @@ from shardlib.report.pages import html_report
 from shardlib.untrusted.data import parse_json
 from shardlib.verification.report import read_baseline
 from tests.models.configs import PUBLISHED
-from tests.planning.fixture_plan import PLAN
+from tests.planner.fixture_plan import PLAN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
     python benchmarks/pins_never_beat.py [--jobs 500] [--first SEED] [--out FILE]
 
 Pins restrict the space that is searched, so no pinned plan may be faster than the free one. Draws
-random small models and machines with random pins (`tests/planning/pinned_jobs.py`) and prints how
+random small models and machines with random pins (`tests/planner/pinned_jobs.py`) and prints how
 many pinned plans were faster; each of them is in the table.
 """
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.environment import RESULTS, write
-from tests.planning.pinned_jobs import PINS_A_MODEL, beaten
+from tests.planner.pinned_jobs import PINS_A_MODEL, beaten
 
 
 def main() -> None:

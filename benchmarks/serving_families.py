@@ -5,7 +5,7 @@ imported, with small random weights, in float32 on a CPU.
 
 `transformers` builds each model, saves it, and continues some prompts greedily; `read_folder` reads
 the same folder and its engine answers all prompts together. It needs torch, transformers and peft beside
-shardlib. `--write` stores the tokens of `transformers` for tests/serving/test_folders.py, which
+shardlib. `--write` stores the tokens of `transformers` for tests/serve/test_folders.py, which
 draws the same weights.
 """
 
@@ -50,7 +50,7 @@ from shardlib.serve.served import (
     Served,
 )
 from tests.models.configs import PUBLISHED, tiny
-from tests.serving.hf_folders import write_tokenizer
+from tests.serve.hf_folders import write_tokenizer
 
 GOLDEN = ROOT / "tests" / "serving" / "transformers_tokens.json"
 PROMPTS = ([5, 2, 7, 11, 60, 3, 9], [1], [33, 33, 12, 8, 4, 19, 21, 2, 40, 41, 5])

@@ -59,7 +59,7 @@ from shardlib.serve.artefacts import (
     user_pass,
 )
 from shardlib.serve.triton.repository import Repository
-from tests.serving.classifier import Classifier, classifier, forward
+from tests.serve.classifier import Classifier, classifier, forward
 
 SEQ, ROWS, MOST = 32, 16, 24
 CARD = """

@@ -2,13 +2,13 @@
 
     python benchmarks/steps_on_every_mesh.py [--marked] [--seconds 500] [--redo]
 
-The nine steps of `tests/steps/examples.py` on each of the 38 ordered factorisations of 1 to 8
+The nine steps of `tests/frontend/examples.py` on each of the 38 ordered factorisations of 1 to 8
 devices over data, fsdp and tensor axes - ZeRO 1, 2 and 3 in turn where there is an fsdp axis, and 0
 where there is none, as other combinations are refused - beside plain JAX on one device: three steps
 on simulated devices in float32, states and metrics, at most 1e-5 of the largest element of each
 array or of one. The batch has 16 rows; where a mesh does not divide them, the refusal is noted, and
 the case is run with four rows for each shard of the batch. `--marked` runs the steps of
-`tests/steps/marked.py`, whose losses are marked, with two microbatches.
+`tests/frontend/marked.py`, whose losses are marked, with two microbatches.
 
 Results are kept as they come, one file for each version of JAX; what is there is not done again as
 long as the code of the package is the same.
@@ -38,9 +38,9 @@ import numpy as np
 
 import shardlib
 from shardlib.errors import ShardlibError
-from tests.steps import examples
-from tests.steps.examples import EXAMPLES
-from tests.steps.marked import MARKED
+from tests.frontend import examples
+from tests.frontend.examples import EXAMPLES
+from tests.frontend.marked import MARKED
 
 AXES = ("data", "fsdp", "tensor")
 STEPS, ROWS, TOLERANCE = 3, 16, 1e-5

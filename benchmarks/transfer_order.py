@@ -13,7 +13,7 @@ communication is about compute. In turn, in one run:
 - at once: the step waits for all parameters, and the push for all gradients.
 
 Efficiency is TicTac's, (sum - step) / (sum - max) of compute and wire. Numbers do not depend on the
-order, bit for bit (`tests/servers/test_stages.py`). With one microbatch the step is also replayed
+order, bit for bit (`tests/islands/servers/test_stages.py`). With one microbatch the step is also replayed
 (`shardlib.planner.transfers`): a fetch beside the forward pass, and, the other way round in
 time, a push beside the backward pass, which is taken to be two thirds of the compute.
 """

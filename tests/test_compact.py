@@ -10,7 +10,7 @@ import shardlib
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
 from shardlib.planner.plan import Plan, source_of
-from tests.planning import worlds
+from tests.planner import worlds
 
 pytestmark = pytest.mark.long
 #: Characters of ten lines of a terminal.

@@ -28,7 +28,7 @@ def test_tables_name_what_exists():
     ("path", "tier"),
     [
         ("tests/cost/test_links.py", "unit"),
-        ("tests/hardware/test_local_machine.py", "processes"),
+        ("tests/machines/test_local_machine.py", "processes"),
         ("tests/lowering/test_step.py", "compile"),
         ("tests/attic/test_old.py", None),
         ("shardlib/cost/collectives.py", "unit"),

@@ -3,8 +3,8 @@
     python docs/site/notebooks.py notebooks/01_annotate_and_plan.ipynb [...]
 
 What differs from run to run, times and warnings of libraries, is what `plain` leaves out; the rest
-of a stored notebook is that of a fresh run, which `tests/test_notebooks.py` holds. Where a notebook
-shows what a compiler made, it is that of a fresh run with the same versions.
+of a stored notebook is that of a fresh run, which `tests/docs/test_notebooks.py` holds. Where a
+notebook shows what a compiler made, it is that of a fresh run with the same versions.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.cli import main
-from tests.planning.fixture_plan import PLAN
+from tests.planner.fixture_plan import PLAN
 
 CARD = """\
 vocab_size = 256

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from shardlib.report.changes import change
-from tests.planning.fixture_plan import PLAN
+from tests.planner.fixture_plan import PLAN
 
 REVIEW = Path(__file__).parents[2] / "examples" / "review"
 

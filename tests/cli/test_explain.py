@@ -10,7 +10,7 @@ import pytest
 from shardlib.planner.plan import Plan
 from shardlib.report.text import explain
 from shardlib.verification.report import FORMAT
-from tests.planning.fixture_plan import PLAN
+from tests.planner.fixture_plan import PLAN
 
 
 def test_explain_prints_the_explanation(shell, plan_file: Path):

@@ -31,7 +31,7 @@ from shardlib.cost.layers import weights_of
 from shardlib.graph import Graph, Op, StepGraph, check
 from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem
-from tests.planning import worlds
+from tests.planner import worlds
 
 POLICIES = ("none", "full", "dots")
 

@@ -49,7 +49,7 @@ from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload
 from shardlib.report.text import explain
 from shardlib.verification.report import other_compiler
-from tests.planning import worlds
+from tests.planner import worlds
 
 PIN = {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2}
 KEY = ("v5e", (("jax", "0.10.2"), ("jaxlib", "0.10.2"), ("libtpu", "0.0.42")))

@@ -13,7 +13,7 @@ from shardlib.cost.terms import Compute, Shapes, Transfer, local
 from shardlib.machines.topology import topology
 from shardlib.planner.workload import prepare
 from shardlib.propagation.colours import Choice
-from tests.planning import worlds
+from tests.planner import worlds
 
 
 def simulated(assignments: int, devices: int, experts: int, skew: float) -> float:

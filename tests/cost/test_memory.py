@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import worlds
 
 from shardlib.cost.facts import fuse, intervals, levels, points
 from shardlib.cost.framework import FrameworkProfile, framework_profile
@@ -23,6 +22,7 @@ from shardlib.planner.assembly import price
 from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import Choice
+from tests.planner import worlds
 
 
 def workload() -> Workload:

@@ -16,7 +16,7 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
 from shardlib.planner.workload import Workload
-from tests.planning import worlds
+from tests.planner import worlds
 
 
 def workload() -> Workload:

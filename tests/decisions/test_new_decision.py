@@ -38,7 +38,7 @@ from shardlib.decisions.pins import Pins
 from shardlib.errors import ShardlibError
 from shardlib.planner import planner
 from shardlib.planner.plan import Plan
-from tests.planning import worlds
+from tests.planner import worlds
 
 def refused(make):
     try:
@@ -95,7 +95,7 @@ def test_it_is_pinned_and_stored(answers: dict[str, Any]) -> None:
 
 def test_plans_without_it_keep_their_identity(answers: dict[str, Any]) -> None:
     from shardlib.planner import planner
-    from tests.planning import worlds
+    from tests.planner import worlds
 
     assert planner.search(worlds.mlp(), "h100:2").digest == answers["digest"]
 

@@ -16,7 +16,7 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
 from shardlib.planner.workload import Workload, prepare
-from tests.planning import worlds
+from tests.planner import worlds
 
 LISTED = [(word, value) for word, entry in TABLE.items() for value in entry.choices]
 #: What a value needs: a machine, a model, what it calls. Four layers on two GPUs do for all others,

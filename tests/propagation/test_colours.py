@@ -6,11 +6,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import worlds
 
 from shardlib.layout import MeshShape
 from shardlib.propagation.colours import Choice, colour
 from shardlib.propagation.contractions import placements
+from tests.planner import worlds
 
 
 def test_names_flow_from_parameters_to_unnamed_arrays() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-import worlds
 
 from shardlib.graph import Problem, check
 from shardlib.propagation.colours import Choice, colour, in_pieces
+from tests.planner import worlds
 
 HEADS, WIDTH = 4, 6
 EMBED = HEADS * WIDTH

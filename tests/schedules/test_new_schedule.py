@@ -32,7 +32,7 @@ from shardlib.schedules import (
     makespan,
     simulate,
 )
-from tests.planning import worlds
+from tests.planner import worlds
 
 WORLD = worlds.layers(depth=8, vocab=512)
 ROOMS = Path(schedules.__file__).parent

@@ -21,7 +21,7 @@ from shardlib.training.loggers import JsonLines, LoggedRun, Logger, MLflow, Tens
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import Validation
-from tests.planning.fixture_plan import PLAN
+from tests.planner.fixture_plan import PLAN
 from tests.training.small import batch_of, compiled
 
 RECORDS: tuple[dict[str, Any], ...] = (

@@ -28,7 +28,7 @@ from shardlib.verification.isolation import (
     run_child,
     target,
 )
-from tests.planning.fixture_plan import PLAN
+from tests.planner.fixture_plan import PLAN
 
 HERE = target(topology("cpu:2"), MeshShape(data=2))
 OOM = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 86.97G of 15.75G hbm. Exceeded hbm capacity by 71.23G.

@@ -33,7 +33,7 @@ from shardlib.planner.workload import Workload
 from shardlib.report.text import explain
 from shardlib.verification.refining import COMPILATIONS, one_of_each_policy, refine
 from shardlib.verification.report import CompiledStep, Verification
-from tests.planning import worlds
+from tests.planner import worlds
 
 CONFIG = TransformerConfig(
     name="tiny",

@@ -6,7 +6,7 @@ kernel there are three numbers - seconds of its matrix work at the full peak, of
 its traffic at the full bandwidth - and how often each segment of the step runs it; of collectives
 their counts and bytes. A figure of `shardlib.cost.roofline.Efficiency` divides or scales
 columns of that table, and the rest is the cost model's own `sums` and `combine`. The result is that
-of `Quote.seconds` but for rounding, which `tests/test_published_unseen.py` holds for random figures.
+of `Quote.seconds` but for rounding, which `tests/benchmarks/test_published_unseen.py` holds for random figures.
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""What the README shows is what happens: outputs are compared line by line, but for measured
+times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardlib.cli import main
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+#: How long a search took: the one figure of these outputs that is measured.
+MEASURED = re.compile(r"priced in [\d.]+ \w+;")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of an output, measured times masked, and paragraphs that wrap around one as one
+    line.
+    """
+    joined = re.sub(r"\n    (?=\S)", " ", text)
+    return [MEASURED.sub("priced in T;", line).rstrip() for line in joined.splitlines()]
+
+
+def compare(shown: str, printed: str) -> None:
+    """Every line that is shown stands in what is printed, in order and without others between, but
+    where "..." stands.
+    """
+    found, at, skipping = lines_of(printed), 0, False
+    for line in lines_of(shown):
+        if line == "...":
+            skipping = True
+            continue
+        if skipping and line:
+            assert line in found[at:], f"{line!r} is not printed after line {at}"
+            at, skipping = found.index(line, at), False
+        if skipping:
+            continue
+        assert at < len(found) and found[at] == line, (line, found[at : at + 1])
+        at += 1
+    assert skipping or not any(found[at:]), found[at:]
+
+
+def block(after: str) -> str:
+    """The fenced text behind a mark."""
+    return re.search(re.escape(after) + r"\n```\n(.*?)```", README, re.DOTALL).group(1)
+
+
+def test_the_example_prints_what_follows_it():
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    compare(block("<!-- example -->"), printed.getvalue())
+
+
+def test_the_program_on_simulated_devices_comes_with_what_simulates_them():
+    section = README.split("## What you can do with it")[1].split("\n## ")[0]
+    devices = re.search(r'shardlib.compile\(.*topology="cpu:(\d+)"', section).group(1)
+    assert f"JAX_NUM_CPU_DEVICES={devices}" in section
+
+
+@pytest.mark.long
+def test_the_command_prints_what_follows_it_and_the_picture_is_of_its_plan(capsys, tmp_path):
+    command, shown = block("<!-- llama -->").split("\n", 1)
+    assert command.startswith("$ shardlib ")
+    with pytest.raises(SystemExit) as ended:
+        main([*shlex.split(command.removeprefix("$ shardlib ")), "--out", f"{tmp_path}/p.json"])
+    assert not ended.value.code
+    compare(shown, capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main(["explain", f"{tmp_path}/p.json", "--svg", f"{tmp_path}/p.svg"])
+    stored = Path(__file__).parents[2] / "docs" / "pictures" / "llama3-405b.svg"
+    again = "shardlib explain plan.json --svg docs/pictures/llama3-405b.svg"
+    assert (tmp_path / "p.svg").read_text() == stored.read_text(), f"old; make it again: {again}"
+
+
+def test_a_wrong_line_is_noticed():
+    compare("a\n...\nd\n", "a\nc\nd\n")
+    for shown in ("a\nb\nd\n", "a\n...\ne\n", "a\n", "a\nc\nd\ne\n"):
+        with pytest.raises(AssertionError):
+            compare(shown, "a\nc\nd\n")
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README):
+        assert (Path(__file__).parents[2] / link).exists(), link

@@ -1,0 +1,227 @@
+"""What a step's program knows, keeps, refuses and proves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib
+from shardlib.errors import (
+    AnnotationError,
+    ArgumentError,
+    BatchError,
+    PinError,
+    StateError,
+    TracingError,
+)
+from shardlib.tracing.steps import trace_step
+from tests.frontend.examples import EXAMPLES, ROWS, Example, drawn
+from tests.frontend.test_equal import plain
+
+#: What each example trains, and what it only reads.
+ROLES = {
+    "language_model": ({"params"}, set()),
+    "gan": ({"g", "d"}, set()),
+    "distillation": ({"student"}, {"teacher"}),
+    "dpo": ({"lora"}, {"base"}),
+    "ppo": ({"nets"}, set()),
+    "contrastive": ({"encoder"}, {"slow", "queue"}),
+    "two_towers": ({"params"}, set()),
+    "meta_learning": ({"params"}, set()),
+    "ema_teacher": ({"student"}, {"teacher"}),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_weights_gradients_and_what_follows_them_are_found(name: str):
+    example = EXAMPLES[name]()
+    state = jax.eval_shape(example.init, jax.eval_shape(lambda: jax.random.key(0)))
+    traced = trace_step(example.step, state, example.batch, batch_axes=example.batch_axes)
+
+    def tops(numbers: Any) -> set[str]:
+        return {traced.paths[number].partition(".")[0] for number in numbers}
+
+    trained, read = ROLES[name]
+    frozen = set(traced.roles.weights) - set(traced.roles.gradients)
+    assert tops(traced.roles.gradients) == trained
+    assert tops(frozen) == read
+    matrices = {
+        path
+        for path, leaf in zip(traced.paths, jax.tree.leaves(state), strict=True)
+        if path.partition(".")[0] in trained and len(leaf.shape) > 1
+    }
+    assert matrices <= {traced.paths[number] for number in traced.roles.gradients}
+    kept = sum(
+        one.state_bytes_per_element * np.prod(one.shape) for one in traced.problem.parameters
+    )
+    followers = sum(
+        leaf.size * leaf.dtype.itemsize
+        for number, leaf in enumerate(jax.tree.leaves(state))
+        if number in traced.roles.followers
+    )
+    assert kept == pytest.approx(followers)
+
+
+def test_moments_rest_where_their_weights_do_and_nothing_is_copied():
+    example = EXAMPLES["language_model"]()
+    program = shardlib.compile_step(
+        example.init, example.step, example.batch, topology="cpu:8",
+        pin={"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3},
+    )  # fmt: skip
+    of = dict(zip(program.traced.paths, program.layouts.state, strict=True))
+    for name in ("embed", "qkv", "out", "up", "down", "head"):
+        moments = [path for path in of if path.startswith("opt.") and path.endswith(f".{name}")]
+        assert len(moments) == 2
+        assert {of[path] for path in moments} == {of[f"params.{name}"]}
+        assert "fsdp" in of[f"params.{name}"].axes
+    memory = program.compiled().memory_analysis()
+    state = sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(program.state)
+    )
+    assert memory.alias_size_in_bytes >= 0.99 * state
+
+
+def test_it_is_explained_and_asked_like_any_plan():
+    example = EXAMPLES["distillation"]()
+    program = shardlib.compile_step(example.init, example.step, example.batch, topology="cpu:8")
+    text = program.plan.explain()
+    assert "step on cpu:8" in text or "step" in text.splitlines()[0]
+    assert "x" in program.plan.why_not(tensor=2)
+    assert {one.role for one in program.plan.parameters} == {"trained", "frozen"}
+
+
+def test_a_state_goes_to_another_mesh(tmp_path: Path):
+    example = EXAMPLES["ema_teacher"]()
+
+    def on(pin: dict[str, Any]) -> Any:
+        return shardlib.compile_step(
+            example.init, example.step, example.batch, topology="cpu:8", pin=pin
+        )
+
+    one, other = on({"mesh": {"fsdp": 8}, "zero": 3}), on({"mesh": {"tensor": 2}})
+    state = one.step(one.init(1), example.batch)[0]
+    one.save(tmp_path / "saved", state)
+    found = other.restore(tmp_path / "saved")
+    for mine, theirs in zip(plain(found), plain(state), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    ahead, there = one.step(state, example.batch)[0], other.step(found, example.batch)[0]
+    for mine, theirs in zip(plain(there), plain(ahead), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_a_flax_module_is_split_and_trained():
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(16, 32, rngs=rngs)
+            self.norm = nnx.LayerNorm(32, rngs=rngs)
+            self.down = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.down(nnx.gelu(self.norm(self.up(x))))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    optimizer = optax.adam(1e-2, eps=1e-3)
+    state = {"params": params, "opt": optimizer.init(params)}
+    batch = {"x": drawn(1, ROWS, 16), "y": drawn(2, ROWS, 16)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        def loss(params: Any) -> jax.Array:
+            return ((nnx.merge(graph, params)(batch["x"]) - batch["y"]) ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(state["params"])
+        updates, opt = optimizer.update(gradients, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {
+            "loss": value
+        }
+
+    program = shardlib.compile_step(
+        state, step, batch, topology="cpu:8", pin={"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3}
+    )
+    mine, theirs = program.init(), state
+    for _ in range(2):
+        mine, found = program.step(mine, batch)
+        theirs, wanted = jax.jit(step)(theirs, batch)
+        np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)
+    for a, b in zip(plain(mine), plain(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert float(state["params"]["up"]["kernel"][...].sum()) != 0  # the user's own is still there
+
+
+def test_a_decorated_step_and_a_decorated_forward_pass():
+    example = EXAMPLES["gan"]()
+    state = example.init(jax.random.key(3))
+    step = shardlib.parallelize(example.step)
+    mine, theirs = state, state
+    for _ in range(2):
+        mine, found = step(mine, example.batch)
+        theirs, wanted = jax.jit(example.step)(theirs, example.batch)
+        for a, b in zip(plain((mine, found)), plain((theirs, wanted)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    assert float(state["g"][0]["w"].sum()) == float(
+        example.init(jax.random.key(3))["g"][0]["w"].sum()
+    )
+
+    @shardlib.parallelize(topology="cpu:8", pin={"mesh": {"data": 2, "tensor": 4}})
+    def forward(params: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ params["a"]) @ params["b"]
+
+    params = {"a": drawn(0, 16, 32), "b": drawn(1, 32, 8)}
+    for rows in (ROWS, 2 * ROWS):
+        x = drawn(rows, rows, 16)
+        np.testing.assert_allclose(
+            forward(params, x), np.maximum(x @ params["a"], 0) @ params["b"], atol=1e-4
+        )
+    assert forward.program(params, drawn(0, ROWS, 16)).plan.mesh["tensor"] == 4
+
+
+def step_of(example: Example, **change: Any) -> dict[str, Any]:
+    return {"init": example.init, "step": example.step, "batch": example.batch, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"step": 3}, ArgumentError, "it is a function"),
+        ({"step": lambda state, batch: 3.0}, TracingError, "or a pair"),
+        ({"step": lambda state, batch: ({}, {})}, StateError, "another structure(.|\n)*gone after"),
+        (
+            {"step": lambda state, batch: (jax.tree.map(lambda x: x[None], state), {})},
+            StateError,
+            "other arrays",
+        ),
+        ({"step": lambda state, batch: 1 / 0}, TracingError, "ZeroDivisionError"),
+        ({"init": lambda a, b, c: {}}, TracingError, "init cannot be traced"),
+        ({"batch": {}}, BatchError, "no rows"),
+        ({"pin": {"microbatches": 4}}, PinError, "needs them apart"),
+        ({"pin": {"mesh": {"stage": 2}}}, PinError, "stage"),
+        ({"pin": {"remat": "full"}}, PinError, "needs them apart"),
+        ({"pin": {"zer": 1}}, PinError, "zer"),
+        ({"axes": {"params": {"up": "embed"}}}, AnnotationError, "is no tuple of logical axes"),
+    ],
+)
+def test_wrong_steps_say_what_is_wrong(change: dict[str, Any], error: type, said: str):
+    given = step_of(EXAMPLES["language_model"](), **change)
+    init, step, batch = (given.pop(name) for name in ("init", "step", "batch"))
+    with pytest.raises(error, match=said):
+        shardlib.compile_step(init, step, batch, topology="cpu:8", **given)
+
+
+def test_a_state_that_is_gone_or_of_another_program_is_refused():
+    example = EXAMPLES["meta_learning"]()
+    program = shardlib.compile_step(example.init, example.step, example.batch, topology="cpu:8")
+    state = program.init()
+    program.step(state, example.batch)
+    with pytest.raises(StateError, match="donated"):
+        program.step(state, example.batch)
+    with pytest.raises(StateError, match="no state of the program"):
+        program.step({"params": 1}, example.batch)
+    with pytest.raises(BatchError):
+        program.step(program.init(), {"x": jnp.zeros((3, 8, 4)), "y": jnp.zeros((3, 8))})

@@ -1,0 +1,518 @@
+"""What stage, context and expert axes cost, against formulas that others published, and against
+recipes that experts use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import replace
+
+import pytest
+
+from shardlib.cost.framework import XLA
+from shardlib.cost.roofline import fitting_bytes
+from shardlib.decisions.pins import Pins
+from shardlib.errors import InfeasibleError, PinError
+from shardlib.graph import AttentionCalls
+from shardlib.machines.topology import topology
+from shardlib.planner import planner
+from shardlib.planner.plan import Plan
+from shardlib.planner.space import strategies
+from shardlib.planner.workload import Workload, prepare
+from shardlib.report.elements import bytes_text
+from shardlib.report.text import reasons
+from tests.planner import worlds
+
+
+def deep() -> Workload:
+    return worlds.prepared(
+        worlds.layers, batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1024, depth=8
+    )
+
+
+@functools.cache
+def function() -> Workload:
+    """With attention that is called as a function."""
+    return prepare(replace(deep().problem, functions=frozenset({"attention"})))
+
+
+def experts() -> Workload:
+    return worlds.prepared(worlds.experts)
+
+
+#: Recipes of Megatron-LM (arXiv:2104.04473, section 5), of FSDP (arXiv:2304.11277) and of context
+#: parallelism.
+RECIPES = [
+    {"mesh": {"data": 8}},
+    {"mesh": {"fsdp": 8}, "zero": 3},
+    {"mesh": {"tensor": 8}},
+    {"mesh": {"stage": 2, "tensor": 4}, "microbatches": 8},
+    {
+        "mesh": {"stage": 4, "data": 2},
+        "microbatches": 4,
+        "schedule": "interleaved",
+        "virtual_stages": 2,
+    },
+    {"mesh": {"fsdp": 4, "context": 2}, "zero": 3},
+]
+
+
+def plan(pin: dict[str, object], where: str = "h100:8", load: Workload | None = None) -> Plan:
+    load = load or deep()
+    return planner.search(load.problem, where, pin, load=load)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["h100:8", "2*h100:4"])
+def test_the_plan_is_never_worse_than_recipes(where: str) -> None:
+    best = plan({}, where)
+    assert best.search.gap == 0
+    for recipe in RECIPES:
+        assert best.estimate.step_seconds <= plan(recipe, where).estimate.step_seconds * (
+            1 + 1e-9
+        ), recipe
+
+
+@pytest.mark.parametrize("pin", RECIPES)
+def test_pinning_the_decisions_of_a_plan_gives_the_plan(pin: dict[str, object]) -> None:
+    first = plan(pin)
+    again = plan(first.decisions)
+    assert again.decisions == first.decisions and again.estimate == first.estimate
+    assert Plan.from_json(first.to_json()) == first
+
+
+@pytest.mark.long
+def test_no_schedule_means_no_stages() -> None:
+    every = list(planner.ranked(deep().problem, "h100:4", {"schedule": "none"}, load=deep()))
+    assert len(every) > 10 and all(one.candidate.mesh["stage"] == 1 for one in every)
+    assert {
+        one.candidate.mesh["stage"] for one in planner.ranked(deep().problem, "h100:4", load=deep())
+    } > {1}
+
+
+def test_a_bubble_is_that_of_its_schedule() -> None:
+    """(S - 1) / m of the time of a full pipeline, and 1 / v of that interleaved (arXiv:2104.04473,
+    section 2.2). What enters and leaves the stages is outside of the pipeline.
+    """
+    pin = {"mesh": {"stage": 4}, "microbatches": 4, "remat": "none"}
+    plain, interleaved = (
+        plan({**pin, **more}).estimate
+        for more in ({"schedule": "1f1b"}, {"schedule": "interleaved", "virtual_stages": 2})
+    )
+    ends = sum(one.seconds for one in plain.collectives if one.kind != "collective-permute")
+    busy = plain.seconds.compute + plain.seconds.exposed - ends
+    assert plain.seconds.bubble == pytest.approx(busy * 3 / 4, rel=0.02)
+    assert interleaved.seconds.bubble == pytest.approx(busy * 3 / 4 / 2, rel=0.1)
+
+
+def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
+    even, uneven = (
+        plan({"mesh": {"stage": n}, "microbatches": 8, "remat": "none", "schedule": "1f1b"})
+        for n in (4, 3)
+    )
+    assert (
+        uneven.estimate.seconds.bubble > even.estimate.seconds.bubble * 2 / 3
+    )  # 3 layers of 8 on two of three stages: 1/9 of all ticks more
+
+
+@pytest.mark.long
+def test_keys_and_values_go_around_the_context() -> None:
+    """Forward, each device gathers keys and values of batch x seq x heads x head_dim; their
+    gradients come back as reduce-scatters of the same arrays (arXiv:2310.01889).
+    """
+    found = plan(
+        {
+            "mesh": {"context": 4},
+            "context": "all-gather",
+            "remat": "none",
+            "zero": 1,
+            "microbatches": 1,
+        }
+    )
+    whole = 8 * 512 * 1024 * 4
+    gathers = [
+        c
+        for c in found.estimate.collectives
+        if c.kind == "all-gather" and c.axes == ("context",) and c.bytes == whole
+    ]
+    scatters = [
+        c
+        for c in found.estimate.collectives
+        if c.kind == "reduce-scatter" and c.axes == ("context",) and c.bytes == whole // 4
+    ]
+    assert (
+        sum(c.count for c in gathers) == 2 * 8 * 2
+    )  # keys and values of 8 layers, forward and backward
+    assert sum(c.count for c in scatters) == 2 * 8
+    ring = plan(
+        {"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1},
+        load=function(),
+    )
+    assert (
+        ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak
+        and ring.estimate.step_seconds <= found.estimate.step_seconds
+    )
+
+
+@pytest.mark.long
+def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_best() -> None:
+    """Then it is a kernel that writes no scores: 8 x 8 x 512 x 512 of them a layer here."""
+    load = prepare(
+        replace(
+            deep().problem,
+            functions=frozenset({"attention"}),
+            attention=AttentionCalls(without=(("cudnn", "heads are odd"),)),
+        )
+    )
+    free = planner.search(load.problem, "h100:8", load=load)
+    assert (
+        free.estimate.step_seconds
+        <= planner.search(deep().problem, "h100:8", load=deep()).estimate.step_seconds
+    )
+    asked = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
+    both = {
+        way: planner.search(load.problem, "h100:8", {**asked, "context": way}, load=load)
+        for way in ("all-gather", "ring", "ulysses")
+    }
+    assert both["ring"].estimate.device_bytes.peak < both["all-gather"].estimate.device_bytes.peak
+    assert planner.search(load.problem, "h100:8", asked, load=load).estimate.step_seconds == min(
+        one.estimate.step_seconds for one in both.values()
+    )
+    long = worlds.layers(batch=1, seq=4096, embed=64, hidden=256, heads=8, vocab=64, depth=2)
+    load, tight = (
+        prepare(
+            replace(
+                long,
+                functions=frozenset({"attention"}),
+                attention=AttentionCalls(without=(("cudnn", "heads are odd"),)),
+            )
+        ),
+        {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1},
+    )
+    least = planner.search(
+        load.problem, "h100:8", {**tight, "mesh.context": 8, "context": "ring"}, load=load
+    ).estimate.device_bytes.peak
+    machine = topology("h100:8")
+    small = replace(
+        machine, chip=replace(machine.chip, hbm_bytes=int(least * 1.1), reserved_bytes=0)
+    )
+    with pytest.raises(InfeasibleError):
+        planner.search(long, small, tight)
+    found = planner.search(load.problem, small, tight, load=load)
+    assert found.context in ("ring", "ulysses") and found.estimate.device_bytes.peak <= least * 1.1
+
+
+def _gathered(found: Plan) -> list[object]:
+    """Collectives of a gathered sequence: neither of gradients nor of the update."""
+    return [
+        c
+        for c in found.estimate.collectives
+        if c.kind in ("all-gather", "reduce-scatter") and c.cause != "updated parameters"
+    ]
+
+
+def test_a_ring_moves_keys_and_values_once_around_for_every_kernel() -> None:
+    """And their gradients in float32 (arXiv:2310.01889): three messages of a quarter over four
+    devices. Recomputed, they go around once more.
+    """
+    for remat, times in (("none", 3), ("full", 4)):
+        ring = plan(
+            {
+                "mesh": {"context": 4},
+                "context": "ring",
+                "remat": remat,
+                "zero": 1,
+                "microbatches": 1,
+            },
+            load=function(),
+        )
+        messages = [
+            c
+            for c in ring.estimate.collectives
+            if c.kind == "collective-permute" and c.axes == ("context",)
+        ]
+        assert {c.bytes for c in messages} == {8 * 512 * 1024 * 4 // 4} and sum(
+            c.count for c in messages
+        ) == 3 * 8 * 2 * times
+        assert not _gathered(ring)
+
+
+def test_heads_are_exchanged_by_all_to_alls_of_what_a_device_has() -> None:
+    """Of queries, keys, values and results, and of the gradients of all four (arXiv:2309.14509)."""
+    found = plan(
+        {
+            "mesh": {"context": 4},
+            "context": "ulysses",
+            "remat": "none",
+            "zero": 1,
+            "microbatches": 1,
+        },
+        load=function(),
+    )
+    mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
+    assert {c.bytes for c in mine} == {8 * 512 * 1024 * 4 // 4} and sum(
+        c.count for c in mine
+    ) == 8 * 8
+    assert found.attention == "cudnn" and not _gathered(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("where", "kind"), [("h100:8", "cudnn"), ("v5e:2x4", "splash"), ("cpu:8", "traced")]
+)
+def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, kind: str) -> None:
+    load = prepare(function().problem, topology(where).chip.vendor)
+    free, traced = (
+        planner.search(load.problem, where, pin, load=load)
+        for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"})
+    )
+    assert (
+        free.attention == kind
+        and free.decisions["attention"] == kind
+        and traced.attention == "traced"
+    )
+    assert (free.estimate.device_bytes.peak < traced.estimate.device_bytes.peak) == (
+        kind != "traced"
+    )
+    assert Plan.from_json(free.to_json()).attention == kind
+    without = prepare(
+        replace(load.problem, attention=AttentionCalls(without=((kind, "heads are odd"),))),
+        topology(where).chip.vendor,
+    )
+    found = planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without)
+    assert (
+        found.attention in ("traced", "blocks")
+        and found.estimate.step_seconds <= traced.estimate.step_seconds
+    )
+
+
+@pytest.mark.parametrize(
+    ("pin", "load", "message"),
+    [
+        ({"attention": "cudnn"}, "deep", "world does not call attention as a function"),
+        ({"attention": "splash"}, "function", "a kernel for chips of google, not of nvidia"),
+        (
+            {"attention": "blocks", "mesh.context": 2, "context": "all-gather"},
+            "function",
+            "leaves attention to the compiler",
+        ),
+        (
+            {"attention": "cudnn", "mesh.context": 2, "context": "ring"},
+            "function",
+            "a ring computes attention in blocks",
+        ),
+        ({"attention": "flash"}, "function", "it is one of 'traced', 'blocks'"),
+    ],
+)
+def test_attention_that_cannot_be_had(pin: dict[str, object], load: str, message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        plan(pin, load={"deep": deep, "function": function}[load]())
+
+
+def test_tokens_go_to_their_experts_and_home() -> None:
+    """Two all-to-alls a layer forward and two backward, of the tokens of a device (GShard,
+    arXiv:2006.16668, section 3.2).
+    """
+    found = plan({"mesh": {"expert": 4}, "zero": 1, "microbatches": 1}, load=experts())
+    mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
+    assert sum(c.count for c in mine) == 4 * 2 and {c.axes for c in mine} == {("expert",)}
+    tokens = 4 * 512 * 1024 * 4 // 4
+    assert all(
+        tokens <= c.bytes <= 1.5 * tokens for c in mine
+    )  # the busiest device has more than its share
+    layouts = {p.path: p for p in found.parameters}
+    assert "expert" in layouts["up"].compute.axes and found.experts == "dropless"
+    whole = plan({"mesh": {"data": 4}, "microbatches": 1}, load=experts())
+    assert found.estimate.device_bytes.parameters < whole.estimate.device_bytes.parameters / 3
+
+
+def test_chunks_of_stages_are_stages() -> None:
+    found = plan({"virtual_stages": 2, "zero": 0})
+    assert found.virtual_stages == 2 and found.mesh["stage"] > 1
+
+
+def test_a_pin_without_effect_is_said() -> None:
+    pin = {"mesh.data": 8, "axis_order": ["tensor"]}
+    (finding,) = [one for one in plan(pin).findings if one.code == "pin-without-effect"]
+    assert finding.where == "axis_order" and finding.severity == "warning"
+    used = plan({**pin, "mesh.data": 2, "mesh.tensor": 4})
+    assert "pin-without-effect" not in {one.code for one in used.findings}
+
+
+def test_no_program_has_a_ring_without_a_call_of_attention() -> None:
+    load, pin = deep(), {"mesh": {"context": 4}, "context": "ring"}
+    with pytest.raises(PinError, match="does not call attention as a function"):
+        planner.search(load.problem, "h100:8", pin, load=load)
+
+
+def test_memory_that_is_short_is_found_in_the_host() -> None:
+    roomy = plan({"mesh": {"data": 8}, "remat": "full"})
+    place = topology("h100:8")
+    parts = roomy.estimate.device_bytes
+    tight = dataclasses.replace(
+        place,
+        chip=dataclasses.replace(
+            place.chip, hbm_bytes=int(parts.peak - parts.optimizer / 2), reserved_bytes=0
+        ),
+        name="tight",
+    )
+    found = planner.search(
+        deep().problem,
+        tight,
+        {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches},
+        load=deep(),
+    )
+    assert (
+        found.offload
+        and found.estimate.device_bytes.peak <= fitting_bytes(tight)
+        and found.estimate.step_seconds > roomy.estimate.step_seconds
+    )
+    moved = found.estimate.offloaded
+    assert moved is not None and roomy.estimate.offloaded is None
+    same = plan({**found.decisions, "offload": ["none"]})
+    assert same.estimate.device_bytes.peak == pytest.approx(
+        found.estimate.device_bytes.peak + moved.device_bytes, rel=1e-6
+    )
+    assert found.estimate.step_seconds - moved.seconds == pytest.approx(
+        same.estimate.step_seconds, rel=1e-6
+    )
+    (why,) = [line for line in reasons(found, tight.chip.usable_bytes) if "Offloaded" in line]
+    assert f"would need {bytes_text(same.estimate.device_bytes.peak)}, more than the" in why
+
+
+@pytest.mark.long
+def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> None:
+    """Both ways over a disk of 1 GB/s a device; nothing undercuts the recipes, also where memory
+    holds nothing else.
+    """
+    place = topology("h100:8")
+    known = dataclasses.replace(
+        place, chip=dataclasses.replace(place.chip, disk_bytes_per_s=1e9), name="with-disks"
+    )
+    pin = {"mesh": {"data": 8}, "remat": "full", "microbatches": 1}
+    roomy, unpriced, priced = (
+        plan(pin),
+        plan({**pin, "offload": ["disk"]}),
+        planner.search(deep().problem, known, {**pin, "offload": ["disk"]}, load=deep()),
+    )
+    state = roomy.estimate.device_bytes.optimizer
+    assert [
+        finding.code for finding in unpriced.findings if finding.code == "disk-rate"
+    ] and "disk-rate" not in [finding.code for finding in priced.findings]
+    assert (
+        unpriced.estimate.device_bytes.peak
+        == priced.estimate.device_bytes.peak
+        == pytest.approx(roomy.estimate.device_bytes.peak - state)
+    )
+    assert unpriced.estimate.step_seconds == pytest.approx(roomy.estimate.step_seconds)
+    assert priced.estimate.step_seconds - roomy.estimate.step_seconds == pytest.approx(
+        2 * state / 1e9
+    )
+    assert "optimizer state" in str(priced.explain()) and Plan.from_json(priced.to_json()) == priced
+    tight = dataclasses.replace(
+        known,
+        chip=dataclasses.replace(
+            known.chip, hbm_bytes=int(1.3 * priced.estimate.device_bytes.peak), reserved_bytes=0
+        ),
+        name="tight",
+    )
+    best = planner.search(deep().problem, tight, {"offload": ["disk"]}, load=deep())
+    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= fitting_bytes(tight)
+    for recipe in RECIPES:
+        try:
+            assert best.estimate.step_seconds <= planner.search(
+                deep().problem, tight, {**recipe, "offload": ["disk"]}, load=deep()
+            ).estimate.step_seconds * (1 + 1e-9), recipe
+        except InfeasibleError:
+            continue
+    assert (
+        "disk"
+        not in planner.search(
+            deep().problem,
+            dataclasses.replace(tight, name="tighter"),
+            {"mesh": {"data": 8}, "remat": "full", "microbatches": 1, "offload": ["optimizer"]},
+            load=deep(),
+        ).offload
+    )
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ({"offload": ["optimizer", "disk"]}, "offload names 'optimizer' and 'disk'"),
+        ({"mesh": {"stage": 16}}, "the mesh stage=16 has 16 devices"),
+        (
+            {"mesh": {"context": 7}},
+            (
+                "context=7 shards the sequence, and world has sequences of 512, which 7 parts do"
+                " not divide"
+            ),
+        ),
+        ({"mesh": {"expert": 2}}, "expert=2 shards experts, and world has none"),
+        (
+            {"experts": "dropless"},
+            "experts='dropless' sends tokens to experts, and world has no grouped matmul",
+        ),
+        ({"mesh": {"data": 8}, "schedule": "1f1b"}, "schedule='1f1b' needs stages"),
+        (
+            {"mesh": {"stage": 2}, "virtual_stages": 2, "schedule": "1f1b"},
+            "virtual_stages=2 needs the schedule 'interleaved'",
+        ),
+        (
+            {"mesh": {"data": 8}, "accumulation": 2},
+            (
+                "accumulation=2 is for the stages of a pipeline, and there are none; without stages"
+                " gradients are accumulated over microbatches"
+            ),
+        ),
+        ({"accumulation": 2, "schedule": "none"}, "accumulation=2 is for the stages of a pipeline"),
+        (
+            {"accumulation": 3, "microbatches": 8},
+            "accumulation=3 takes the microbatches in equal groups, and 8 are pinned",
+        ),
+        (
+            {"mesh": {"stage": 2, "data": 4}, "accumulation": 3},
+            "accumulation=3 takes microbatches in equal groups, which do not divide the",
+        ),
+        (
+            {"mesh": {"stage": 4}, "accumulation": 4, "microbatches": 8, "virtual_stages": 2},
+            (
+                "stages of several chunks of layers need a microbatch for each of the 4 stages, and"
+                " 2 go through them together"
+            ),
+        ),
+        ({"mesh": {"data": 8}, "context": "ring"}, "context='ring' needs a context axis"),
+        ({"offload": ["parameters"]}, "it is a list of 'optimizer', 'activations'"),
+        ({"axis_order": ["data", "data"]}, "axis_order names an axis twice"),
+        (
+            {"mesh": {"data": 8}, "axis_order": ["tensor", "data"]},
+            "axis_order names tensor, and the pinned mesh has no such axis\nTry: axis_order without",
+        ),
+    ],
+)
+def test_bad_pins(pin: dict[str, object], message: str) -> None:
+    with pytest.raises(PinError, match=message.replace("(", r"\(")):
+        plan(pin)
+
+
+@pytest.mark.parametrize(
+    ("chip", "width", "kind"),
+    [
+        ("h100", 192, "cudnn"),
+        ("a100", 192, "blocks"),
+        ("a100", 128, "cudnn"),
+        ("h100", 264, "blocks"),
+    ],
+)
+def test_heads_that_a_chip_does_not_take_are_left_to_others(
+    chip: str, width: int, kind: str
+) -> None:
+    problem = replace(function().problem, attention=AttentionCalls(width=width))
+    first, *_ = strategies(problem, Pins.parse({}), XLA, topology(f"{chip}:8").chip)
+    assert first.decisions.attention == kind
+    if kind == "blocks":
+        with pytest.raises(
+            PinError, match=rf"heads are {width} wide; the kernel takes \d+ on {chip}"
+        ):
+            strategies(problem, Pins.parse({"attention": "cudnn"}), XLA, topology(f"{chip}:8").chip)

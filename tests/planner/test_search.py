@@ -1,0 +1,635 @@
+"""The search against brute force: every plan of every small world, priced one at a time without
+tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from shardlib.cost.framework import XLA
+from shardlib.cost.roofline import fitting_bytes
+from shardlib.decisions.table import Decisions
+from shardlib.errors import InfeasibleError, PinError
+from shardlib.graph import Problem
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology, topology
+from shardlib.planner import planner, workload
+from shardlib.planner.assembly import price
+from shardlib.planner.plan import Plan, source_of
+from shardlib.planner.stored import Candidate
+from shardlib.planner.workload import Workload, prepare
+from shardlib.propagation.colours import Choice
+from tests.planner import worlds
+from tests.planner.brute_force import every_candidate, fastest
+
+MADE = {
+    "mlp": worlds.mlp,
+    "unnamed": lambda: worlds.mlp(named=False),
+    "layers": worlds.layers,
+    "narrow": lambda: worlds.layers(heads=2, hidden=96, vocab=64, batch=4),
+    "wide": lambda: worlds.mlp(embed=16384, hidden=65536),
+    "deep": lambda: worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
+    "stack": worlds.stack,
+    "experts": worlds.experts,
+}
+
+
+@functools.cache
+def world_of(name: str) -> Problem:
+    return MADE[name]()
+
+
+@functools.cache
+def load_for(world: str, where: str) -> Workload:
+    """A world prepared for the chips of a topology."""
+    return prepare(world_of(world), topology(where).chip.vendor)
+
+
+@functools.cache
+def load_of(world: str) -> Workload:
+    """A world prepared for any chips."""
+    return prepare(world_of(world))
+
+
+CASES = [
+    (world, where)
+    for world in ("mlp", "unnamed")
+    for where in ("cpu:1", "cpu:8", "v5e:2x2", "h100:8", "2*h100:4")
+]
+CASES += [("narrow", "2*h100:1"), ("wide", "h100:8"), ("wide", "2*h100:4"), ("deep", "2*a100:1")]
+#: Worlds whose whole space is small enough to be priced plan by plan.
+JOINT = [
+    ("mlp", "cpu:4"),
+    ("wide", "2*h100:2"),
+    ("stack", "h100:4"),
+    ("stack", "2*h100:2"),
+    ("stack", "v5e:2x2"),
+    ("experts", "h100:4"),
+    ("experts", "2*a100:2"),
+]
+
+
+def with_memory(where: Topology, size: float) -> Topology:
+    return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0))
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("world", "where"), [*CASES, *(case for case in JOINT if case not in CASES)]
+)
+def test_search_equals_brute_force(world: str, where: str) -> None:
+    load, place = load_for(world, where), topology(where)
+    best, count = fastest(load, place)
+    assert count > 0
+    plan = planner.search(load.problem, place, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.search.gap == 0 and plan.search.lower_bound == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.parametrize("share", (0.9, 0.5, 0.25))
+@pytest.mark.parametrize("world", ("mlp", "narrow", "stack", "experts"))
+def test_search_equals_brute_force_when_memory_binds(world: str, share: float) -> None:
+    load, place = load_of(world), topology("h100:2")
+    roomy = planner.search(load.problem, place, load=load)
+    tight = with_memory(place, roomy.estimate.device_bytes.peak * share)
+    best, _ = fastest(load, tight, all_variants=True)
+    if best == float("inf"):
+        with pytest.raises(InfeasibleError, match="more than the"):
+            planner.search(load.problem, tight, load=load)
+        return
+    plan = planner.search(load.problem, tight, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.estimate.device_bytes.peak <= fitting_bytes(tight)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("software", "share"),
+    [("lockstep", None), ("asynchronous", None), ("lockstep", 0.9), ("lockstep", 0.7)],
+)
+def test_search_equals_brute_force_with_groups_of_microbatches(
+    software: str, share: float | None
+) -> None:
+    load, place = (
+        prepare(world_of("stack"), "nvidia", replace(XLA, name="test", pipeline=software)),
+        topology("h100:4"),
+    )
+    pin = {"accumulation": 2, "gather": "use"}
+    if share:
+        place = with_memory(
+            place,
+            planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share,
+        )
+    best, count = fastest(load, place, all_variants=share is not None, groups=2)
+    plan = planner.search(load.problem, place, pin, load=load)
+    assert (
+        count > 0
+        and plan.accumulation == 2
+        and plan.mesh["stage"] > 1
+        and plan.microbatches % 2 == 0
+    )
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("depth", "where", "share"),
+    [
+        (6, "4*h100:1", None),
+        (6, "4*h100:1", 0.8),
+        (6, "4*h100:1", 0.5),
+        (7, "2*a100:2", 0.7),
+        (6, "v5e:2x2", 0.9),
+    ],
+)
+def test_search_equals_brute_force_where_stages_may_gather_weights_once(
+    depth: int, where: str, share: float | None
+) -> None:
+    load, place = (
+        prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor),
+        topology(where),
+    )
+    pin = {"mesh": {"stage": 2, "fsdp": 2}}
+    if share:
+        place = with_memory(
+            place,
+            planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share,
+        )
+    best, _ = fastest(load, place, all_variants=share is not None, mesh=MeshShape(stage=2, fsdp=2))
+    plan = planner.search(load.problem, place, pin, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> None:
+    load, place = prepare(worlds.stack(depth=6, batch=4, seq=16), "nvidia"), topology("4*h100:1")
+    best, _ = fastest(load, place)
+    plan = planner.search(load.problem, place, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3},
+        {"mesh.stage": 2, "zero": 3, "microbatches": 4},
+        {"schedule": "gpipe", "zero": 3},
+    ],
+)
+def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, object]) -> None:
+    load = prepare(worlds.stack(depth=8, batch=8, seq=16))
+    where = replace(topology("4*h100:1"), chip=replace(topology("h100:1").chip, hbm_bytes=1 << 40))
+    free, use, once = (
+        planner.search(load.problem, where, {**pin, **more}, load=load)
+        for more in ({}, {"gather": "use"}, {"gather": "once"})
+    )
+    assert free.estimate.step_seconds == min(use.estimate.step_seconds, once.estimate.step_seconds)
+    assert free.gather == "once" and once.estimate.step_seconds < use.estimate.step_seconds
+    asynchronous = replace(XLA, name="test", pipeline="asynchronous")
+    assert planner.search(load.problem, where, pin, profile=asynchronous).gather == "use"
+
+
+def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
+    load = prepare(worlds.stack(depth=4, batch=8, embed=4096, hidden=16384, seq=4096))
+    pin = {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "zero": 3,
+        "schedule": "1f1b",
+        "microbatches": 2,
+        "remat": "full",
+    }
+    free, once = (
+        planner.search(load.problem, "h100:4", {**pin, **more}, load=load)
+        for more in ({}, {"gather": "once"})
+    )
+    assert free.gather == "use" and free.estimate.step_seconds == once.estimate.step_seconds
+
+
+@pytest.mark.long
+def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> None:
+    pin = {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "schedule": "gpipe",
+        "virtual_stages": 2,
+        "microbatches": 8,
+        "zero": 3,
+        "gather": "once",
+    }
+    together, apart = (
+        planner.search(
+            world_of("layers"), "h100:4", {**pin, "accumulation": groups}, load=load_of("layers")
+        )
+        for groups in (1, 2)
+    )
+    ours, theirs = together.estimate, apart.estimate
+    assert (
+        theirs.seconds.bubble == pytest.approx(2 * ours.seconds.bubble)
+        and theirs.seconds.compute == ours.seconds.compute
+    )
+    assert theirs.device_bytes.activations == pytest.approx(
+        ours.device_bytes.activations * 5 / 9, rel=1e-3
+    )  # 4 or 8 microbatches of two chunks, and two chunks more
+    assert (
+        theirs.device_bytes.parameters,
+        theirs.device_bytes.gradients,
+        theirs.device_bytes.optimizer,
+    ) == (ours.device_bytes.parameters, ours.device_bytes.gradients, ours.device_bytes.optimizer)
+    layers, microbatches, hops = (
+        [sum(c.total_bytes for c in cost.collectives if of(c)) for cost in (ours, theirs)]
+        for of in (
+            lambda c: c.kind == "all-gather" and c.cause.startswith("layers"),
+            lambda c: c.axes == ("stage",) and c.kind != "collective-permute",
+            lambda c: c.kind == "collective-permute",
+        )
+    )
+    assert layers[1] == 2 * layers[0] and microbatches[0] == microbatches[1]
+    assert hops[1] * 17 == hops[0] * 18  # a tick more for each group
+    assert (
+        together.digest != apart.digest
+        and Plan.from_json(apart.to_json()) == apart
+        and "8, in 2 groups, one after the other" in apart.explain()
+    )
+    assert source_of(apart).why_not({"remat": "full"}).accumulation == 2
+
+
+@pytest.mark.long
+def test_plans_of_one_group_keep_their_identity() -> None:
+    plan = planner.search(world_of("layers"), "h100:8", load=load_of("layers"))
+    text = plan.to_json()
+    assert "accumulation" in text
+    old = json.dumps(
+        {
+            key: value
+            for key, value in json.loads(text).items()
+            if key not in ("accumulation", "checksum")
+        }
+    )
+    assert (
+        replace(Plan.from_json(old, changed=True), findings=plan.findings) == plan
+        and Plan.from_json(old, changed=True).digest == plan.digest
+    )
+
+
+def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
+    load = load_of("layers")
+    first, second = (planner.search(load.problem, "h100:8", load=load) for _ in range(2))
+    assert first.digest == second.digest
+    assert Plan.from_json(first.to_json()) == first
+
+
+@pytest.mark.long
+def test_estimates_add_up() -> None:
+    cost = planner.search(world_of("layers"), "h100:8").estimate
+    seconds, size = cost.seconds, cost.device_bytes
+    assert cost.step_seconds == pytest.approx(
+        seconds.compute + seconds.exposed + seconds.bubble + seconds.optimizer + seconds.overhead,
+        rel=1e-12,
+    )
+    assert (
+        size.peak
+        == size.parameters
+        + size.gradients
+        + size.optimizer
+        + size.activations
+        + size.temporaries
+        + size.communication
+        + size.batch
+    )
+
+
+def test_a_fully_pinned_plan_is_priced() -> None:
+    load = load_of("layers")
+    pin = {
+        "mesh": {"fsdp": 2, "tensor": 4},
+        "zero": 3,
+        "remat": "full",
+        "microbatches": 2,
+        "sequence_parallel": True,
+        "rules": [
+            ("batch", ["data", "fsdp"]),
+            ("vocab", "tensor"),
+            ("mlp", "tensor"),
+            ("heads", "tensor"),
+            ("seq", "tensor"),
+            ("embed", "fsdp"),
+        ],
+    }
+    plan = planner.search(load.problem, "h100:8", pin, load=load)
+    assert dict(plan.mesh) == {"fsdp": 2, "tensor": 4} and (
+        plan.zero,
+        plan.remat,
+        plan.microbatches,
+        plan.sequence_parallel,
+    ) == (3, "full", 2, True)
+    rest = {p.path: str(p.rest) for p in plan.parameters}
+    assert rest["gate"] == "[-, fsdp, tensor]" and rest["o"] == "[-, tensor, -, fsdp]"
+    choice = Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq")
+    decisions = Decisions(mesh=plan.mesh, microbatches=2, remat="full", zero=3)
+    candidate = Candidate(decisions=decisions, choice=choice)
+    assert plan.estimate.step_seconds == pytest.approx(
+        float(price(load, topology("h100:8"), candidate).step_seconds[0])
+    )
+
+
+def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
+    plan = planner.search(world_of("layers"), "h100:8", {"mesh.tensor": 2}, load=load_of("layers"))
+    assert plan.mesh["tensor"] == 2 and plan.mesh.devices == 8
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        (
+            {"mesh": {"data": 32}},
+            (
+                "the mesh data=32 has 32 devices and h100:8 has 8\nTry: a smaller mesh, or a"
+                " topology of as many devices"
+            ),
+        ),
+        (
+            {"mesh": {"data": 3}},
+            (
+                "the mesh data=3 splits the batch into 3 parts, which do not divide its 16"
+                " examples\nTry: a batch that is a multiple of 3, or smaller data and fsdp axes"
+            ),
+        ),
+        (
+            {"mesh": {"tensor": 7}},
+            (
+                "tensor=7 divides no dimension that it could shard; dimensions with their largest"
+                " common size are vocab (128), mlp (256), head_dim (16), heads (4)\nTry: a tensor axis"
+                " that divides one of them"
+            ),
+        ),
+        (
+            {"mesh": {"data": 8}, "microbatches": 3},
+            (
+                "microbatches=3 does not divide the 2 examples of each of the 8 parts of the"
+                " batch\nTry: one of 1, 2"
+            ),
+        ),
+        (
+            {"mesh": {"data": 8}, "mesh.data": 4},
+            (
+                "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}\nTry: mesh, or"
+                " mesh.data alone"
+            ),
+        ),
+        (
+            {"mesh": {"data": 8}, "zero": 3},
+            (
+                "pins are not usable: zero=3 shards over fsdp, which is pinned to 1\nTry:"
+                " mesh.fsdp=2 or more, or zero=0"
+            ),
+        ),
+        (
+            {"remat": "dots"},
+            "remat='dots' rematerialises layers, and world has no repeated layer; it can be none, full",
+        ),
+        (
+            {"remt": "full"},
+            (
+                "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are"
+                " mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
+                " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
+                " attention, experts, collective_matmul, offload, axis_order, exchange, dtypes,"
+                " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"
+            ),
+        ),
+        (
+            {"rules": [("mpl", "tensor")]},
+            (
+                "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'?"
+                " (names are batch, embed, head_dim, heads, mlp, seq, vocab)"
+            ),
+        ),
+    ],
+)
+def test_bad_pins(pin: dict[str, object], message: str) -> None:
+    with pytest.raises(PinError) as caught:
+        planner.search(world_of("layers"), "h100:8", pin, load=load_of("layers"))
+    assert str(caught.value) == message
+
+
+def test_when_nothing_fits_the_error_names_what_would() -> None:
+    where = with_memory(topology("h100:8"), 1.8e6)
+    with pytest.raises(InfeasibleError) as caught:
+        planner.search(world_of("layers"), where, {"mesh": {"data": 8}}, load=load_of("layers"))
+    assert "world does not fit on h100:8: the leanest plan (data=8" in str(caught.value)
+    assert "leaving mesh to the planner" in str(caught.value)
+
+
+@pytest.mark.long
+def test_why_not_compares_with_the_best_other_plan() -> None:
+    plan = planner.search(world_of("layers"), "h100:8", load=load_of("layers"))
+    other = source_of(plan).why_not({"mesh.tensor": 4})
+    assert other.mesh["tensor"] == 4 and other.estimate.step_seconds >= plan.estimate.step_seconds
+    assert "tensor" in plan.why_not(tensor=4)
+
+
+def test_why_not_says_the_rule_that_the_pins_break() -> None:
+    plan = planner.search(worlds.mlp(), "h100:2", {"zero": 3})
+    with pytest.raises(PinError) as error:
+        plan.why_not(mesh={"data": 2})
+    assert str(error.value) == (
+        "mesh={'data': 2} is not usable beside zero=3: zero=3 shards over fsdp, which is pinned to"
+        " 1\nTry: mesh.fsdp=2 or more, or zero=0"
+    )
+    with pytest.raises(PinError) as error:
+        plan.why_not(fsdp=1)
+    assert str(error.value) == (
+        "zero=3 shards what is stored over fsdp, expert, context, and none of them can be 2 or more"
+        " (pinned to 1: fsdp; of no use for world: expert, context)\nTry: mesh.fsdp=2 or more, or"
+        " zero=0"
+    )
+    assert "ZeRO 0" in plan.why_not(fsdp=1, zero=0)
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.parametrize(("world", "where"), CASES)
+def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
+    load, place = load_for(world, where), topology(where)
+    found = list(planner.ranked(load.problem, place, load=load))
+    prices = {
+        candidate: price(load, place, candidate) for candidate in every_candidate(load, place)
+    }
+    fitting = sorted(
+        float(p.step_seconds[0])
+        for p in prices.values()
+        if float(p.peak_bytes[0]) <= fitting_bytes(place)
+    )
+    assert [entry.seconds for entry in found] == pytest.approx(fitting, rel=1e-8)
+    assert len({entry.candidate for entry in found}) == len(found)
+    for entry in found:
+        assert entry.seconds == pytest.approx(
+            float(prices[entry.candidate].step_seconds[0]), rel=1e-9
+        )
+        assert entry.peak_bytes == pytest.approx(
+            float(prices[entry.candidate].peak_bytes[0]), rel=1e-9
+        )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("world", "where"), CASES)
+def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
+    load = load_for(world, where)
+    ranking, best = (
+        planner.ranked(load.problem, where, load=load),
+        planner.search(load.problem, where, load=load),
+    )
+    first = next(ranking).make()
+    assert (
+        first.decisions == best.decisions
+        and first.estimate == best.estimate
+        and first.search.gap == 0
+    )
+    for entry in itertools.islice(ranking, 5):
+        plan = entry.make()
+        assert plan.estimate.step_seconds == pytest.approx(entry.seconds, rel=1e-9)
+        assert plan.search.gap == pytest.approx(
+            1 - best.estimate.step_seconds / entry.seconds, abs=1e-9
+        )
+        assert plan.mesh not in {rejected.mesh for rejected in plan.search.rejected}
+
+
+@pytest.mark.long
+def test_the_ranking_leaves_out_what_does_not_fit() -> None:
+    load, place = load_of("narrow"), topology("h100:2")
+    tight = with_memory(
+        place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9
+    )
+    found = list(planner.ranked(load.problem, tight, load=load))
+    assert found and all(entry.peak_bytes <= fitting_bytes(tight) for entry in found)
+    with pytest.raises(InfeasibleError, match="more than the"):
+        planner.ranked(load.problem, with_memory(place, 1e5), load=load)
+
+
+@pytest.mark.long
+def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() -> None:
+    load = prepare(worlds.layers(batch=24))
+    pin = {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "schedule": "gpipe",
+        "virtual_stages": 2,
+        "microbatches": 3,
+        "zero": 3,
+    }  # three microbatches are no multiple of two stages
+    use, once, plain = (
+        planner.search(load.problem, "h100:4", {**pin, **more}, load=load)
+        for more in (
+            {"gather": "use"},
+            {"gather": "once"},
+            {"gather": "once", "schedule": "1f1b", "virtual_stages": 1},
+        )
+    )
+    assert [plan.search.gap for plan in (use, once, plain)] == [0.0, 0.0, 0.0]
+    assert (once.gather, once.schedule, once.virtual_stages) == ("once", "gpipe", 2)
+
+    def gathered(plan: Plan) -> int:
+        return sum(
+            c.total_bytes
+            for c in plan.estimate.collectives
+            if c.kind == "all-gather" and c.axes == ("fsdp",)
+        )
+
+    assert gathered(use) == pytest.approx(
+        3 * gathered(once), rel=0.1
+    )  # counts are whole numbers, rounded up
+    assert gathered(once) == pytest.approx(2 * gathered(plain), rel=0.1)
+    assert use.estimate.device_bytes.parameters < once.estimate.device_bytes.parameters
+
+
+@pytest.mark.long
+def test_a_plan_of_programs_pinned_to_lockstep_costs_what_lockstep_costs() -> None:
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "1f1b", "microbatches": 4, "gather": "use"}
+    lockstep, programs = (
+        planner.search(world_of("layers"), "h100:4", {**pin, "pipeline": form})
+        for form in ("lockstep", "programs")
+    )
+    again = planner.search(
+        world_of("layers"),
+        "h100:4",
+        pin | {"pipeline": "lockstep"},
+        load=programs.source.load if programs.source else None,
+    )
+    assert (
+        again.estimate == lockstep.estimate
+        and programs.estimate.device_bytes != lockstep.estimate.device_bytes
+    )
+
+
+def test_zero_bubble_stages_that_recompute_say_what_the_estimate_leaves_out() -> None:
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "zero-bubble", "microbatches": 4}
+    said = {
+        remat: [
+            finding.code
+            for finding in planner.search(
+                world_of("layers"), "h100:4", {**pin, "remat": remat}, load=load_of("layers")
+            ).findings
+        ]
+        for remat in ("none", "full")
+    }
+    assert "zero-bubble-keeps" in said["full"] and "zero-bubble-keeps" not in said["none"]
+
+
+def perceptron(widths: list[int]) -> Problem:
+    """Layers of widths that all differ, so that no two are one dimension."""
+    kernels = {f"w{n}": worlds.shape(*pair) for n, pair in enumerate(itertools.pairwise(widths))}
+
+    def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
+        return jnp.mean(functools.reduce(lambda x, n: jnp.tanh(x @ p[n]), kernels, b["x"]) ** 2)
+
+    batch = {"x": worlds.shape(4096, widths[0])}
+    return worlds.problem(loss, kernels, batch, {}, {"x": ("batch", None)}, remat={})
+
+
+@pytest.mark.parametrize(
+    ("pin", "most"), [({"mesh": {"tensor": 8}}, 1), ({"mesh": {"tensor": 8}}, 3), ({}, 6)]
+)
+def test_dimensions_beyond_those_tried_in_all_sets_are_sharded_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, pin: dict[str, object], most: int
+) -> None:
+    world = perceptron([512, 4096, 576, 4352, 640, 4608, 704, 4864, 256])
+    monkeypatch.setattr(workload, "MAX_TENSOR_COLOURS", 9)
+    every = planner.search(world, "h100:8", pin)
+    assert len([name for name, axes in every.rules.entries if "tensor" in axes]) >= 4
+    monkeypatch.setattr(workload, "MAX_TENSOR_COLOURS", most)
+    few = planner.search(world, "h100:8", pin)
+    assert few.rules == every.rules and few.mesh == every.mesh
+    assert few.estimate.step_seconds == pytest.approx(every.estimate.step_seconds, rel=1e-9)
+    first = next(iter(planner.ranked(world, "h100:8", pin, slack=1.0))).make()
+    assert first.decisions == few.decisions
+
+
+def test_equally_fast_plans_that_nearly_fill_the_memory_go_to_the_one_with_more_room() -> None:
+    size = {"embed": 1024, "hidden": 4096, "heads": 8, "vocab": 1024, "depth": 8}
+    load = worlds.prepared(worlds.layers, batch=64, seq=512, **size)
+    place, pin = topology("h100:8"), {"mesh": {"fsdp": 8}, "remat": "none", "microbatches": 1}
+    each = {
+        zero: planner.search(load.problem, place, {**pin, "zero": zero}, load=load)
+        for zero in (1, 3)
+    }
+    one, three = (each[zero].estimate for zero in (1, 3))
+    assert one.step_seconds == pytest.approx(three.step_seconds, rel=1e-9)
+    assert one.device_bytes.peak > three.device_bytes.peak
+    assert planner.search(load.problem, place, pin, load=load).zero == 1  # the simpler of the two
+    room = place.chip.usable_bytes / fitting_bytes(place)  # held back for what is not predicted
+    full = with_memory(place, one.device_bytes.peak * room / 0.97)
+    found = planner.search(load.problem, full, pin, load=load)
+    assert found.zero == 3 and found.estimate.step_seconds == three.step_seconds
+    assert next(iter(planner.ranked(load.problem, full, pin, load=load))).make().zero == 3
+    assert planner.search(load.problem, full, {**pin, "zero": 1}, load=load).zero == 1

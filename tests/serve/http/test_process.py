@@ -1,0 +1,141 @@
+"""`shardlib serve` as a process: what it says, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from shardlib import serve
+from shardlib.cli import main
+from shardlib.serve.demonstration import demonstration
+from shardlib.training.run import RunFolder
+from tests.serve.http.conftest import TOKENS
+
+
+@pytest.fixture(scope="module")
+def served(
+    card: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A process that serves the same weights under two names."""
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text("\n".join(TOKENS))
+    words = [f"{card}", f"other={card}", "--port", "0", "--token-file", str(tokens), "--slots", "2"]
+    words += ["--topology", "cpu:2", "--groups", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardlib", "serve", *words, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["models"] == ["tiny", "other"]
+        yield ready["url"], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess.Popen[str]]):
+    url, process = served
+    with httpx2.Client(timeout=60, headers={"Authorization": f"Bearer {TOKENS[1]}"}) as client:
+        assert (
+            client.post(f"{url}/completions", json={"prompt": "a", "model": "other"}).status_code
+            == 200
+        )
+        metrics = client.get(url.removesuffix("/v1") + "/metrics").text
+        assert 'shardlib_engine_slots{model="tiny"} 4.0' in metrics  # two groups of two
+        missing = client.post(f"{url}/completions", json={"prompt": "a"})
+        assert missing.status_code == 400 and "there are tiny, other" in missing.text
+        body = {"prompt": "a secret prompt", "model": "tiny", "max_tokens": 400, "stream": True}
+        with client.stream("POST", f"{url}/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        finish = json.loads(rest[-2][6:])["choices"][0]["finish_reason"]
+        assert finish == "length"
+        assert process.wait(60) == 0
+        with pytest.raises(httpx2.ConnectError):
+            client.get(f"{url}/models")
+    said = process.stderr.read() if process.stderr else ""
+    assert "RANDOM weights" in said and "secret" not in said and "Traceback" not in said
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing-of-that-name", "--port", "0"], "'nothing-of-that-name' is no preset"),
+        (
+            ["demo", "--port", "0", "--longest", "9999"],
+            "--longest 9999 is more than the 256 tokens",
+        ),
+        (["demo", "--port", "0", "--slots", "0"], "slots is 0"),
+        (
+            ["demo", "--port", "0", "--token-file", "no/such"],
+            "the tokens in no/such cannot be read",
+        ),
+        (["demo", "--port", "0", "--drain", "0s"], "--drain '0s' is no duration, above 0"),
+        (["demo", "--port", "0", "--refresh", "10"], "--refresh '10' has no unit"),
+        (["demo", "--port", "0", "--groups", "2"], "--groups 2 shares devices out"),
+        (["demo", "--port", "0", "--topology", "cpu:8", "--groups", "3"], "3 groups do not divide"),
+        (["demo", "--port", "0", "--tpot", "0.001ms"], "1.00 µs is asked for, and"),
+        (["demo", "--port", "0", "--plan", "no/such.json"], "there is no plan file no/such.json"),
+        (["demo", "--port", "0", "--plan", "a", "--ttft", "1s"], "--plan is a plan already"),
+        (["demo", "--port", "0", "--ttft", "1s", "--slots", "3"], "a plan says what --slots would"),
+        (["demo", "--host", "no.such.host.invalid"], "cannot be listened at"),
+    ],
+)
+def test_what_cannot_be_served_is_said(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "holds no tokens"), ("short", "fewer than 16 characters"), ("é" * 20, "ASCII")],
+)
+def test_files_of_tokens_are_checked(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "tokens").write_text(text, "utf-8")
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", "--port", "0", "--token-file", str(tmp_path / "tokens")])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_where_no_model_is_named_a_demonstration_is_trained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shardlib.serve.demonstration.SECONDS", 0.5)
+    monkeypatch.setattr("shardlib.serve.demonstration.SAVE_EVERY", 2)
+    monkeypatch.setenv("SHARDLIB_CACHE_DIR", str(tmp_path))
+    said: list[str] = []
+    place = demonstration(said.append)
+    assert place == tmp_path / "demonstration" and "is trained for a minute" in said[0]
+    served = serve.named(str(place))
+    assert served.version.startswith("step ") and served.newer is not None
+    assert not served.warning, "it is no model with random weights"
+    assert demonstration(said.append) == place and len(said) == 2
+    (place / "demonstration.txt").unlink()  # as where somebody has stopped it
+    before = RunFolder(place).saved()[-1]
+    assert demonstration(said.append) == place
+    assert f"it stopped at step {before}: a demonstration is trained for a minute" in said[2]
+    assert RunFolder(place).saved()[-1] > before and "trained up to step" in said[3]
