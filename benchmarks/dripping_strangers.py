@@ -30,7 +30,8 @@ from benchmarks.environment import RESULTS, write
 from shardlib.exchanges import Asynchronous
 from shardlib.islands.servers.rounds import RoundService
 from shardlib.islands.servers.server import Listening, Service
-from shardlib.islands.servers.wire import MARK, Ask, Connection, introduce
+from shardlib.islands.servers.wire import Ask, Connection
+from shardlib.processes.wire import MARK, introduce
 from shardlib.serve.edge import DRIVER, Entrance
 
 SECRET = "the secret of the benchmark"

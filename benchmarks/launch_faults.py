@@ -48,7 +48,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, write
-from shardlib.launch.local import free_port
+from shardlib.processes.console import free_port
 from shardlib.training.measures import by_step, read_records
 from shardlib.training.run import RunFolder
 

@@ -100,7 +100,7 @@ def run_islands(
     from shardlib.islands.servers.relay import read_link
     from shardlib.islands.servers.rounds import Rounds
     from shardlib.launch.job import COMMANDS as SINGLE
-    from shardlib.launch.local import LOOPBACK, address_of
+    from shardlib.processes.console import LOOPBACK, address_of
 
     if options.islands is None:
         raise LaunchError("nothing says how many islands there are\nTry: --islands 2")

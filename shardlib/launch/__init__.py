@@ -18,7 +18,6 @@ skypilot.py          the engine of SkyPilot
 slurm.py             the engine of Slurm
 submission.py        engines and submissions, and what their scripts have in common
 tpu_vm.py            the engine of Cloud TPU VMs
-wire.py              sealed lines of the roll call
 """
 
 from __future__ import annotations

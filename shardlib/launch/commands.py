@@ -157,7 +157,8 @@ def run_here(
     words: Sequence[str], here: Here, *, restarts: int, environment: Mapping[str, str]
 ) -> int:
     """Runs a command in several processes of this machine, and gives its exit code."""
-    from shardlib.launch.local import LOOPBACK, Local, address_of, launch
+    from shardlib.launch.local import Local, launch
+    from shardlib.processes.console import LOOPBACK, address_of
     from shardlib.training.supervisor import Budget
 
     ours = bool(words) and words[0] in OWN

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import sys
 import time
@@ -16,17 +17,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.launch.wire import (
-    LINE_BYTES,
-    StrangerError,
-    greeted,
-    greeting,
-    number,
-    opened,
-    sealed,
-)
 from shardlib.processes.place import Place, split_address
 from shardlib.processes.values import differences, processes_text
+from shardlib.processes.wire import LINE_BYTES, StrangerError, number, opened, sealed
 from shardlib.untrusted.data import (
     WRONG,
     bounded,
@@ -450,3 +443,20 @@ def call(
 
 def _to_stderr(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
+
+
+#: What process 0 says first: the version of these words, and its number.
+GREETING = re.compile(rb"shardlib roll call 2 ([0-9a-f]{32})\n")
+
+
+def greeting(challenge: str) -> bytes:
+    """The first line of process 0."""
+    return f"shardlib roll call 2 {challenge}\n".encode()
+
+
+def greeted(line: bytes) -> str:
+    """The number in the first line of process 0."""
+    match = GREETING.fullmatch(line)
+    if match is None:
+        raise StrangerError("it is not process 0 that listens there")
+    return match[1].decode()

@@ -23,19 +23,19 @@ from jax import export
 from shardlib.annotation.tree import Init, read
 from shardlib.annotation.trees import Tree
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError
-from shardlib.islands.servers.wire import (
+from shardlib.jax_types import Function
+from shardlib.processes.wire import (
     GREETING_SECONDS,
     ClosedError,
     Door,
     Frame,
     FrameError,
+    StrangerError,
     introduce,
     keep_alive,
     receive,
     send,
 )
-from shardlib.jax_types import Function
-from shardlib.launch.wire import StrangerError
 from shardlib.serve.edge_cutting import StageProgram, cut
 from shardlib.serve.edge_plan import EdgePlan
 from shardlib.serve.step import both
@@ -91,7 +91,7 @@ def listener(address: tuple[str, int]) -> socket.socket:
 #     python -m shardlib.serve.edge [--listen HOST:PORT] [--secret-file F]
 #
 # Without a file the secret comes in the environment, and the address that it listens at is
-# printed. Every connection is of `shardlib.islands.servers.wire`: both ends show that they know
+# printed. Every connection is of `shardlib.processes.wire`: both ends show that they know
 # the secret, lengths are held against limits before anything is read, and what is sent is arrays
 # and a program of `jax.export`, nothing that Python would run. A chain that breaks leaves the
 # process as it was: it waits for the next part. What goes over the connection is not encrypted.

@@ -22,12 +22,12 @@ import yaml
 from shardlib.errors import LaunchError
 from shardlib.launch.job import Job
 from shardlib.launch.kubernetes import MANIFEST, KubernetesSettings, kubernetes
-from shardlib.launch.local import Processes
 from shardlib.launch.ray import RayHosts, RaySettings, ray
 from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
 from shardlib.launch.slurm import SCRIPT, SlurmSettings, slurm
 from shardlib.launch.submission import Submission, submit
 from shardlib.launch.tpu_vm import TpuVmSettings, host_text, tpu_vm
+from shardlib.processes.console import Processes
 
 WORDS = (
     "a b",
@@ -292,7 +292,7 @@ def test_words_that_are_no_job_of_ray(word: str):
 
 
 def test_this_machine(tmp_path: Path):
-    from shardlib.launch.local import Lines
+    from shardlib.processes.console import Lines
 
     processes = Processes(
         (sys.executable, "-c", TELL, *WORDS),

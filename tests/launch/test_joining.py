@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.launch.local import Lines, Local, launch
+from shardlib.launch.local import Local, launch
+from shardlib.processes.console import Lines
 from shardlib.training.fit import fit
 from shardlib.training.measures import by_step, read_records
 from shardlib.training.run import RunFolder

@@ -12,7 +12,8 @@ import pytest
 
 from shardlib.errors import LaunchError
 from shardlib.launch import local as watching
-from shardlib.launch.local import Lines, Local, address_of, launch
+from shardlib.launch.local import Local, launch
+from shardlib.processes.console import Lines, address_of
 from shardlib.processes.place import HUNG
 from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget

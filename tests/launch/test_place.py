@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launch.local import device_ids
+from shardlib.launch.joining import device_ids
 from shardlib.launch.meeting import address_here
 from shardlib.processes.place import Place, read_place
 

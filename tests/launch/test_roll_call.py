@@ -13,8 +13,8 @@ import pytest
 
 from shardlib.errors import LaunchError
 from shardlib.launch import meeting
-from shardlib.launch.local import free_port
 from shardlib.launch.meeting import call
+from shardlib.processes.console import free_port
 from shardlib.processes.place import Place
 
 SAME = {"jax": "0.10.2", "code of shardlib": "abc"}

@@ -35,7 +35,6 @@ from shardlib.islands.servers.wire import (
     Arrivals,
     Ask,
     Flat,
-    FrameError,
     Link,
     Order,
     elements,
@@ -48,6 +47,7 @@ from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.planner.transfers import in_buckets
 from shardlib.processes.values import first_decides, is_first, is_process_zero, whole
+from shardlib.processes.wire import FrameError
 
 # --------------------------------------------------------------------------------------------------
 # A meeting of an island, once it is done, and while it is not.

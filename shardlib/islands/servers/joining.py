@@ -49,9 +49,9 @@ from shardlib.islands.servers.rounds import HOLD_SECONDS, Outline, Rounds
 from shardlib.islands.servers.rounds_process import SETTINGS, ServerSettings
 from shardlib.islands.servers.rounds_process import TOKEN as rounds_process_TOKEN
 from shardlib.islands.servers.wire import STARTER, Ask, Connection
-from shardlib.launch.local import LOOPBACK, Lines, Processes, free_port
 from shardlib.lowering.islands.program import parts_in_order, trained
 from shardlib.lowering.program import Program
+from shardlib.processes.console import LOOPBACK, Lines, Processes, free_port
 from shardlib.processes.kin import Guard, finish, start
 from shardlib.processes.place import StopRequest, stop_requests
 from shardlib.tracing.trace import describe_batch

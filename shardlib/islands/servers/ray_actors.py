@@ -24,14 +24,12 @@ from shardlib.islands.servers.wire import (
     Arrivals,
     Ask,
     Flat,
-    Outgoing,
     handed,
-    pack,
     read_answer,
     read_ask,
-    unpack,
 )
 from shardlib.islands.servers.worker_process import SETTINGS, read_worker_settings, trained_by
+from shardlib.processes.wire import Outgoing, pack, unpack
 from shardlib.untrusted.data import JsonObject, fit, printable
 
 #: Seconds between two tries to reach a server that is started again.

@@ -35,7 +35,7 @@ from shardlib.errors import ArgumentError
 from shardlib.exchanges import DiLoCo
 from shardlib.findings import Finding
 from shardlib.islands.servers.rounds import Outline, packed_bytes
-from shardlib.launch.local import LOOPBACK
+from shardlib.processes.console import LOOPBACK
 from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.untrusted.data import shown
 

@@ -102,16 +102,8 @@ from shardlib.exchanges import (
     wire_bytes,
 )
 from shardlib.islands.servers.server import RefusedError, write
-from shardlib.islands.servers.wire import (
-    STARTER,
-    Answer,
-    Ask,
-    Flat,
-    OrderError,
-    Outgoing,
-    asked_for,
-    owned,
-)
+from shardlib.islands.servers.wire import STARTER, Answer, Ask, Flat, OrderError, asked_for, owned
+from shardlib.processes.wire import Outgoing
 from shardlib.untrusted.data import JsonObject, Limits, construct, parse_json
 
 

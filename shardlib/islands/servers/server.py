@@ -36,21 +36,16 @@ from shardlib.islands.servers.wire import (
     WHOLE,
     Answer,
     Ask,
-    ClosedError,
-    Door,
     Flat,
-    FrameError,
     MessageError,
     Order,
     OrderError,
-    Outgoing,
     gathered,
     read_ask,
     read_order,
-    receive,
     scattered,
-    send,
 )
+from shardlib.processes.wire import ClosedError, Door, FrameError, Outgoing, receive, send
 from shardlib.untrusted.data import JsonObject, construct, fit, parse_json, printable
 
 # --------------------------------------------------------------------------------------------------
@@ -131,7 +126,7 @@ class Gate:
 # --------------------------------------------------------------------------------------------------
 # The connections of a server: a thread each, and none can stop another.
 #
-# Those that have shown the secret have places of their own; see `shardlib.islands.servers.wire`
+# Those that have shown the secret have places of their own; see `shardlib.processes.wire`
 # for the others.
 
 #: Bytes of parameters that a server takes before it knows how many there are.

@@ -21,7 +21,7 @@ from shardlib.islands.servers.server_process import SECRET
 from shardlib.islands.servers.wire import STARTER, Connection, address_file, listed
 from shardlib.islands.servers.worker import MakeJob, reference_to
 from shardlib.islands.servers.worker_process import SETTINGS
-from shardlib.launch.local import LOOPBACK
+from shardlib.processes.console import LOOPBACK
 from shardlib.untrusted.data import shown
 
 # --------------------------------------------------------------------------------------------------

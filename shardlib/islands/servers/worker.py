@@ -33,11 +33,8 @@ from shardlib.islands.servers.wire import (
     Answer,
     Ask,
     Flat,
-    FrameError,
-    Later,
     Link,
     Order,
-    Outgoing,
     divided,
     elements,
     in_order,
@@ -57,6 +54,7 @@ from shardlib.lowering.islands.program import (
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import TopologyLike
 from shardlib.planner.transfers import in_buckets
+from shardlib.processes.wire import FrameError, Later, Outgoing
 from shardlib.untrusted.data import shown
 
 # --------------------------------------------------------------------------------------------------

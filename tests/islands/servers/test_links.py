@@ -16,7 +16,8 @@ from shardlib.islands.servers.island import Exchanging
 from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, meeting_seconds, read_link
 from shardlib.islands.servers.rounds import Outline, RoundService
 from shardlib.islands.servers.server import Listening
-from shardlib.islands.servers.wire import Connection, introduce
+from shardlib.islands.servers.wire import Connection
+from shardlib.processes.wire import introduce
 from tests.islands.servers.test_rounds import entered_all
 
 TOKEN = "a secret word"

@@ -13,8 +13,9 @@ import numpy as np
 
 from shardlib.exchanges import Asynchronous, Part
 from shardlib.islands.servers.server import Service
-from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, Outgoing, handed, made
+from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed
 from shardlib.islands.servers.worker import Landing, OnHost, Worker
+from shardlib.processes.wire import Outgoing, made
 
 
 class Computing:

@@ -14,7 +14,8 @@ from shardlib.errors import ArgumentError
 from shardlib.exchanges import Part
 from shardlib.islands.servers.island import Coming, mean_order
 from shardlib.islands.servers.rounds import Outer, RoundService, pack
-from shardlib.islands.servers.wire import Answer, FrameError, gathered, made
+from shardlib.islands.servers.wire import Answer, gathered
+from shardlib.processes.wire import FrameError, made
 from tests.islands.servers.jobs import rows
 from tests.islands.servers.test_island import joined
 

@@ -14,22 +14,20 @@ from safetensors.numpy import load
 from shardlib.errors import ArgumentError
 from shardlib.exchanges import Asynchronous, Part
 from shardlib.islands import servers
-from shardlib.islands.servers import wire
 from shardlib.islands.servers.server import Service
 from shardlib.islands.servers.wire import (
     Answer,
     Ask,
-    Later,
     OrderError,
-    body_of,
     gathered,
     in_order,
-    made,
     order_text,
     read_order,
     scattered,
 )
 from shardlib.islands.servers.worker import Landing, Orders
+from shardlib.processes import wire
+from shardlib.processes.wire import Later, body_of, made
 
 SIZES = {"a": 6, "b": 1, "w": 40}
 

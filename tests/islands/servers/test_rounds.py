@@ -13,7 +13,8 @@ import pytest
 import shardlib
 from shardlib.islands.servers.island import Crossed, Exchanging, Met
 from shardlib.islands.servers.rounds import Attendance, Outline, Rounds, RoundService, checksum
-from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, Outgoing, handed, made
+from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed
+from shardlib.processes.wire import Outgoing, made
 
 SHAPES = {"b": (3, 2), "a": (5,)}
 OUTLINE = Outline.of(SHAPES)

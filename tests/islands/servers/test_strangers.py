@@ -16,17 +16,17 @@ from safetensors.numpy import save
 
 from shardlib.errors import LaunchError
 from shardlib.exchanges import Asynchronous
-from shardlib.islands.servers import wire as door_module
 from shardlib.islands.servers.server import Listening, Service
 from shardlib.islands.servers.wire import (
     Ask,
     Connection,
-    Door,
     MessageError,
     address_file,
     listed,
     read_ask,
 )
+from shardlib.processes import wire as door_module
+from shardlib.processes.wire import Door
 
 SECRET = "the secret of the run"
 

@@ -14,17 +14,9 @@ import pytest
 
 import shardlib
 from shardlib.islands.servers.server import Service
-from shardlib.islands.servers.wire import (
-    Answer,
-    Arrivals,
-    Ask,
-    Flat,
-    Outgoing,
-    handed,
-    joined,
-    made,
-)
+from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed, joined
 from shardlib.islands.servers.worker import Computing, Job, Worker
+from shardlib.processes.wire import Outgoing, made
 from tests.islands.servers.jobs import job, loss, rows
 
 Tree = Any
