@@ -396,10 +396,8 @@ def _exactly(stream: Stream, count: int) -> bytes:
 # The greeting: both ends of a new connection show that they know the secret of the run.
 #
 # The server says a number, the worker seals who it is with that number and says one of its own,
-# with which the server seals its answer, as in the roll call (`shardlib.launch.meeting`). The secret
-# is never
-# sent. What follows is neither sealed nor encrypted: it is for one machine, or a network that is
-# trusted.
+# with which the server seals its answer. The secret itself is never sent. What follows is neither
+# sealed nor encrypted: it is for one machine, or a network that is trusted.
 
 #: Seconds that either end has, for all of it.
 GREETING_SECONDS = 20.0
