@@ -33,22 +33,11 @@ from benchmarks.environment import environment
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.checkpointing.huggingface import save_weights
-from shardlib.models.config import (
-    Experts,
-    LatentAttention,
-    TransformerConfig,
-)
+from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.models.presets import described
-from shardlib.serve.folders import (
-    adapted,
-    read_folder,
-    write_folder,
-)
+from shardlib.serve.folders import adapted, read_folder, write_folder
 from shardlib.serve.requests import Asked, Capacity
-from shardlib.serve.served import (
-    ByteText,
-    Served,
-)
+from shardlib.serve.served import ByteText, Served
 from tests.models.configs import PUBLISHED, tiny
 from tests.serve.hf_folders import write_tokenizer
 

@@ -50,14 +50,8 @@ from tritonclient.grpc import (  # pyright: ignore[reportMissingImports]
 )
 
 from benchmarks.environment import RESULTS, write
-from shardlib import (
-    models,
-    serve,
-)
-from shardlib.serve.artefacts import (
-    embedding_pass,
-    user_pass,
-)
+from shardlib import models, serve
+from shardlib.serve.artefacts import embedding_pass, user_pass
 from shardlib.serve.triton.repository import Repository
 from tests.serve.classifier import Classifier, classifier, forward
 

@@ -177,6 +177,15 @@ def likely_secret(name: str, value: str) -> str:
     return f"the value of {name} in environment looks like a secret" if secret_value(value) else ""
 
 
+def too_small(value: object, **least: int) -> list[str]:
+    """Lists the fields of a value that are below their least; None is none of them."""
+    return [
+        f"{name} is {number}; it must be at least {minimum}"
+        for name, minimum in least.items()
+        if (number := getattr(value, name)) is not None and number < minimum
+    ]
+
+
 #: Names that every engine accepts: labels of DNS (RFC 1123), short enough for what Kubernetes
 #: appends.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -237,11 +246,10 @@ class Job:
                 " beginning with a letter"
             ]
         )
-        failures += (
-            []
-            if self.command
-            else ["command is empty; after -- stands what to run, e.g. -- train --run runs/first"]
-        )
+        if not self.command:
+            failures.append(
+                "command is empty; after -- stands what to run, e.g. -- train --run runs/first"
+            )
         failures += [
             f"{what}, and files would show it; let the engine's own store of secrets set it, or say"
             f" that it is none: --plain {name}, or Job(plain=...)"
@@ -263,26 +271,14 @@ class Job:
             for what, text in texts
             if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
         ]
-        failures += [
-            f"image is {shown(self.image)}, which is no image"
-            for _ in [0]
-            if self.image is not None and not IMAGE.fullmatch(self.image)
-        ]
+        if self.image is not None and not IMAGE.fullmatch(self.image):
+            failures.append(f"image is {shown(self.image)}, which is no image")
         failures += [
             f"environment has {name!r}, which is no name of a variable"
             for name in self.environment
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         ]
-        failures += [
-            f"{name} is {value}; it must be at least {minimum}"
-            for name, value, minimum in (
-                ("host_processes", self.host_processes, 1),
-                ("restarts", self.restarts, 0),
-                ("seconds", self.seconds, 1),
-                ("host_devices", self.host_devices, 1),
-            )
-            if value is not None and value < minimum
-        ]
+        failures += too_small(self, host_processes=1, restarts=0, seconds=1, host_devices=1)
         if not failures:
             failures += self._uneven()
         if failures:

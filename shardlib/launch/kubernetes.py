@@ -10,6 +10,7 @@ from shardlib.launch.job import Job
 from shardlib.launch.submission import (
     STOPPED,
     USAGE,
+    Engine,
     Submission,
     check_job,
     check_tpu,
@@ -22,7 +23,7 @@ from shardlib.launch.submission import (
     yaml_text,
 )
 from shardlib.processes.place import AUTO, FIRST_PORT
-from shardlib.untrusted.data import JsonMapping, JsonObject
+from shardlib.untrusted.data import JsonObject
 
 # --------------------------------------------------------------------------------------------------
 # Settings beyond the job: namespace, queue, volumes, secrets by name.
@@ -105,12 +106,12 @@ class KubernetesSettings:
             for text in getattr(self, name)
             if not re.fullmatch(r"[\w./-]+=[\w.-]*", text)
         ]
-        failures += (
-            [f"shared_memory is {self.shared_memory!r}, which is no quantity such as 64Gi"]
-            if self.shared_memory is not None
-            and not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?)?", self.shared_memory)
-            else []
-        )
+        if self.shared_memory is not None and not re.fullmatch(
+            r"\d+(\.\d+)?([KMGT]i?)?", self.shared_memory
+        ):
+            failures.append(
+                f"shared_memory is {self.shared_memory!r}, which is no quantity such as 64Gi"
+            )
         failures += [
             f"{name} is {value}; it must be between {low} and {high}"
             for name, value, low, high in (
@@ -325,11 +326,8 @@ def _place(job: Job, settings: KubernetesSettings) -> list[JsonObject]:
         {"name": "SHARDLIB_START", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}},
         {"name": "SHARDLIB_SECRET", "valueFrom": {"fieldRef": {"fieldPath": UID}}},
     ]
-    number += (
-        [{"name": "SHARDLIB_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
-        if job.host_processes == 1
-        else []
-    )
+    if job.host_processes == 1:
+        number.append({"name": "SHARDLIB_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     return [*({"name": name, "value": value} for name, value in fixed.items()), *number]
 
 
@@ -393,20 +391,12 @@ def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submissi
     )
 
 
-class Kubernetes:
-    """The engine `--kubernetes`."""
-
-    name = "kubernetes"
-    help = "Create a JobSet."
-    settings = KubernetesSettings
-
-    def defaults(self) -> JsonMapping:
-        """See `Engine`."""
-        return {}
-
-    def submission(self, job: Job, settings: KubernetesSettings) -> Submission:
-        """See `kubernetes`."""
-        return kubernetes(job, settings)
+KUBERNETES = Engine(
+    name="kubernetes",
+    help="Create a JobSet.",
+    settings=KubernetesSettings,
+    submission=kubernetes,
+)
 
 
 def _failures(job: Job, settings: KubernetesSettings) -> list[str]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardlib.errors import LaunchError, raise_all
+from shardlib.launch.job import too_small
 from shardlib.processes.console import LOOPBACK, Lines, Processes, free_port
 from shardlib.processes.place import (
     ENDED,
@@ -255,15 +256,7 @@ class Local:
                 "there is no command; after -- stands what to run, e.g. -- train --run runs/first"
             ]
         )
-        failures += [
-            f"{name} is {value}; it must be at least 1"
-            for name, value in (
-                ("processes", self.processes),
-                ("devices", self.devices),
-                ("join_seconds", self.join_seconds),
-            )
-            if value is not None and value < 1
-        ]
+        failures += too_small(self, processes=1, devices=1, join_seconds=1)
         if self.port is not None and not 0 < self.port < 1 << 16:
             failures.append(f"port is {self.port}; ports go from 1 to 65535")
         if failures:

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.launch.job import Job
+from shardlib.launch.job import Job, too_small
 from shardlib.launch.submission import (
+    Engine,
     Submission,
     check_job,
     check_one_line,
@@ -24,7 +25,7 @@ from shardlib.launch.submission import (
     inside,
     is_tpu,
 )
-from shardlib.untrusted.data import JsonMapping, construct, parse_json, shown
+from shardlib.untrusted.data import construct, parse_json, shown
 
 # --------------------------------------------------------------------------------------------------
 # The hosts of the driver on a Ray cluster: hosts, processes and resources, as one word.
@@ -114,16 +115,9 @@ class RaySettings:
     wait_seconds: int = 3600
 
     def __post_init__(self) -> None:
-        failures = check_one_line(self) + [
-            f"{name} is {value}; it must be at least 1"
-            for name, value in (("cpus", self.cpus), ("wait_seconds", self.wait_seconds))
-            if value < 1
-        ]
-        failures += (
-            ["upload and workdir exclude each other: processes start in one folder"]
-            if self.upload and self.workdir
-            else []
-        )
+        failures = check_one_line(self) + too_small(self, cpus=1, wait_seconds=1)
+        if self.upload and self.workdir:
+            failures.append("upload and workdir exclude each other: processes start in one folder")
         if failures:
             raise_all(LaunchError, "settings of Ray are not usable", failures)
 
@@ -143,22 +137,20 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
         if is_tpu(job)
         else []
     )
-    failures += (
-        [
-            f"the folder {job.run} of the run is relative, and nodes have no common folder; it"
-            " needs a whole path"
-        ]
-        if job.run is not None
+    if (
+        job.run is not None
         and settings.workdir is None
         and not job.run.startswith("/")
         and "://" not in job.run
-        else []
-    )
-    failures += (
-        ["Ray copies no folder into a container: `upload` and an image exclude each other"]
-        if job.image and settings.upload
-        else []
-    )
+    ):
+        failures.append(
+            f"the folder {job.run} of the run is relative, and nodes have no common folder; it"
+            " needs a whole path"
+        )
+    if job.image and settings.upload:
+        failures.append(
+            "Ray copies no folder into a container: `upload` and an image exclude each other"
+        )
     check_job(job, "Ray", failures)
     address = (f"--address={settings.address}",) if settings.address else ()
     command = (
@@ -193,20 +185,12 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
     )
 
 
-class Ray:
-    """The engine `--ray`."""
-
-    name = "ray"
-    help = "Submit to a Ray cluster."
-    settings = RaySettings
-
-    def defaults(self) -> JsonMapping:
-        """See `Engine`."""
-        return {}
-
-    def submission(self, job: Job, settings: RaySettings) -> Submission:
-        """See `ray`."""
-        return ray(job, settings)
+RAY = Engine(
+    name="ray",
+    help="Submit to a Ray cluster.",
+    settings=RaySettings,
+    submission=ray,
+)
 
 
 def ray_hosts(job: Job, settings: RaySettings) -> RayHosts:

@@ -22,6 +22,7 @@ from shardlib.launch.job import Job
 from shardlib.launch.submission import (
     HUNG,
     STOPPED,
+    Engine,
     Submission,
     accelerator_type,
     check_job,
@@ -37,7 +38,7 @@ from shardlib.launch.submission import (
     yaml_text,
 )
 from shardlib.processes.place import AUTO, port_of_job
-from shardlib.untrusted.data import JsonMapping, JsonObject
+from shardlib.untrusted.data import JsonObject
 
 TASK = "task.yaml"
 #: Variables that `sky` takes out of its own environment, by name.
@@ -82,11 +83,8 @@ class SkyPilotSettings:
 
     def __post_init__(self) -> None:
         failures = check_one_line(self)
-        failures += (
-            [f"network_tier is {self.network_tier!r}; it must be standard or best"]
-            if self.network_tier not in (None, "standard", "best")
-            else []
-        )
+        if self.network_tier not in (None, "standard", "best"):
+            failures.append(f"network_tier is {self.network_tier!r}; it must be standard or best")
         failures += [
             f"file_mounts has {text!r}; it needs REMOTE=SOURCE"
             for text in self.file_mounts
@@ -138,20 +136,12 @@ def skypilot(job: Job, settings: SkyPilotSettings | None = None) -> Submission:
     )
 
 
-class SkyPilot:
-    """The engine `--skypilot`."""
-
-    name = "skypilot"
-    help = "Launch with SkyPilot."
-    settings = SkyPilotSettings
-
-    def defaults(self) -> JsonMapping:
-        """See `Engine`."""
-        return {}
-
-    def submission(self, job: Job, settings: SkyPilotSettings) -> Submission:
-        """See `skypilot`."""
-        return skypilot(job, settings)
+SKYPILOT = Engine(
+    name="skypilot",
+    help="Launch with SkyPilot.",
+    settings=SkyPilotSettings,
+    submission=skypilot,
+)
 
 
 def _failures(job: Job) -> list[str]:
@@ -165,19 +155,13 @@ def _failures(job: Job) -> list[str]:
             ]
         )
     failures = check_tpu(job)
-    failures += (
-        [
+    if job.slices > 1:
+        failures.append(
             f"{job.topology} has several slices, which SkyPilot does not join; --tpu-vm and"
             " --kubernetes do"
-        ]
-        if job.slices > 1
-        else []
-    )
-    failures += (
-        [f"SkyPilot has no accelerator type for {job.machine.chip.name}"]
-        if not failures and not kind_of(job).accelerator
-        else []
-    )
+        )
+    if not failures and not kind_of(job).accelerator:
+        failures.append(f"SkyPilot has no accelerator type for {job.machine.chip.name}")
     return failures
 
 

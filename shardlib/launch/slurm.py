@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.launch.job import Job
+from shardlib.launch.job import Job, too_small
 from shardlib.launch.submission import (
     STOPPED,
     USAGE,
+    Engine,
     Submission,
     check_job,
     check_one_line,
@@ -21,7 +22,6 @@ from shardlib.launch.submission import (
     inside,
 )
 from shardlib.processes.place import FIRST_PORT, PORTS
-from shardlib.untrusted.data import JsonMapping
 
 # --------------------------------------------------------------------------------------------------
 # Settings beyond the job: partition, GPUs, mounts, notice before the time limit.
@@ -77,41 +77,24 @@ class SlurmSettings:
         failures = check_plain(
             self, ("partition", "account", "qos", "reservation", "gpu_type", "interface", "options")
         ) + check_one_line(self)
-        failures += (
-            []
-            if self.gpus in GPUS
-            else [f"gpus is {self.gpus!r}; it must be one of {', '.join(GPUS)}"]
-        )
+        if self.gpus not in GPUS:
+            failures.append(f"gpus is {self.gpus!r}; it must be one of {', '.join(GPUS)}")
         failures += [
             f"options has {text!r}, which does not begin with --"
             for text in self.options
             if not text.startswith("--")
         ]
-        failures += (
-            [f"constraint is {self.constraint!r}, which no sbatch reads"]
-            if self.constraint and not re.fullmatch(r"[\w\-.,&|*()\[\]]+", self.constraint)
-            else []
-        )
-        failures += (
-            [f"workdir is {self.workdir!r}; it must be a whole path"]
-            if self.workdir is not None and not self.workdir.startswith("/")
-            else []
-        )
+        if self.constraint and not re.fullmatch(r"[\w\-.,&|*()\[\]]+", self.constraint):
+            failures.append(f"constraint is {self.constraint!r}, which no sbatch reads")
+        if self.workdir is not None and not self.workdir.startswith("/"):
+            failures.append(f"workdir is {self.workdir!r}; it must be a whole path")
         failures += [
             f"mounts has {text!r}; it needs FROM:TO of whole paths with no ',' in them, once for"
             " each"
             for text in self.mounts
             if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[a-z+]+)?", text)
         ]
-        failures += [
-            f"{name} is {value}; it must be at least 1"
-            for name, value in (
-                ("cpus", self.cpus),
-                ("chain", self.chain),
-                ("notice_seconds", self.notice_seconds),
-            )
-            if value is not None and value < 1
-        ]
+        failures += too_small(self, cpus=1, chain=1, notice_seconds=1)
         if failures:
             raise_all(LaunchError, "settings of Slurm are not usable", failures)
 
@@ -147,7 +130,8 @@ def options(job: Job, settings: SlurmSettings) -> list[str]:
         )
     if settings.exclusive if settings.exclusive is not None else job.hosts > 1:
         listed += ["--exclusive", "--mem=0"]
-    listed += ["--dependency=singleton"] if settings.chain > 1 else []
+    if settings.chain > 1:
+        listed.append("--dependency=singleton")
     return [
         *listed,
         f"--signal=B:USR1@{settings.notice_seconds}",
@@ -285,7 +269,8 @@ def _step(job: Job, settings: SlurmSettings) -> str:
         if settings.cpus is None
         else ["srun", "--kill-on-bad-exit=1", f"--cpus-per-task={settings.cpus}"]
     )
-    words += [f"--chdir={settings.workdir}"] if settings.workdir and not job.image else []
+    if settings.workdir and not job.image:
+        words.append(f"--chdir={settings.workdir}")
     if job.image is not None:
         seen = [
             f"{path}:{path}"
@@ -338,14 +323,11 @@ def slurm(job: Job, settings: SlurmSettings | None = None) -> Submission:
         if job.machine.chip.vendor == "google"
         else []
     )
-    failures += (
-        [
+    if job.seconds is not None and job.seconds <= settings.notice_seconds:
+        failures.append(
             f"the time limit of {job.seconds} s leaves nothing beside the notice of"
             f" {settings.notice_seconds} s"
-        ]
-        if job.seconds is not None and job.seconds <= settings.notice_seconds
-        else []
-    )
+        )
     seen = (
         (("the folder of the run", run_folder(job, settings)), ("workdir", settings.workdir))
         if job.image
@@ -381,19 +363,11 @@ def slurm(job: Job, settings: SlurmSettings | None = None) -> Submission:
     )
 
 
-class Slurm:
-    """The engine `--slurm`."""
-
-    name = "slurm"
-    help = "Submit to Slurm."
-    settings = SlurmSettings
-
-    def defaults(self) -> JsonMapping:
-        """See `Engine`; nodes share folders with the machine that submits, so that relative
-        paths are those of the user.
-        """
-        return {"workdir": str(Path.cwd())}
-
-    def submission(self, job: Job, settings: SlurmSettings) -> Submission:
-        """See `slurm`."""
-        return slurm(job, settings)
+SLURM = Engine(
+    name="slurm",
+    help="Submit to Slurm.",
+    settings=SlurmSettings,
+    submission=slurm,
+    # nodes share folders with the machine that submits: relative paths are those of the user
+    defaults=lambda: {"workdir": str(Path.cwd())},
+)

@@ -20,10 +20,10 @@ import secrets
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from shardlib.errors import LaunchError, MissingPackageError, raise_all
 from shardlib.launch.job import Job
@@ -328,13 +328,11 @@ class Submission:
 
     def __str__(self) -> str:
         parts = [f"# {name}\n{text.rstrip()}\n" for name, text in self.files.items()]
-        parts += ["\n".join(f"# {note}" for note in self.notes)] if self.notes else []
+        if self.notes:
+            parts.append("\n".join(f"# {note}" for note in self.notes))
         parts += ["\n".join(["# commands", *(shlex.join(words) for words in self.commands)])]
-        parts += (
-            ["\n".join(f"# {what}: {shlex.join(words)}" for what, words in self.later)]
-            if self.later
-            else []
-        )
+        if self.later:
+            parts.append("\n".join(f"# {what}: {shlex.join(words)}" for what, words in self.later))
         return "\n".join(parts)
 
 
@@ -402,44 +400,27 @@ def submit(submission: Submission, folder: Path) -> str:
 # --------------------------------------------------------------------------------------------------
 # Engines: a name, its settings, and the submission that it makes of a job.
 #
-#     class Local:
-#         name, help, settings = "local", "Print the command.", LocalSettings
-#
-#         def defaults(self):
-#             return {}
-#
-#         def submission(self, job, settings):
-#             return Submission(engine="Local", files={}, commands=(("echo", *job.words),))
-#
-# A row in `shardlib.launch.engines` makes it an engine of `shardlib launch`: the option `--local`,
-# its line of the help, `-o KEY=VALUE` for the fields of its settings, and `--dry-run` all come
-# from here.
-
-#: What an engine has to know beyond the job: a value of its own class of settings.
-EngineSettings = Any
+# A row in `shardlib.launch.commands` makes one an engine of `shardlib launch`: its option, its line
+# of the help, `-o KEY=VALUE` for the fields of its settings, and `--dry-run` all come from here.
 
 
-class Engine(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Engine:
     """A scheduler that starts the processes of a job on its hosts.
 
     Attributes:
         name: of its option: "slurm" for `--slurm`.
         help: of its option, one line.
-        settings: frozen dataclass of what it has to know beyond the job; a command line sets its
-            fields as KEY=VALUE (`shardlib.launch.submission`).
+        settings: frozen dataclass of what it has to know beyond the job.
+        submission: (job, settings) -> files and commands that hand the job over.
+        defaults: fields of the settings that a command line knows, where no word names them.
     """
 
     name: str
     help: str
     settings: type[Any]
-
-    def defaults(self) -> JsonMapping:
-        """Fields of the settings that a command line knows, where no word names them."""
-        ...
-
-    def submission(self, job: Job, settings: EngineSettings) -> Submission:
-        """Files and commands that hand a job over."""
-        ...
+    submission: Callable[[Job, Any], Submission]
+    defaults: Callable[[], JsonMapping] = dict
 
 
 # --------------------------------------------------------------------------------------------------
@@ -550,13 +531,11 @@ def check_tpu(job: Job) -> list[str]:
             f" {', '.join(KINDS)}"
         ]
     )
-    failures += [] if shape_of(job) else [f"{job.topology} does not say the shape of a slice"]
-    failures += (
-        [
+    if not shape_of(job):
+        failures.append(f"{job.topology} does not say the shape of a slice")
+    if job.host_processes > 1:
+        failures.append(
             f"{job.host_processes} processes share the chips of a host, and JAX runs one process on"
             " a TPU host"
-        ]
-        if job.host_processes > 1
-        else []
-    )
+        )
     return failures

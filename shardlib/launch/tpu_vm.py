@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launch.job import Job
 from shardlib.launch.submission import (
+    Engine,
     Submission,
     accelerator_type,
     check_job,
@@ -22,7 +23,6 @@ from shardlib.launch.submission import (
     timed,
 )
 from shardlib.processes.place import AUTO
-from shardlib.untrusted.data import JsonMapping
 
 # --------------------------------------------------------------------------------------------------
 # Settings beyond the job: zone, project, provisioning.
@@ -68,17 +68,13 @@ class TpuVmSettings:
             if field.name not in ("zone", "setup", "workdir", "options", "create")
         )
         failures = check_plain(self, names) + check_one_line(self)
-        failures += (
-            [] if self.zone else ["zone is missing; it says where the slices are, e.g. us-east5-a"]
-        )
-        failures += (
-            []
-            if self.provisioning in PROVISIONING
-            else [
+        if not self.zone:
+            failures.append("zone is missing; it says where the slices are, e.g. us-east5-a")
+        if self.provisioning not in PROVISIONING:
+            failures.append(
                 f"provisioning is {self.provisioning!r}; it must be one of"
                 f" {', '.join(PROVISIONING)}"
-            ]
-        )
+            )
         failures += [
             f"options has {text!r}, which does not begin with --"
             for text in self.options
@@ -174,20 +170,12 @@ def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
     )
 
 
-class TpuVm:
-    """The engine `--tpu-vm`."""
-
-    name = "tpu-vm"
-    help = "Run on Cloud TPU VMs."
-    settings = TpuVmSettings
-
-    def defaults(self) -> JsonMapping:
-        """See `Engine`."""
-        return {}
-
-    def submission(self, job: Job, settings: TpuVmSettings) -> Submission:
-        """See `tpu_vm`."""
-        return tpu_vm(job, settings)
+TPU_VM = Engine(
+    name="tpu-vm",
+    help="Run on Cloud TPU VMs.",
+    settings=TpuVmSettings,
+    submission=tpu_vm,
+)
 
 
 def _failures(job: Job, settings: TpuVmSettings) -> list[str]:

@@ -169,16 +169,12 @@ def _ours(environ: Mapping[str, str]) -> Place:
         failures.append(f"SHARDLIB_COORDINATOR is {coordinator!r}; it needs HOST:PORT of process 0")
     if not failures:
         processes, process, host_processes, host_process = (int(variables[name]) for name in names)
-        failures += (
-            [f"SHARDLIB_PROCESS is {process} of {processes}; numbers run from 0"]
-            if process >= processes
-            else []
-        )
-        failures += (
-            [f"SHARDLIB_HOST_PROCESS is {host_process} of {host_processes}; numbers run from 0"]
-            if host_process >= host_processes
-            else []
-        )
+        if process >= processes:
+            failures.append(f"SHARDLIB_PROCESS is {process} of {processes}; numbers run from 0")
+        if host_process >= host_processes:
+            failures.append(
+                f"SHARDLIB_HOST_PROCESS is {host_process} of {host_processes}; numbers run from 0"
+            )
         if not failures:
             return Place(
                 coordinator=coordinator,

@@ -1266,9 +1266,8 @@ def _deployed(
 
     cpu_without_accelerators()
     devices = devices_of(space)
-    from shardlib.serve.demonstration import demonstration
     from shardlib.serve.hosting import deploy
-    from shardlib.serve.loading import named
+    from shardlib.serve.loading import demonstration, named
 
     def say(text: str) -> None:
         echo(text, err=True)

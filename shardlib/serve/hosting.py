@@ -673,7 +673,8 @@ def tagged(names: Collection[str]) -> Splitter:
                 return Split(text=text + given(before), calls=calls, begun=begun, rest=remaining)
             call = _whole(inner, names) or _begun(inner, 0, names)
             text += before + tag + inner + close if call is None else given(before)
-            calls += [] if call is None else [call]
+            if call is not None:
+                calls.append(call)
             remaining = after
         return Split(text=text, calls=calls)
 

@@ -1,4 +1,4 @@
-"""A new engine is a class and a row: its option, its help and its settings follow from there."""
+"""A new engine is a value and a row: its option, its help and its settings follow from there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from shardlib.errors import LaunchError
-from shardlib.launch.commands import launch_command
-from shardlib.launch.engines import ENGINES
+from shardlib.launch.commands import ENGINES, launch_command
 from shardlib.launch.job import Job
-from shardlib.launch.submission import Submission
+from shardlib.launch.submission import Engine, Submission
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,26 +24,26 @@ class PaperSettings:
     readers: tuple[str, ...] = ()
 
 
-class Paper:
+def paper(job: Job, settings: PaperSettings) -> Submission:
     """Writes a job down, for somebody to start by hand."""
+    words = " ".join([settings.desk or "", *settings.readers, *job.words])
+    return Submission(engine="Paper", files={"job.txt": words}, commands=(("true",),))
 
-    name = "on-paper"
-    help = "Write the job down."
-    settings = PaperSettings
 
-    def defaults(self):
-        return {"desk": "first"}
-
-    def submission(self, job: Job, settings: PaperSettings) -> Submission:
-        words = " ".join([settings.desk or "", *settings.readers, *job.words])
-        return Submission(engine="Paper", files={"job.txt": words}, commands=(("true",),))
+PAPER = Engine(
+    name="on-paper",
+    help="Write the job down.",
+    settings=PaperSettings,
+    submission=paper,
+    defaults=lambda: {"desk": "first"},
+)
 
 
 @pytest.fixture(scope="module")
 def app() -> typer.Typer:
     made = typer.Typer()
     made.command("launch", context_settings={"allow_interspersed_args": False})(
-        launch_command((*ENGINES, Paper()))
+        launch_command((*ENGINES, PAPER))
     )
     return made
 

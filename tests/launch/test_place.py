@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launch.joining import device_ids
-from shardlib.launch.meeting import address_here
+from shardlib.launch.joining import address_here, device_ids
 from shardlib.processes.place import Place, read_place
 
 OURS = {"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launch import meeting
-from shardlib.launch.meeting import call
+from shardlib.launch import joining
+from shardlib.launch.joining import call
 from shardlib.processes.console import free_port
 from shardlib.processes.place import Place
 
@@ -22,10 +22,10 @@ SAME = {"jax": "0.10.2", "code of shardlib": "abc"}
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 0.5)
-    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 0.5)
+    monkeypatch.setattr(joining, "SPEAK_SECONDS", 0.5)
+    monkeypatch.setattr(joining, "SPEAK_SECONDS", 0.5)
     # Threads of one process are told apart as processes are, by a number of their own.
-    monkeypatch.setattr(meeting.os, "getpid", threading.get_ident)
+    monkeypatch.setattr(joining.os, "getpid", threading.get_ident)
     yield Place(
         coordinator=f"127.0.0.1:{free_port('127.0.0.1')}",
         processes=3,
@@ -56,7 +56,7 @@ def called(
 
 
 def test_all_come_and_the_port_is_free_again(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "SAY_AFTER", 0.3)
+    monkeypatch.setattr(joining, "SAY_AFTER", 0.3)
     found, said = called(
         [replace(place, process=number) for number in (2, 0, 1)], late={2: 1.0, 0: 0.2}
     )
@@ -136,9 +136,9 @@ def test_one_that_ended_while_it_waited_may_come_again(place: Place):
         for _ in range(100):
             try:
                 with socket.create_connection((host, int(port))) as talk:
-                    asked = meeting.greeted(talk.recv(100))
+                    asked = joining.greeted(talk.recv(100))
                     talk.sendall(
-                        meeting.sealed(
+                        joining.sealed(
                             "",
                             asked,
                             "member",

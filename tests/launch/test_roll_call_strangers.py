@@ -16,8 +16,8 @@ from dataclasses import replace
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launch import meeting
-from shardlib.launch.meeting import call
+from shardlib.launch import joining
+from shardlib.launch.joining import call
 from shardlib.processes.console import free_port
 from shardlib.processes.place import Place
 
@@ -36,7 +36,7 @@ GARBAGE = {
     "a line of the version before": (
         b'{"process": 1, "processes": 3, "host": "h", "pid": 1, "start": "now", "about": {}}\n'
     ),
-    "no secret": meeting.sealed("", "0" * 32, "member", {"me": ME, "asked": "1"}),
+    "no secret": joining.sealed("", "0" * 32, "member", {"me": ME, "asked": "1"}),
     "half a line": b'{"said": ',
     "many lines": b"{}\n" * 1000,
 }
@@ -44,9 +44,9 @@ GARBAGE = {
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 3.0)
-    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 3.0)
-    monkeypatch.setattr(meeting.os, "getpid", threading.get_ident)
+    monkeypatch.setattr(joining, "SPEAK_SECONDS", 3.0)
+    monkeypatch.setattr(joining, "SPEAK_SECONDS", 3.0)
+    monkeypatch.setattr(joining.os, "getpid", threading.get_ident)
     yield Place(
         coordinator=f"127.0.0.1:{free_port('127.0.0.1')}",
         processes=3,
@@ -111,7 +111,7 @@ def attacked(place: Place, attack: Callable[[], None]) -> tuple[list[str], list[
 def test_garbage_is_ignored_and_counted(place: Place, what: str, capfd: pytest.CaptureFixture[str]):
     def attack() -> None:
         with connected(place) as talk:
-            meeting.greeted(talk.recv(100))
+            joining.greeted(talk.recv(100))
             with contextlib.suppress(OSError):
                 talk.sendall(GARBAGE[what])
                 talk.shutdown(socket.SHUT_WR)
@@ -125,9 +125,9 @@ def test_garbage_is_ignored_and_counted(place: Place, what: str, capfd: pytest.C
 
 
 def test_idle_connections_delay_nobody(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "SILENT_CALLERS", 20)
-    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 30.0)
-    monkeypatch.setattr(meeting, "SPEAK_SECONDS", 30.0)
+    monkeypatch.setattr(joining, "SILENT_CALLERS", 20)
+    monkeypatch.setattr(joining, "SPEAK_SECONDS", 30.0)
+    monkeypatch.setattr(joining, "SPEAK_SECONDS", 30.0)
     open_ones: list[socket.socket] = []
     found, said, seconds = attacked(
         place, lambda: open_ones.extend(connected(place) for _ in range(60))
@@ -144,9 +144,9 @@ def test_who_knows_no_secret_cannot_fail_the_others_nor_take_a_place(place: Plac
             for secret in ("", "guessed"):
                 with connected(place) as talk:
                     talk.sendall(
-                        meeting.sealed(
+                        joining.sealed(
                             secret,
-                            meeting.greeted(talk.recv(100)),
+                            joining.greeted(talk.recv(100)),
                             "member",
                             {"me": me, "asked": "1"},
                         )
@@ -160,13 +160,13 @@ def test_who_knows_no_secret_cannot_fail_the_others_nor_take_a_place(place: Plac
 
 
 def test_a_line_that_was_overheard_is_of_no_use(place: Place):
-    heard = meeting.sealed(
+    heard = joining.sealed(
         place.secret, "0" * 32, "member", {"me": {**ME, "processes": 7}, "asked": "1"}
     )
 
     def attack() -> None:
         with connected(place) as talk:
-            assert meeting.greeted(talk.recv(100)) != "0" * 32
+            assert joining.greeted(talk.recv(100)) != "0" * 32
             talk.sendall(heard)
             talk.recv(100)
 
@@ -177,7 +177,7 @@ def test_a_line_that_was_overheard_is_of_no_use(place: Place):
 def test_a_false_process_0_cannot_fail_the_others(place: Place):
     """It answers whatever it likes; who knows the secret goes on looking for the right one."""
     lines = [
-        meeting.sealed("", "1", "first", {"failures": ["\x1b[2J you lose"], "again": False}),
+        joining.sealed("", "1", "first", {"failures": ["\x1b[2J you lose"], "again": False}),
         b"[" * 50_000 + b"\n",
         b"x" * 3_000_000,
         b'{"failures": ["no"], "again": false}\n',
@@ -186,7 +186,7 @@ def test_a_false_process_0_cannot_fail_the_others(place: Place):
 
     async def false(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            writer.write(meeting.greeting(meeting.number()))
+            writer.write(joining.greeting(joining.number()))
             await reader.readuntil()
             writer.write(lines[0] if len(lines) == 1 else lines.pop(0))
             await writer.drain()
@@ -215,9 +215,9 @@ def test_what_others_say_is_escaped(place: Place):
     def attack() -> None:
         talk = connected(place)
         talk.sendall(
-            meeting.sealed(
+            joining.sealed(
                 place.secret,
-                meeting.greeted(talk.recv(100)),
+                joining.greeted(talk.recv(100)),
                 "member",
                 {"me": {**ME, "processes": 7, "host": "evil\x1b[2J\x07"}, "asked": "1"},
             )

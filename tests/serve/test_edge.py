@@ -22,8 +22,7 @@ from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import Device
-from shardlib.serve.edge import StageError, Workers, run_edge
-from shardlib.serve.edge_cutting import cut
+from shardlib.serve.edge import StageError, Workers, cut, run_edge
 from shardlib.serve.edge_plan import EdgePlan
 from tests.serve.test_meshes import FAMILIES
 

@@ -5,4 +5,5 @@ bodies.py     requests: read, checked, refused with the reason
 replies.py    answers and streams of events
 routes.py     the paths
 app.py        the application; `server.py` runs it
+
 """

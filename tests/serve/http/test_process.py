@@ -15,7 +15,7 @@ import pytest
 
 from shardlib import serve
 from shardlib.cli import main
-from shardlib.serve.demonstration import demonstration
+from shardlib.serve.loading import demonstration
 from shardlib.training.run import RunFolder
 from tests.serve.http.conftest import TOKENS
 
@@ -124,8 +124,8 @@ def test_files_of_tokens_are_checked(
 def test_where_no_model_is_named_a_demonstration_is_trained_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("shardlib.serve.demonstration.SECONDS", 0.5)
-    monkeypatch.setattr("shardlib.serve.demonstration.SAVE_EVERY", 2)
+    monkeypatch.setattr("shardlib.serve.loading.SECONDS", 0.5)
+    monkeypatch.setattr("shardlib.serve.loading.SAVE_EVERY", 2)
     monkeypatch.setenv("SHARDLIB_CACHE_DIR", str(tmp_path))
     said: list[str] = []
     place = demonstration(said.append)
