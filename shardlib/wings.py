@@ -2,12 +2,14 @@
 
 A wing may have a module `commands`: its `COMMANDS` maps names of commands to functions, and its
 `EXTENSIONS` maps a command of another package to the options that the wing adds to it. Of `launch`
-the core also uses `joining.join` (the public name `shardlib.join`) and `doctor.examine`.
+the core also uses `joining` (the public name `shardlib.join`, and `leave`) and `doctor`
+(`host_findings`).
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -51,6 +53,27 @@ def is_missing(module: str) -> bool:
 def wing_module(name: str) -> ModuleType | None:
     """A module such as "shardlib.launch.doctor"; None where the package of its wing is missing."""
     return None if is_missing(name) else importlib.import_module(name)
+
+
+def leave(code: int) -> None:
+    """Ends this process with an exit code where it is one of several that `launch` has joined."""
+    joining = sys.modules.get("shardlib.launch.joining")
+    if joining is not None:
+        joining.leave(code)
+
+
+def host_findings(*, run: str | None, seconds: float) -> tuple[Any, ...]:
+    """Findings of `launch`'s doctor about the hosts of this job, which every process asks for; none
+    where that wing is missing.
+
+    Args:
+        run: folder of the run, which every host must be able to write.
+        seconds: that it may take.
+    """
+    doctor = wing_module("shardlib.launch.doctor")
+    if doctor is None:
+        return ()
+    return doctor.examine(run=run, seconds=seconds, measure=False).require().findings
 
 
 def commands() -> dict[str, Callable[..., None]]:

@@ -170,3 +170,9 @@ def test_train_needs_launch_where_it_is_one_of_several_processes(without: tuple[
     several = python(folder, *words, SHARDLIB_PROCESSES="auto")
     assert several.returncode == 2
     assert "shardlib.join is part of shardlib.launch" in several.stdout + several.stderr
+
+
+@pytest.mark.parametrize("wing", ["launch", "serve", "islands"])
+def test_commands_of_a_wing_can_be_imported_first(wing: str):
+    done = python(PACKAGE.parent, "-c", f"import shardlib.{wing}.commands, shardlib.cli.commands")
+    assert done.returncode == 0, done.stderr

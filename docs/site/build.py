@@ -101,8 +101,7 @@ def _directives(package: str, kind: str, names: Iterable[str]) -> list[str]:
 
 def commands() -> str:
     """A page of the commands, each with its own help."""
-    from shardlib.cli import COMMANDS
-    from shardlib.cli.app import app
+    from shardlib.cli.commands import COMMANDS, app
 
     os.environ["COLUMNS"] = "110"
     parts = ["# Commands", ""]

@@ -74,7 +74,7 @@ from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import is_metric, named_numbers, validator
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject
-from shardlib.wings import wing_module
+from shardlib.wings import host_findings
 
 # --------------------------------------------------------------------------------------------------
 # Streams of batches, and how far ahead they are computed.
@@ -733,11 +733,8 @@ class Equipment:
         seconds = task.settings.doctor_seconds
         if seconds is None or jax.process_count() == 1:
             return
-        doctor = wing_module("shardlib.launch.doctor")
-        if doctor is None:
-            return
         run = str(self.folder.path) if self.folder is not None else None
-        for finding in doctor.examine(run=run, seconds=seconds, measure=False).require().findings:
+        for finding in host_findings(run=run, seconds=seconds):
             say(str(finding))
 
     def open_records(self, task: Task, step: int, stack: contextlib.ExitStack) -> None:

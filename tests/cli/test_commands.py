@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import shardlib
-from shardlib.cli import COMMANDS, main
+from shardlib.cli import main
+from shardlib.cli.commands import COMMANDS
 
 README = Path(__file__).parents[2] / "README.md"
 

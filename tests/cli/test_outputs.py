@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from shardlib.cli.app import app
+from shardlib.cli.commands import app
 from shardlib.cli.output import writable, write
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError
 from shardlib.launch.submission import Submission, submit

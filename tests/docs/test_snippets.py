@@ -24,7 +24,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from shardlib.cli import main
-from shardlib.cli.app import app
+from shardlib.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,6 +1,0 @@
-"""Runs the command line: `python -m shardlib.cli`."""
-
-from shardlib.cli import main
-
-if __name__ == "__main__":
-    main()

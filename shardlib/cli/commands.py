@@ -1,0 +1,90 @@
+"""The commands of the core and of the wings, and errors as messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from shardlib import wings
+from shardlib.cli import planning, training
+from shardlib.cli.app import app
+from shardlib.cli.output import report
+from shardlib.errors import ArgumentError, LaunchError, ShardlibError
+
+#: The order of the help; commands that are not named here follow.
+ORDER = (
+    *("doctor", "launch", "plan", "explain", "diff", "timeline", "replan", "scale", "compare"),
+    *("fit-model", "edge", "edge-stage", "verify", "train", "status", "generate", "export"),
+    *("serve", "bench-serve", "models", "topologies"),
+)
+_ALL: Mapping[str, Callable[..., None]] = {
+    "plan": planning.plan_command,
+    "explain": planning.explain_command,
+    "diff": planning.diff_command,
+    "timeline": planning.timeline_command,
+    "replan": planning.replan_command,
+    "scale": planning.scale_command,
+    "verify": planning.verify_command,
+    "train": training.train_command,
+    "status": training.status_command,
+    "models": planning.models_command,
+    "topologies": planning.topologies_command,
+    **wings.commands(),
+}
+#: The commands of the core and of the wings, in the order of the help.
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    name: _ALL[name] for name in sorted(_ALL, key=[*ORDER, *_ALL].index)
+}
+for _name, _command in COMMANDS.items():
+    # Words after those of `launch` are another program's.
+    app.command(
+        _name,
+        help=wings.extension(_name).help or None,
+        context_settings={"allow_interspersed_args": _name != "launch"},
+    )(_command)
+
+
+def run(arguments: list[str] | None) -> None:
+    """Runs a command and turns errors of shardlib into messages."""
+    words_given = sys.argv[1:] if arguments is None else arguments
+    words = [word for word in words_given if word != "--traceback"]
+    try:
+        code = app(words, prog_name="shardlib", standalone_mode=False)
+    except ShardlibError as error:
+        if "--traceback" in words_given:
+            raise
+        report(error, as_json="--json" in words)
+        _end(1 if isinstance(error, LaunchError) and error.again else 2)
+    except KeyboardInterrupt:
+        _end(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # of click, which typer may have inside of itself
+            raise
+        _report_usage(error, as_json="--json" in words)
+        _end(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report_usage(error: Any, *, as_json: bool) -> None:
+    """Says what is wrong with a command line: what is missing with its description, everything else
+    in the words of the parser.
+    """
+    context, missing = error.ctx, getattr(error, "param", None)
+    if type(error).__name__ == "MissingParameter" and context is not None and missing is not None:
+        option = missing.param_type_name == "option"
+        name = " / ".join(missing.opts) if option else missing.metavar or missing.name.upper()
+        what = (getattr(missing, "help", "") or "").rstrip(".")
+        problem = f"{context.info_name} needs {name}: {what}"
+        report(ArgumentError(f"{problem}\nTry: {context.command_path} -h"), as_json=as_json)
+        return
+    if as_json:
+        report(ArgumentError(error.format_message()), as_json=True)
+    else:
+        error.show()
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process because something failed; one of several does not wait for the others."""
+    wings.leave(code)
+    sys.exit(code)
