@@ -17,12 +17,12 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import BatchError, raise_all
 from shardlib.graph import RowDim
 from shardlib.jax_types import KeyPath
-from shardlib.lowering.gradients import IN_LAST, Deferred, GradientReductions, deferred
 from shardlib.lowering.loss import placed_loss
 from shardlib.lowering.mesh import batch_path
 from shardlib.lowering.placing import Placing
 from shardlib.lowering.random_keys import BatchDims, Fold
 from shardlib.lowering.uses import LossJaxpr, LossReading, seen_through
+from shardlib.lowering.weights import IN_LAST, Deferred, GradientReductions, deferred
 from shardlib.tracing.program import REMAT, Equation, callee
 from shardlib.tracing.rewriting import Walk
 

@@ -21,7 +21,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.collectives import Cuts, Machine
 from shardlib.lowering.contractions import Use
 from shardlib.lowering.uses import LossReading, Source, Step
-from shardlib.lowering.weights import Contraction, Dims, dims_of, in_use, reduction
+from shardlib.lowering.weights import Dims, ManualContraction, dims_of, in_use, reduction
 from shardlib.planner.plan import ParameterLayout
 from shardlib.tracing.program import Program
 from shardlib.tracing.rewriting import IN_PIECES, Together
@@ -384,12 +384,12 @@ class Product:
     sequence.
 
     Attributes:
-        parts: the matmul, taken apart.
+        parts: the matmul in a manual region.
         activation: that dim of the activation.
         result: that dim of the result.
     """
 
-    parts: Contraction
+    parts: ManualContraction
     activation: int
     result: int
 
@@ -535,7 +535,7 @@ def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
 # pieces go around the tensor axis and each is multiplied by all weights while the next is on its
 # way; in place of a reduce-scatter after a matmul, sums go around while the next part of them is
 # made. The backward pass is made of the same loops. Weights that are stored sharded are gathered,
-# and their gradients reduced over the batch, as everywhere (`lowering/gradients.py`).
+# and their gradients reduced over the batch, as everywhere (`lowering/weights.py`).
 
 
 def loops(
@@ -682,28 +682,22 @@ def _member(match: Found, parameter: ParameterLayout, machine: Machine) -> Membe
         if source is not None and parameter.compute[source]
     }
     partial = tuple(axis for dim in match.dims.own for axis in match.result[dim] if axis != TENSOR)
-    plan, rank = reduction(use, parameter.gradient, partial, machine, cuts), len(use.shape)
     specs = (
         machine.spec(dict(enumerate(match.activation)), len(match.activation)),
         machine.spec(dict(enumerate(match.result)), len(match.result)),
     )
-    parts = Contraction(
+    parts = ManualContraction(
         use=use,
-        plan=plan,
+        plan=reduction(use, parameter.gradient, partial, machine, cuts),
         held=cuts,
         partial=partial,
         arguments=specs,
-        kept=machine.spec(
-            {dim: (*cuts.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(rank)}, rank
-        ),
-        local_shape=tuple(
-            size // machine.ways(cuts.get(dim, ())) for dim, size in enumerate(use.shape)
-        ),
+        machine=machine,
     )
     return Member(
         product=Product(parts=parts, activation=match.rows[0], result=match.rows[1]),
         weight=use.operand,
         gather=in_use(use, parameter, machine),
-        held=machine.spec(cuts, rank),
+        held=machine.spec(cuts, len(use.shape)),
         result=specs[1],
     )

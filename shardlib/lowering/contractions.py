@@ -81,6 +81,31 @@ class Pins:
             ),
         )
 
+    def run(self, contraction: Contraction, operands: Sequence[jax.Array]) -> jax.Array:
+        """The result of a contraction that runs in these layouts."""
+        return self.made(
+            contraction.run(
+                [self.read(position, operand) for position, operand in enumerate(operands)]
+            )
+        )
+
+    def gradient(
+        self,
+        contraction: Contraction,
+        position: int,
+        operands: Operands,
+        cotangent: jax.Array,
+        like: jax.ShapeDtypeStruct | jax.Array,
+    ) -> jax.Array:
+        """The gradient of one operand in its layout, from operands and cotangent in theirs."""
+        if self.arriving[position] is None or not contraction.sums_in(cotangent.dtype, like.dtype):
+            aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
+            return self.read(position, contraction.slope(position, operands, cotangent, aval))
+        # Rounded first, partial sums would be added up whole before they are scattered.
+        aval = jax.ShapeDtypeStruct(like.shape, cotangent.dtype)
+        summed = self.read(position, contraction.slope(position, operands, cotangent, aval))
+        return self.scattered(position, summed).astype(like.dtype)
+
     def read(self, position: int, value: jax.Array) -> jax.Array:
         """An operand as the contraction reads it; also the gradient of that operand."""
         return held(value, self.operands[position])
@@ -132,14 +157,6 @@ class Contraction(Protocol):
         """
         ...
 
-    def summed(
-        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
-    ) -> jax.Array:
-        """The gradient of one operand as `slope` has it, of that shape, before it is rounded: in
-        the dtype of the cotangent.
-        """
-        ...
-
     def slope(
         self,
         position: int,
@@ -148,11 +165,8 @@ class Contraction(Protocol):
         like: jax.ShapeDtypeStruct,
         /,
     ) -> jax.Array:
-        """The gradient of one operand, in the dtype of `like`; among `operands`, that one is not
-        looked at.
-
-        Args:
-            like: shape and dtype of the gradient.
+        """The gradient of one operand, in the dtype of `like`: that of the operand, or the wider
+        one of the cotangent where `sums_in` says so; among `operands`, that one is not looked at.
         """
         ...
 
@@ -171,14 +185,6 @@ class AsWritten:
         """See `Contraction`."""
         return self.equation.name == "dot_general" and wide.itemsize > read.itemsize
 
-    def summed(
-        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
-    ) -> jax.Array:
-        """See `Contraction`."""
-        return self.slope(
-            position, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype)
-        )
-
     def slope(
         self,
         position: int,
@@ -187,11 +193,7 @@ class AsWritten:
         like: jax.ShapeDtypeStruct,
         /,
     ) -> jax.Array:
-        """The gradient of one operand.
-
-        Args:
-            like: shape and dtype of the gradient.
-        """
+        """See `Contraction`."""
         left = operands[0]
         if position == 1 and self.equation.name == "dot_general" and left is not None:
             return _slope_of_right(self.equation, left, cotangent).astype(like.dtype)
@@ -235,11 +237,7 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
     like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
     def made(*operands: jax.Array) -> jax.Array:
-        return pins.made(
-            contraction.run(
-                [pins.read(position, operand) for position, operand in enumerate(operands)]
-            )
-        )
+        return pins.run(contraction, operands)
 
     run = jax.custom_vjp(made)
 
@@ -266,12 +264,7 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
         def gradient(position: int) -> Any:
             if reads[1 - position] is None:
                 return None
-            aval = like[position]
-            if pins.arriving[position] is None or not contraction.sums_in(back.dtype, aval.dtype):
-                return pins.read(position, contraction.slope(position, reads, back, aval))
-            # Rounded first, partial sums would be added up whole before they are scattered.
-            summed = pins.read(position, contraction.summed(position, reads, back, aval.shape))
-            return pins.scattered(position, summed).astype(aval.dtype)
+            return pins.gradient(contraction, position, reads, back, like[position])
 
         return gradient(0), gradient(1), *(None for _ in others)
 
@@ -644,14 +637,6 @@ class InGroups:
         """See `Contraction`: gradients of convolutions are summed in their own dtype."""
         return False
 
-    def summed(
-        self, position: int, operands: Operands, cotangent: jax.Array, shape: tuple[int, ...], /
-    ) -> jax.Array:
-        """See `Contraction`."""
-        return self.slope(
-            position, operands, cotangent, jax.ShapeDtypeStruct(shape, cotangent.dtype)
-        )
-
     @property
     def _numbers(self) -> jax.lax.ConvDimensionNumbers:
         return self.equation.params["dimension_numbers"]
@@ -791,56 +776,33 @@ class Use:
         left, right = self.equation.eqn.invars
         return self.equation.params["dimension_numbers"], (left.aval.ndim, right.aval.ndim)
 
-    def gradient(
+    def slope(
         self,
         position: int,
-        other: jax.Array,
+        operands: Operands,
         cotangent: jax.Array,
-        like: jax.ShapeDtypeStruct | jax.Array,
+        like: jax.ShapeDtypeStruct,
+        /,
     ) -> jax.Array:
-        """The gradient of one operand of a contraction, from the other one and the cotangent of the
-        result; in the dtype of `like`.
-
-        Args:
-            like: shape and dtype of the gradient.
-        """
+        """See `Contraction`."""
+        other, aval = operands[1 - position], self.equation.eqn.invars[1 - position].aval
+        assert other is not None, "a gradient is made of the other operand"
         if is_eight_bit(self.product):
             return eightbit.gradient(*self._dims, position, other, cotangent, self.product).astype(
                 like.dtype
             )
-        return jax.linear_transpose(
-            lambda variable: self.run((other, variable) if position else (variable, other)), like
-        )(cotangent)[0]
+        wide = self.sums_in(like.dtype, self.equation.eqn.invars[position].aval.dtype)
 
-    def slope(
-        self,
-        position: int,
-        operands: Sequence[jax.Array | None],
-        cotangent: jax.Array,
-        like: jax.ShapeDtypeStruct,
-    ) -> jax.Array:
-        """The gradient of one operand, see `gradient`; among `operands`, that one is not looked
-        at.
+        def linear(variable: jax.Array) -> jax.Array:
+            fixed = as_dtype(other, aval.dtype) if wide else other
+            pair = (fixed, variable) if position else (variable, fixed)
+            return bind(self.equation, pair)[0] if wide else self.run(pair)
 
-        Args:
-            like: shape and dtype of the gradient.
-        """
-        operand = operands[1 - position]
-        assert operand is not None, "a gradient is made of the other operand"
-        return self.gradient(position, operand, cotangent, like)
+        return jax.linear_transpose(linear, like)(cotangent)[0]
 
     def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation in its own layouts."""
-        pins = self.pins
-        return (
-            self.run(operands)
-            if pins is None
-            else pins.made(
-                self.run(
-                    [pins.read(position, operand) for position, operand in enumerate(operands)]
-                )
-            )
-        )
+        return self.run(operands) if self.pins is None else self.pins.run(self, operands)
 
     def to_activation(
         self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
@@ -848,49 +810,18 @@ class Use:
         """The gradient of the other operand, in the operation's own layouts."""
         pins, position = self.pins, 1 - self.operand
         if pins is None:
-            return self.gradient(position, weight, cotangent, activation)
+            like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
+            return self.slope(position, (weight, weight), cotangent, like)
         weight, cotangent = pins.read(self.operand, weight), pins.cotangent(cotangent)
-        if pins.arriving[position] is None or not self.sums_in(cotangent.dtype, activation.dtype):
-            return pins.read(position, self.gradient(position, weight, cotangent, activation))
-        gradient = pins.read(
-            position, self.summed(position, (weight, weight), cotangent, activation.shape)
-        )
-        return pins.scattered(position, gradient).astype(activation.dtype)
+        return pins.gradient(self, position, (weight, weight), cotangent, activation)
 
-    def sums_in(self, wide: np.dtype, read: np.dtype) -> bool:
-        """Returns whether gradients of operands of dtype `read` are summed in the wider dtype
-        `wide` of the result, and rounded after that.
-
-        Args:
-            wide: dtype of the result.
-            read: dtype of an operand.
-        """
+    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
+        """See `Contraction`."""
         return (
             self.product is None
             and self.equation.name == "dot_general"
             and wide.itemsize > read.itemsize
         )
-
-    def summed(
-        self,
-        position: int,
-        operands: Sequence[jax.Array | None],
-        cotangent: jax.Array,
-        shape: tuple[int, ...],
-    ) -> jax.Array:
-        """The gradient of one operand in the dtype of the cotangent, see `sums_in`; among
-        `operands`, that one is not looked at.
-        """
-        operand = operands[1 - position]
-        assert operand is not None, "a gradient is made of the other operand"
-        operand = as_dtype(operand, self.equation.eqn.invars[1 - position].aval.dtype)
-        like = jax.ShapeDtypeStruct(shape, cotangent.dtype)
-        return jax.linear_transpose(
-            lambda variable: bind(
-                self.equation, (operand, variable) if position else (variable, operand)
-            )[0],
-            like,
-        )(cotangent)[0]
 
     def kept(self, activation: jax.Array) -> jax.Array:
         """The other operand as the backward pass keeps it."""

@@ -968,7 +968,7 @@ class Matrices:
 
     def whole(self, array: jax.Array, machine: Machine) -> jax.Array:
         """The operand as it is used; inside of the region. Its gradient is scattered as other
-        gradients are (`shardlib.lowering.gradients`).
+        gradients are (`shardlib.lowering.weights`).
         """
         back = Reduction(
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()

@@ -714,7 +714,7 @@ def layers(program: Program, loss: LossReading) -> list[Layers]:
 # it is made: of a stacked one inside the scan, layer by layer.
 #
 # Parameters that are stored sharded (ZeRO 3) are gathered by the operations that use them, and
-# again in the backward pass, see `lowering/gradients.py`.
+# again in the backward pass, see `lowering/weights.py`.
 
 
 def placed_loss(

@@ -100,7 +100,7 @@ def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
 # The mesh has all six axes, sizes 1 included, all of them Auto: the compiler propagates layouts
 # from the constraints that the plan places. An axis that runs along several dims of a torus is
 # kept as its physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter on a torus goes along
-# one dim at a time (`lowering/gradients.py`); everything that names a mesh axis goes
+# one dim at a time (`lowering/weights.py`); everything that names a mesh axis goes
 # through `parts_of`.
 #
 # The device order follows the hardware, by `shardlib.machines.topology.device_order`, in planning,

@@ -40,12 +40,6 @@ from shardlib.lowering.contractions import (
     taken,
 )
 from shardlib.lowering.experts import on_their_devices
-from shardlib.lowering.gradients import (
-    GradientReductions,
-    exchange_of,
-    gradient_reductions,
-    reduced,
-)
 from shardlib.lowering.mesh import (
     ParameterShardings,
     held,
@@ -56,7 +50,14 @@ from shardlib.lowering.mesh import (
     without_axes,
 )
 from shardlib.lowering.uses import LossJaxpr, LossReading, Site
-from shardlib.lowering.weights import gathered_slice, reduced_sum
+from shardlib.lowering.weights import (
+    GradientReductions,
+    exchange_of,
+    gathered_slice,
+    gradient_reductions,
+    reduced,
+    reduced_sum,
+)
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.propagation.contractions import returned
 from shardlib.tracing.program import CUSTOM, Equation, by_elements, has_matmul, is_element_lookup

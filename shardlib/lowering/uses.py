@@ -187,7 +187,7 @@ def _find_slices(
 #
 # A parameter is followed through casts, transpositions and reshapes, and into the layers of a
 # scan, to the matmul, convolution, lookup or slice that uses it. There its gradient comes about,
-# so there it can be reduced (`lowering/gradients.py`).
+# so there it can be reduced (`lowering/weights.py`).
 
 #: An operation that adds a parameter to an activation.
 ADDITION = "add"

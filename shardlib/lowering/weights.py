@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +14,37 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
+from shardlib.errors import PlanError
 from shardlib.jax_types import Aval, DType, Index, Value
-from shardlib.layout import Layout
-from shardlib.lowering.collectives import Cuts, Machine, machine_of, row_major
+from shardlib.layout import MESH_AXES, Layout
+from shardlib.lowering.collectives import (
+    Cuts,
+    GradientExchange,
+    InDtype,
+    Machine,
+    Precision,
+    machine_of,
+    row_major,
+)
 from shardlib.lowering.contractions import Use
-from shardlib.lowering.mesh import parameter_order
+from shardlib.lowering.mesh import parameter_order, without_axes
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import bind
 
 # --------------------------------------------------------------------------------------------------
+
+# --------------------------------------------------------------------------------------------------
 # Frozen weights that are stored sharded.
 #
-# It is gathered where it is used, as trained ones are (`shardlib.lowering.gradients`), and has no
+# It is gathered where it is used, as trained ones are (`shardlib.lowering.weights`), and has no
 # gradient: the backward pass gathers it again for the gradient of the activation. What is kept
 # between the two are its pieces alone; the activation is not kept for it.
+
+
+def by_operands(use: Use, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of (activation, weight, ...) as one of the operands in their order."""
+    return lambda *operands: run(use.kept(operands[1 - use.operand]), operands[use.operand])
 
 
 def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Value]:
@@ -44,20 +60,17 @@ def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Va
             return use.run((activation, operand) if use.operand else (operand, activation))
 
         @jax.custom_vjp
-        def apart(activation: Value, weight: Value) -> Value:
+        def frozen(activation: Value, weight: Value) -> Value:
             return forward(activation, weight)
 
         def backward(weight: Value, cotangent: Value) -> tuple[Value, None]:
-            return use.gradient(1 - use.operand, gathered(use.moved(weight)), cotangent, like), None
+            operand = gathered(use.moved(weight))
+            return use.slope(1 - use.operand, (operand, operand), cotangent, like), None
 
-        apart.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)
-        return apart(activation, weight)
+        frozen.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)
+        return frozen(activation, weight)
 
-    return (
-        (lambda activation, weight: run(use.kept(activation), weight))
-        if use.operand
-        else lambda weight, activation: run(use.kept(activation), weight)
-    )
+    return by_operands(use, run)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -422,8 +435,8 @@ WEIGHTS: tuple[str, ...] = ("tensor",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apart:
-    """An operation on a weight, taken apart.
+class _Manual:
+    """An operation on a weight whose gradient is computed in a manual region.
 
     Attributes:
         use: the operation.
@@ -431,8 +444,7 @@ class Apart:
         held: how the weight is sharded in use.
         partial: mesh axes that hold partial sums.
         arguments: how activation and cotangent are cut where partial sums are made.
-        kept: how the gradient is sharded in the end.
-        local_shape: shape of the weight in use on one device.
+        machine: where it runs.
     """
 
     use: Use
@@ -440,21 +452,40 @@ class Apart:
     held: Cuts
     partial: tuple[str, ...]
     arguments: tuple[PartitionSpec, PartitionSpec]
-    kept: PartitionSpec
-    local_shape: tuple[int, ...]
+    machine: Machine
+
+    #: Whether the gradient of the activation reads the weight.
+    rereads: ClassVar[bool] = True
+
+    @property
+    def kept(self) -> PartitionSpec:
+        """Returns how the gradient is sharded in the end."""
+        rank = len(self.use.shape)
+        cuts: Cuts = {
+            dim: (*self.held.get(dim, ()), *self.plan.scattered.get(dim, ())) for dim in range(rank)
+        }
+        return self.machine.spec(cuts, rank)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the weight in use on one device."""
+        return tuple(
+            size // self.machine.ways(self.held.get(dim, ()))
+            for dim, size in enumerate(self.use.shape)
+        )
 
     def moved(self, cotangent: Value) -> Value:
         """The cotangent of the result as it goes to the devices that make partial sums of it."""
         return cotangent
 
-    def marks(self, machine: Machine) -> tuple[PartitionSpec, ...]:
+    def marks(self) -> tuple[PartitionSpec, ...]:
         """Returns how the marks of partial sums are sharded that are made before the gradient of
         the activation is handed on; none where they may wait: compilers for
         TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
         devices exchange the gradient of the activation.
         """
-        wait = machine.torus or any(self.held.values()) or not outgrows(self.use)
-        return () if wait else (PartitionSpec(machine.parts(self.partial)),)
+        wait = self.machine.torus or any(self.held.values()) or not outgrows(self.use)
+        return () if wait else (PartitionSpec(self.machine.parts(self.partial)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -575,8 +606,8 @@ def dims_of(equation: Equation, weight: int) -> Dims:
 # the gradient of the activation stay automatic.
 
 
-class Contraction(Apart):
-    """A contraction of a weight, taken apart."""
+class ManualContraction(_Manual):
+    """A contraction of a weight in a manual region."""
 
     def op(self, activation: Value, weight: Value) -> Value:
         """The operation."""
@@ -588,9 +619,8 @@ class Contraction(Apart):
         Args:
             dtype: of the sums.
         """
-        return self.use.gradient(
-            self.use.operand, activation, cotangent, jax.ShapeDtypeStruct(self.local_shape, dtype)
-        )
+        like = jax.ShapeDtypeStruct(self.local_shape, dtype)
+        return self.use.slope(self.use.operand, (activation, activation), cotangent, like)
 
     def to_activation(self, activation: Value, weight: Value, cotangent: Value) -> Value:
         """The gradient of the activation."""
@@ -603,77 +633,24 @@ class Contraction(Apart):
 
 def contraction_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Contraction | None:
-    """A contraction taken apart; None where the batch is not sharded, or the gradient cannot be
-    taken one device at a time.
+) -> ManualContraction | None:
+    """A contraction whose partial sums every device makes; None where the batch is not
+    sharded, or the gradient cannot be taken one device at a time.
     """
     weight_cuts = held_in_use(use, parameter)
     cuts = None if weight_cuts is None else operand_cuts(use, result, weight_cuts)
     if weight_cuts is None or cuts is None:
         return None
-    plan = reduction(use, parameter.gradient, cuts.partial, machine, weight_cuts)
-    return Contraction(
+    return ManualContraction(
         use=use,
-        plan=plan,
+        plan=reduction(use, parameter.gradient, cuts.partial, machine, weight_cuts),
         held=weight_cuts,
         partial=cuts.partial,
         arguments=(
             machine.spec(cuts.activation, use.other.ndim),
             machine.spec(cuts.result, len(result)),
         ),
-        kept=machine.spec(
-            {
-                dim: (*weight_cuts.get(dim, ()), *plan.scattered.get(dim, ()))
-                for dim in range(len(use.shape))
-            },
-            len(use.shape),
-        ),
-        local_shape=tuple(
-            size // machine.ways(weight_cuts.get(dim, ())) for dim, size in enumerate(use.shape)
-        ),
-    )
-
-
-def reduced_contraction(
-    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Callable[..., Value] | None:
-    """A contraction whose gradient by the weight is reduced to the stored layout at once; None
-    where it cannot be taken apart.
-    """
-    contraction = contraction_of(use, result, parameter, machine)
-    if contraction is None:
-        return None
-    gathered, marks = in_use(use, parameter, machine), contraction.marks(machine)
-
-    def forward(activation: Value, weight: Value) -> Value:
-        return contraction.op(activation, gathered(use.moved(weight)))
-
-    @jax.custom_vjp
-    def run(activation: Value, weight: Value) -> Value:
-        return forward(activation, weight)
-
-    def backward(saved: tuple[Value, Value], cotangent: Value) -> tuple[Value, Value]:
-        activation, weight = saved
-
-        def local(activation: Value, cotangent: Value) -> tuple[Value, ...]:
-            sums = contraction.partial_sums(activation, cotangent, weight.dtype)
-            return contraction.plan.apply(sums, machine), *(mark(sums) for _ in marks)
-
-        gradient, *marked = machine.manual(
-            local, contraction.arguments, (contraction.kept, *marks)
-        )(activation, cotangent)
-        back = contraction.to_activation(activation, gathered(use.moved(weight)), cotangent)
-        return after(back, marked), gradient
-
-    def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value]]:
-        recomputed = use.found_again(activation)
-        return forward(recomputed, weight), (recomputed, weight)
-
-    run.defvjp(saving, backward)
-    return (
-        (lambda activation, weight: run(use.kept(activation), weight))
-        if use.operand
-        else lambda weight, activation: run(use.kept(activation), weight)
+        machine=machine,
     )
 
 
@@ -699,16 +676,16 @@ def is_lookup(equation: Equation) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookup(Apart):
-    """A lookup in a table, taken apart: the activation are the indices.
+class ManualLookup(_Manual):
+    """A lookup in a table: the activation are the indices.
 
     Attributes:
         result: layout of the rows that are found.
-        machine: where it runs.
+        rereads: False; indices have no gradient.
     """
 
     result: Layout
-    machine: Machine
+    rereads: ClassVar[bool] = False
 
     def op(self, indices: Value, table: Value) -> Value:
         """The operation, on a table that may be in a narrower dtype than its own; where rows are on
@@ -804,6 +781,10 @@ class Lookup(Apart):
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
+    def marks(self) -> tuple[PartitionSpec, ...]:
+        """Nothing waits for the partial sums: indices have no gradient."""
+        return ()
+
     def to_activation(self, indices: Value, table: Value, cotangent: Value) -> None:
         """Nothing: indices have no gradient."""
         return None
@@ -817,9 +798,9 @@ class Lookup(Apart):
 
 def lookup_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Lookup | None:
-    """A lookup taken apart; None where the batch is not sharded, or it is not a lookup of whole
-    rows.
+) -> ManualLookup | None:
+    """A lookup whose partial sums every device makes; None where the batch is not sharded, or
+    it is not a lookup of whole rows.
     """
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
@@ -835,54 +816,33 @@ def lookup_of(
     partial = tuple(axis for axes in cuts.values() for axis in axes)
     if not any(axis not in WEIGHTS for axis in partial):
         return None
-    plan, rank = reduction(use, parameter.gradient, partial, machine, weight_cuts), len(result)
-    return Lookup(
+    rank = len(result)
+    return ManualLookup(
         use=use,
-        plan=plan,
+        plan=reduction(use, parameter.gradient, partial, machine, weight_cuts),
         held=weight_cuts,
         partial=partial,
         arguments=(
             machine.spec(cuts, rank),
             machine.spec({**cuts, rank - 1: weight_cuts[1]}, rank),
         ),
-        kept=machine.spec(
-            {dim: (*weight_cuts[dim], *plan.scattered.get(dim, ())) for dim in weight_cuts}, 2
-        ),
-        local_shape=tuple(
-            size // machine.ways(weight_cuts[dim]) for dim, size in enumerate(use.shape)
-        ),
         result=result,
         machine=machine,
     )
 
 
-def reduced_lookup(
+#: An operation on a weight whose partial sums every device makes.
+Manual = ManualContraction | ManualLookup
+
+
+def manual_operation(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Callable[..., Value] | None:
-    """A lookup whose gradient by the table is reduced to the stored layout at once; None where it
-    cannot be taken apart.
+) -> Manual | None:
+    """A contraction or lookup whose partial sums every device makes; None where the batch is not
+    sharded, or the gradient cannot be taken one device at a time.
     """
-    lookup = lookup_of(use, result, parameter, machine)
-    if lookup is None:
-        return None
-    gathered, dtype = in_use(use, parameter, machine), use.dtype
-
-    def forward(table: Value, indices: Value) -> Value:
-        return lookup.op(indices, gathered(use.moved(table)))
-
-    @jax.custom_vjp
-    def run(table: Value, indices: Value) -> Value:
-        return forward(table, indices)
-
-    def local(indices: Value, cotangent: Value) -> Value:
-        return lookup.plan.apply(lookup.partial_sums(indices, cotangent, dtype), machine)
-
-    def backward(indices: Value, cotangent: Value) -> tuple[Value, None]:
-        cotangent = lookup.moved(cotangent)
-        return machine.manual(local, lookup.arguments, lookup.kept)(indices, cotangent), None
-
-    run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)
-    return run
+    build = lookup_of if use.equation.name == "gather" else contraction_of
+    return build(use, result, parameter, machine)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -942,3 +902,349 @@ def gathered_slice(
 
     run.defvjp(lambda table, *starts: (forward(table, *starts), starts), backward)
     return run
+
+
+# --------------------------------------------------------------------------------------------------
+# An operation on a weight, whose partial sums are kept over several runs and reduced once.
+#
+# run(activation, weight, sums) d/d sums = this device's partial sums; d/d weight = 0
+# finish(activation, weight, sums) d/d weight = the reduced gradient of this run and of `sums`
+
+#: (activation, weight, sums) -> result.
+Operation = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deferred:
+    """An operation whose weight is gathered before it runs, and whose gradient is reduced after
+    several runs.
+
+    Attributes:
+        use: the operation.
+        run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any
+            array of the shape `sums`: their gradient are the partial sums of every device.
+        finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
+            before, and the gradient of the weight is that of all runs, reduced. The gradient of
+            `sums` is what every device keeps for the next step; zeros where it keeps nothing.
+        gathers: whether the weight is stored sharded.
+        gather: the operand as it rests -> in use.
+        sums: shape and dtype of partial sums, [devices that have some, ...].
+        cuts: how they are sharded.
+        reduce: partial sums -> the gradient of the operand, as it rests.
+    """
+
+    use: Use
+    run: Callable[[Sequence[Any], Any], Any]
+    finish: Callable[[Sequence[Any], Any], Any]
+    gathers: bool
+    gather: Callable[[Any], Any]
+    sums: jax.ShapeDtypeStruct
+    cuts: PartitionSpec
+    reduce: Callable[[Any], Any]
+
+
+def deferred(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine, *, lookups: bool = False
+) -> Deferred | None:
+    """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are
+    asked for.
+    """
+    if (use.equation.name == "gather" and not lookups) or not parameter.trained:
+        return None
+    operation = manual_operation(use, result, parameter, machine)
+    if operation is None:
+        return None
+    rank, size = len(use.shape), machine.ways(operation.partial)
+    cuts = PartitionSpec(machine.parts(operation.partial), *machine.spec(operation.held, rank))
+
+    def in_order(function: Operation) -> Callable[[Sequence[Any], Any], Any]:
+        return lambda operands, sums: function(
+            use.kept(operands[1 - use.operand]), operands[use.operand], sums
+        )
+
+    gathered = in_use(use, parameter, machine)
+    return Deferred(
+        use=use,
+        run=in_order(_run(operation, cuts)),
+        finish=in_order(_finish(operation, cuts)),
+        gathers=parameter.rest != parameter.compute,
+        gather=lambda operand: gathered(use.moved(operand)),
+        sums=jax.ShapeDtypeStruct((size, *use.shape), use.dtype),
+        cuts=cuts,
+        reduce=machine.manual(
+            lambda sums: operation.plan.apply(sums[0], machine), (cuts,), operation.kept
+        ),
+    )
+
+
+def _backward(
+    operation: Manual,
+    activation: Any,
+    weight: Callable[[], Any],
+    cotangent: Any,
+    *,
+    reduce: Callable[..., tuple[Any, ...]],
+    results: Sequence[PartitionSpec],
+    dtype: DType,
+    sums: Sequence[Any] = (),
+    cuts: Sequence[PartitionSpec] = (),
+) -> tuple[Any, Sequence[Any]]:
+    """The gradient of the activation, and what devices make of their partial sums.
+
+    Args:
+        weight: gives the weight in use.
+        reduce: (partial sums, `sums` as one device has them) -> arrays, on every device.
+        results: how these are sharded.
+        dtype: of sums.
+        sums, cuts: further arguments of `reduce`, and how they are sharded.
+    """
+    marks = operation.marks()
+
+    def local(activation: Any, cotangent: Any, *sums: Any) -> tuple[Any, ...]:
+        partial = operation.partial_sums(activation, cotangent, operation.adds_in(dtype))
+        return *reduce(partial, *sums), *(mark(partial) for _ in marks)
+
+    outputs = operation.machine.manual(local, (*operation.arguments, *cuts), (*results, *marks))(
+        activation, operation.moved(cotangent), *sums
+    )
+    back = operation.to_activation(activation, weight(), cotangent)
+    return after(back, outputs[len(results) :]), outputs[: len(results)]
+
+
+def _run(operation: Manual, cuts: PartitionSpec) -> Operation:
+    """(activation, weight, sums) -> result, whose partial sums are the gradient of `sums`."""
+
+    @jax.custom_vjp
+    def run(activation: Any, weight: Any, sums: Any) -> Any:
+        return operation.op(activation, weight)
+
+    def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        activation, weight, sums = saved
+        back, (partial_sums,) = _backward(
+            operation,
+            activation,
+            lambda: weight,
+            cotangent,
+            reduce=lambda partial: (partial[None].astype(sums.dtype),),
+            results=(cuts,),
+            dtype=sums.dtype,
+        )
+        return back, jnp.zeros_like(weight), partial_sums
+
+    def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+        read = operation.use.found_again(activation)
+        # of what holds the sums, the backward pass wants the dtype alone
+        return operation.op(read, weight), (read, weight, jnp.zeros((), sums.dtype))
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _finish(operation: Manual, cuts: PartitionSpec) -> Operation:
+    """(activation, weight, sums) -> result, whose gradient of the weight is that of all runs."""
+
+    @jax.custom_vjp
+    def finish(activation: Any, weight: Any, sums: Any) -> Any:
+        return operation.op(activation, weight)
+
+    def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+        read = operation.use.found_again(activation)
+        return operation.op(read, weight), (read, weight, sums)
+
+    def backward_of_all(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        activation, weight, sums = saved
+
+        def reduce(partial: Any, sums: Any) -> tuple[Any, ...]:
+            gradient, residual = operation.plan.exchanged(
+                partial.astype(sums.dtype) + sums[0], operation.machine
+            )
+            return gradient.astype(weight.dtype), *(() if residual is None else (residual[None],))
+
+        back, (gradient, *residual) = _backward(
+            operation,
+            activation,
+            lambda: weight,
+            cotangent,
+            reduce=reduce,
+            results=(operation.kept, *((cuts,) if operation.machine.exchange.keeps else ())),
+            dtype=sums.dtype,
+            sums=(sums,),
+            cuts=(cuts,),
+        )
+        return back, gradient, residual[0] if residual else jnp.zeros_like(sums)
+
+    finish.defvjp(forward, backward_of_all)
+    return finish
+
+
+def reduced(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+) -> Callable[..., Value] | None:
+    """An operation whose weight is gathered, and its gradient reduced, as the plan says.
+
+    Returns:
+        A function of the operands; None where the batch is not sharded, or the gradient cannot be
+        taken one device at a time.
+    """
+    gathered = in_use(use, parameter, machine)
+    if not parameter.trained:
+        return None if parameter.rest == parameter.compute else regathered(use, gathered)
+    operation = manual_operation(use, result, parameter, machine)
+    if operation is None:
+        return None
+
+    def forward(activation: Value, weight: Value) -> Value:
+        return operation.op(activation, gathered(use.moved(weight)))
+
+    @jax.custom_vjp
+    def run(activation: Value, weight: Value) -> Value:
+        return forward(activation, weight)
+
+    def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value | None]]:
+        read = use.found_again(activation)
+        return forward(read, weight), (read, weight if operation.rereads else None)
+
+    def backward(saved: tuple[Value, Value | None], cotangent: Value) -> tuple[Any, Value]:
+        activation, weight = saved
+        back, (gradient,) = _backward(
+            operation,
+            activation,
+            lambda: None if weight is None else gathered(use.moved(weight)),
+            cotangent,
+            reduce=lambda sums: (operation.plan.apply(sums, machine),),
+            results=(operation.kept,),
+            dtype=use.dtype,
+        )
+        return back, gradient
+
+    run.defvjp(saving, backward)
+    return by_operands(use, run)
+
+
+# --------------------------------------------------------------------------------------------------
+# The reduction of every parameter's gradient: over which mesh axes, when, to which sharding, in
+# which dtype.
+#
+# Made once from a plan and its loss; every driver of a step (one batch, accumulated microbatches,
+# gradients reduced in the last of them, both pipelines, state on disk) carries it out:
+#
+#     embed.kernel   partial sums over data, fsdp; in the last microbatch; to A[I_F, J_T]; bfloat16
+#     norm.scale     partial sums over data, fsdp; each microbatch; to A[I]; its own dtype
+#
+# Another exchange (compression, error feedback) is another `GradientExchange`, named in
+# `exchange_of` or given to `build_program`.
+
+#: When partial sums are reduced: as soon as a microbatch has made them; by the backward pass of the
+#: last microbatch, together with those of all before; or when the last one has left the pipeline.
+EACH, IN_LAST, DEFERRED = "each microbatch", "in the last", "deferred"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientReduction:
+    """The reduction of the gradient of one parameter.
+
+    Attributes:
+        path: of the parameter.
+        axes: mesh axes whose devices have partial sums of it, in the order of the mesh.
+        when: `EACH`, `IN_LAST` or `DEFERRED`. Partial sums that no operation of the loss makes one
+            device at a time (those of the scale of a norm) are reduced for each microbatch.
+        to: layout of the gradient as the optimizer reads it.
+        dtype: in which partial sums are sent; None for their own.
+    """
+
+    path: str
+    axes: tuple[str, ...]
+    when: str
+    to: Layout
+    dtype: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientReductions:
+    """The reductions of all gradients of a step.
+
+    Attributes:
+        parameters: for every parameter of the loss, in its order; None for frozen ones.
+        when: when those are reduced that can wait.
+        exchange: how partial sums are exchanged.
+        explicit: whether operations reduce the gradients of their weights themselves; otherwise it
+            is left to the compiler, but for what waits for the last microbatch.
+        precision: the dtypes of the plan.
+    """
+
+    parameters: tuple[GradientReduction | None, ...]
+    when: str
+    exchange: GradientExchange
+    explicit: bool
+    precision: Precision
+
+    def accumulator(self, dtype: np.dtype) -> np.dtype:
+        """The dtype in which gradients of a dtype are added up over microbatches."""
+        return self.precision.sums(dtype)
+
+
+def exchange_of(plan: Plan) -> GradientExchange:
+    """Returns how a plan exchanges partial sums."""
+    return InDtype(Precision.of(plan).wire)
+
+
+def moment(plan: Plan, exchange: GradientExchange) -> str:
+    """Returns when a plan reduces the gradients that can wait; see `EACH`."""
+    if exchange.keeps and (plan.mesh["stage"] > 1 or plan.zero >= 2):
+        raise PlanError(
+            "a gradient exchange that keeps what it does not send needs gradients that are reduced"
+            " once a step and are not sharded between microbatches\nTry: a mesh without stages, and"
+            " zero below 2"
+        )
+    if plan.mesh["stage"] > 1:
+        return DEFERRED if plan.gather == "once" or plan.zero < 2 else EACH
+    once = plan.microbatches > 1 or exchange.keeps
+    return IN_LAST if once and plan.zero < 2 else EACH
+
+
+def gradient_reductions(
+    plan: Plan,
+    order: Sequence[int],
+    uses: Mapping[str, Use],
+    placements: Mapping[tuple[str, int], Layout],
+    machine: Machine,
+    together: Collection[str],
+) -> GradientReductions:
+    """Returns how a plan reduces the gradients of a loss."""
+    when, exchange = moment(plan, machine.exchange), machine.exchange
+    layouts = [without_axes(plan.parameters[i], ("stage",)) for i in order]
+    partial: dict[int, set[str]] = {}
+    for path, use in uses.items():
+        number = use.view.parameter
+        if (path, 0) in placements and path not in together and layouts[number].trained:
+            operation = manual_operation(use, placements[path, 0], layouts[number], machine)
+            if operation is not None and operation.partial:
+                partial.setdefault(number, set()).update(operation.partial)
+    batch = {axis for _, layout in plan.batch_layouts for axis in layout.axes}
+
+    def reduction(number: int, parameter: ParameterLayout) -> GradientReduction | None:
+        if not parameter.trained:
+            return None
+        axes = partial.get(number, batch.difference(parameter.compute.axes))
+        return GradientReduction(
+            path=parameter.path,
+            axes=tuple(axis for axis in MESH_AXES if axis in axes),
+            when=when if number in partial else EACH,
+            to=plan.parameters[order[number]].gradient,
+            dtype=exchange.dtype,
+        )
+
+    return GradientReductions(
+        parameters=tuple(reduction(number, layout) for number, layout in enumerate(layouts)),
+        when=when,
+        exchange=exchange,
+        explicit=exchange != InDtype() or not _shares_memory(plan),
+        precision=Precision.of(plan),
+    )
+
+
+def _shares_memory(plan: Plan) -> bool:
+    """Returns whether the devices are simulated ones of one process: all that counts there is the
+    number of collectives, and XLA's CPU compiler combines all-reduces and no reduce-scatters.
+    """
+    return all(link.kind == "memory" for _, links in plan.placement for link in links)

@@ -15,9 +15,9 @@ import pytest
 import shardlib
 from shardlib.errors import PlanError
 from shardlib.lowering.collectives import InDtype
-from shardlib.lowering.gradients import DEFERRED, EACH, IN_LAST, moment
 from shardlib.lowering.program import BuildOptions, PlannedLoss, build_program
 from shardlib.lowering.uses import LossReading
+from shardlib.lowering.weights import DEFERRED, EACH, IN_LAST, moment
 from shardlib.tracing.program import flatten
 from tests.lowering import small
 from tests.zoo.parity import capture

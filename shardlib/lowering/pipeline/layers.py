@@ -31,10 +31,10 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import PlanError
 from shardlib.jax_types import Index, Leaf, Value
 from shardlib.lowering.contractions import as_dtype
-from shardlib.lowering.gradients import DEFERRED, Deferred, deferred
 from shardlib.lowering.loss import apart, fullest_stage, layers
 from shardlib.lowering.placing import Placing
 from shardlib.lowering.uses import LossReading
+from shardlib.lowering.weights import DEFERRED, Deferred, deferred
 from shardlib.planner.plan import Plan
 from shardlib.tracing.folding import Split, split
 from shardlib.tracing.program import Equation, Program, flatten, has_matmul

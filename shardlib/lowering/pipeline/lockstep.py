@@ -17,7 +17,6 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.jax_types import Leaf, Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import GradientExchange
-from shardlib.lowering.gradients import DEFERRED, GradientReductions
 from shardlib.lowering.loss import followed
 from shardlib.lowering.mesh import ParameterShardings, parameter_order, parts_of, to_host_memory
 from shardlib.lowering.pipeline.layers import (
@@ -46,6 +45,7 @@ from shardlib.lowering.pipeline.stage import (
 )
 from shardlib.lowering.placing import Placements, Placing
 from shardlib.lowering.uses import LossJaxpr
+from shardlib.lowering.weights import DEFERRED, GradientReductions
 from shardlib.planner.plan import Plan
 from shardlib.schedules import ONE_F_ONE_B, Timetable
 from shardlib.tracing.folding import fold
