@@ -311,12 +311,34 @@ class Incoming:
         )
 
 
-def nothing(query: Value, width: int) -> Part:
-    """Attention to no keys.
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Queries, keys and values, and where they stand.
 
-    Args:
-        query: [B, Q, H, D].
+    Attributes:
+        query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V].
+        rows, columns: positions and documents of queries and of keys.
     """
+
+    query: Any
+    key: Any
+    value: Any
+    rows: Tokens
+    columns: Tokens
+
+    def taken(self, rows: slice, columns: slice) -> Inputs:
+        """Some of the queries, and some of the keys and values."""
+        return Inputs(
+            query=self.query[:, rows],
+            key=self.key[:, columns],
+            value=self.value[:, columns],
+            rows=self.rows[rows],
+            columns=self.columns[columns],
+        )
+
+
+def nothing(query: Value, width: int) -> Part:
+    """Attention of queries [B, Q, H, D] to no keys."""
     return Part(
         result=jnp.zeros((*query.shape[:3], width), jnp.float32),
         total=jnp.full(query.shape[:3], NOTHING, jnp.float32),
@@ -324,26 +346,16 @@ def nothing(query: Value, width: int) -> Part:
 
 
 def grouped(query: Value, groups: int) -> Value:
-    """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D].
-
-    Args:
-        query: [B, Q, H, D].
-    """
+    """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D]."""
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend_block(
-    query: Value,
-    key: Value,
-    value: Value,
-    rows: Tokens,
-    columns: Tokens,
-    sight: Sight,
-    scores: Scores,
-) -> Part:
+def attend_block(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
     """Attention of queries to keys."""
-    added = sight.added(rows, columns)
-    values = _hidden(_more(scores.of(query, key), added), sight.seen(rows, columns))
+    query, value = inputs.query, inputs.value
+    added = sight.added(inputs.rows, inputs.columns)
+    seen = sight.seen(inputs.rows, inputs.columns)
+    values = _hidden(_more(scores.of(query, inputs.key), added), seen)
     largest = jnp.maximum(
         values.max(-1), NOTHING / 2
     )  # where nothing is seen, all exponentials are to be zeros
@@ -363,19 +375,14 @@ def attend_block(
 
 
 def attend_back_block(
-    query: Value,
-    key: Value,
-    value: Value,
-    rows: Tokens,
-    columns: Tokens,
-    sight: Sight,
-    scores: Scores,
-    incoming: Incoming,
+    inputs: Inputs, sight: Sight, scores: Scores, incoming: Incoming
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
     array of what distances add, if they do, in float32; operands of products are of the dtype of
     queries, keys and values.
     """
+    query, key, value = inputs.query, inputs.key, inputs.value
+    rows, columns = inputs.rows, inputs.columns
     groups = key.shape[2]
 
     def by_group(array: Value) -> Value:
@@ -519,133 +526,109 @@ class Blocks:
         return sequence.reshape(sequence.shape[0], -1, *sequence.shape[3:])[:, : self.length]
 
 
-def attend(
-    query: Value,
-    key: Value,
-    value: Value,
-    rows: Tokens,
-    columns: Tokens,
-    sight: Sight,
-    scores: Scores,
-) -> Part:
-    """Attention of queries to keys.
-
-    Args:
-        query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V].
-    """
-    query, rows, columns = _beside(query, rows, columns)
-    query_blocks, all_ = (
-        Blocks.of(query.shape[1], scores.block),
-        Blocks.of(key.shape[1], scores.block),
-    )
-    if query_blocks.count == all_.count == 1:
-        return attend_block(query, key, value, rows, columns, sight, scores)
-    query, key, value, rows, columns = (
-        query_blocks.full(query),
-        all_.full(key),
-        all_.full(value),
-        query_blocks.full_tokens(rows),
-        all_.full_tokens(columns),
-    )
+def attend(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
+    """Attention of queries to keys."""
+    blocked = Blocked.of(inputs, scores.block)
+    if blocked is None:
+        return attend_block(_beside(inputs), sight, scores)
 
     def block(_: None, row: Value) -> tuple[None, Part]:
-        queries, these = query_blocks.at(row, query), query_blocks.tokens_at(row, rows)
-
         def step(part: Part, column: Value) -> tuple[Part, None]:
-            those = all_.tokens_at(column, columns)
-            return (
-                _where_seen(
-                    sight.some(these, those),
-                    lambda: (
-                        part
-                        + attend_block(
-                            queries,
-                            all_.at(column, key),
-                            all_.at(column, value),
-                            these,
-                            those,
-                            sight,
-                            scores,
-                        )
-                    ),
-                    part,
-                ),
-                None,
-            )
+            block = blocked.at(row, column)
+            seen = sight.some(block.rows, block.columns)
+            attended = _where_seen(seen, lambda: part + attend_block(block, sight, scores), part)
+            return attended, None
 
-        return None, jax.lax.scan(step, nothing(queries, value.shape[-1]), jnp.arange(all_.count))[
-            0
-        ]
+        query = blocked.rows.at(row, blocked.inputs.query)
+        before = nothing(query, inputs.value.shape[-1])
+        return None, jax.lax.scan(step, before, jnp.arange(blocked.columns.count))[0]
 
     return jax.tree.map(
-        query_blocks.joined, jax.lax.scan(block, None, jnp.arange(query_blocks.count))[1]
+        blocked.rows.joined, jax.lax.scan(block, None, jnp.arange(blocked.rows.count))[1]
     )
 
 
 def attend_back(
-    query: Value,
-    key: Value,
-    value: Value,
-    rows: Tokens,
-    columns: Tokens,
-    sight: Sight,
-    scores: Scores,
-    incoming: Incoming,
+    inputs: Inputs, sight: Sight, scores: Scores, incoming: Incoming
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
     array of what distances add to scores, if they do, in float32.
     """
-    query, rows, columns = _beside(query, rows, columns)
-    query_blocks, all_ = (
-        Blocks.of(query.shape[1], scores.block),
-        Blocks.of(key.shape[1], scores.block),
-    )
-    if query_blocks.count == all_.count == 1:
-        return attend_back_block(query, key, value, rows, columns, sight, scores, incoming)
-    lengths = query.shape[1], key.shape[1]
-    incoming = _full(query_blocks, incoming)
-    query, key, value, rows, columns = (
-        query_blocks.full(query),
-        all_.full(key),
-        all_.full(value),
-        query_blocks.full_tokens(rows),
-        all_.full_tokens(columns),
-    )
-
+    blocked = Blocked.of(inputs, scores.block)
+    if blocked is None:
+        return attend_back_block(_beside(inputs), sight, scores, incoming)
+    incoming = _full(blocked.rows, incoming)
     arrays = () if sight.offsets is None else (sight.offsets.array,)
 
     def block(gradients: tuple[Value, ...], row: Value) -> tuple[tuple[Value, ...], Value]:
-        ours, these = query_blocks.at(row, query), query_blocks.tokens_at(row, rows)
-        back = incoming.map(lambda array: query_blocks.at(row, array))
+        back = incoming.map(lambda array: blocked.rows.at(row, array))
 
         def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
-            those, keys, values = (
-                all_.tokens_at(column, columns),
-                all_.at(column, key),
-                all_.at(column, value),
-            )
+            block = blocked.at(row, column)
             more = _where_seen(
-                sight.some(these, those),
-                lambda: attend_back_block(ours, keys, values, these, those, sight, scores, back),
-                _zeros(ours, keys, values, *arrays),
+                sight.some(block.rows, block.columns),
+                lambda: attend_back_block(block, sight, scores, back),
+                _zeros(block.query, block.key, block.value, *arrays),
             )
             return (
                 carry[0] + more[0],
-                all_.added(column, carry[1], more[1]),
-                all_.added(column, carry[2], more[2]),
+                blocked.columns.added(column, carry[1], more[1]),
+                blocked.columns.added(column, carry[2], more[2]),
                 *(before + addend for before, addend in zip(carry[3:], more[3:], strict=True)),
             ), None
 
-        to_query, *gradients_ = jax.lax.scan(
-            step, (*_zeros(ours), *gradients), jnp.arange(all_.count)
-        )[0]
-        return tuple(gradients_), to_query
+        start = *_zeros(blocked.rows.at(row, blocked.inputs.query)), *gradients
+        to_query, *summed = jax.lax.scan(step, start, jnp.arange(blocked.columns.count))[0]
+        return tuple(summed), to_query
 
     (to_key, to_value, *to_arrays), to_query = jax.lax.scan(
-        block, _zeros(key, value, *arrays), jnp.arange(query_blocks.count)
+        block,
+        _zeros(blocked.inputs.key, blocked.inputs.value, *arrays),
+        jnp.arange(blocked.rows.count),
     )
-    last = lengths[1]
-    return query_blocks.joined(to_query), to_key[:, :last], to_value[:, :last], *to_arrays
+    last = inputs.key.shape[1]
+    return blocked.rows.joined(to_query), to_key[:, :last], to_value[:, :last], *to_arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocked:
+    """Inputs of attention in blocks of queries and of keys.
+
+    Attributes:
+        inputs: with their last blocks filled up.
+        rows, columns: the blocks.
+    """
+
+    inputs: Inputs
+    rows: Blocks
+    columns: Blocks
+
+    @staticmethod
+    def of(inputs: Inputs, limit: int) -> Blocked | None:
+        """Inputs in blocks of at most `limit` positions; None where one block has all."""
+        rows = Blocks.of(inputs.query.shape[1], limit)
+        columns = Blocks.of(inputs.key.shape[1], limit)
+        if rows.count == columns.count == 1:
+            return None
+        inputs = _beside(inputs)
+        full = Inputs(
+            query=rows.full(inputs.query),
+            key=columns.full(inputs.key),
+            value=columns.full(inputs.value),
+            rows=rows.full_tokens(inputs.rows),
+            columns=columns.full_tokens(inputs.columns),
+        )
+        return Blocked(inputs=full, rows=rows, columns=columns)
+
+    def at(self, row: Index, column: Index) -> Inputs:
+        """One block of queries and one of keys."""
+        return Inputs(
+            query=self.rows.at(row, self.inputs.query),
+            key=self.columns.at(column, self.inputs.key),
+            value=self.columns.at(column, self.inputs.value),
+            rows=self.rows.tokens_at(row, self.inputs.rows),
+            columns=self.columns.tokens_at(column, self.inputs.columns),
+        )
 
 
 def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
@@ -659,11 +642,12 @@ def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
     return Incoming(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
 
 
-def _beside(query: Value, rows: Tokens, columns: Tokens) -> tuple[Value, Tokens, Tokens]:
+def _beside(inputs: Inputs) -> Inputs:
     """The same, with positions that seem to depend on queries: masks of known positions, of all
     blocks together, would be taken out of a loop over layers, by JAX where it differentiates one.
     """
-    return jax.lax.optimization_barrier((query, rows, columns))
+    query, rows, columns = jax.lax.optimization_barrier((inputs.query, inputs.rows, inputs.columns))
+    return replace(inputs, query=query, rows=rows, columns=columns)
 
 
 def _zeros(*arrays: Value) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.errors import LayoutError, MissingPackageError
@@ -404,12 +403,10 @@ class Collected:
         `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
         position of a device.
         """
-
-        sight = Sight(causal=self.causal, window=window, offsets=offsets)
-
-        def whole(array: Value) -> Value:
-            return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True)
-
+        sight, whole = (
+            Sight(causal=self.causal, window=window, offsets=offsets),
+            self.cut.whole,
+        )
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
             return self._by_kernel(query, whole(key), whole(value), documents, sight)
@@ -436,13 +433,13 @@ class Collected:
         result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
         order.
         """
-        exchange = Exchange(cut=self.cut, group=self.cut.ways)
+        exchange = Exchange(cut=self.cut)
         sight = Sight(
             causal=self.causal, window=window, offsets=offsets and exchange.of_heads(offsets)
         )
         arrays, documents = (
             exchange.for_heads(query, key, value),
-            (None if segments is None else exchange.whole(segments)),
+            (None if segments is None else self.cut.whole(segments)),
         )
         if self.kernels.kind == "blocks":
             tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
@@ -465,35 +462,24 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Neighbours exchange parts of the sequence for heads.
+    """Devices exchange parts of the sequence for heads.
 
     Attributes:
         cut: the sequence over the mesh axis.
-        group: neighbours that exchange.
     """
 
     cut: Cut
-    group: int
 
     def for_heads(self, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
-        """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group
-        / N, H / group, D].
-
-        Args:
-            query: [B, S / N, H, D].
-            key: [B, S / N, G, D].
-            value: [B, S / N, G, V].
+        """The whole sequence for a share of the heads: [B, S / N, H, D] -> [B, S, H / N, D]; so
+        keys and values, [B, S / N, G, D].
         """
-        heads, groups, size = query.shape[2], key.shape[2], self.group
+        heads, groups, size = query.shape[2], key.shape[2], self.cut.ways
         if heads % size:
-            axes = (
-                f"{self.cut.axis}={size}"
-                if size == self.cut.ways
-                else f"{size} neighbours of {self.cut.axis}={self.cut.ways}"
-            )
             raise LayoutError(
                 f"{heads} heads with {groups} groups of keys and values cannot be exchanged over"
-                f" {axes}\nTry: a {self.cut.axis} axis that divides the heads, or a ring"
+                f" {self.cut.axis}={size}\nTry: a {self.cut.axis} axis that divides the heads, or a"
+                " ring"
             )
         times = math.lcm(groups, size) // groups
         if times > 1:  # as many groups as heads at most, since both numbers divide the heads
@@ -506,8 +492,8 @@ class Exchange:
 
     def of_heads(self, offsets: Offsets) -> Offsets:
         """Returns what distances add to the scores of this device's share of the heads."""
-        each = offsets.array.shape[-1] // self.group
-        first = jax.lax.axis_index(self.cut.axis) % self.group * each
+        each = offsets.array.shape[-1] // self.cut.ways
+        first = jax.lax.axis_index(self.cut.axis) * each
         local = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
         return replace(offsets, array=local)
 
@@ -515,47 +501,25 @@ class Exchange:
         """The reverse: own positions for all heads."""
         return self._all_to_all(array, 1, 2)
 
-    def whole(self, array: Value) -> Value:
-        """Returns what all neighbours have, one after the other: [B, S / N, ...] -> [B, S group /
-        N, ...].
-        """
-        return jax.lax.all_gather(
-            array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups
-        )
-
     def ordered(self, array: Value) -> Value:
-        """Parts of the neighbours, one after the other, in the order of the sequence: all of the
-        first runs, then the second ones from the last neighbour's to the first's.
+        """The parts of all devices, one after the other, in the order of the sequence: all of the
+        first runs, then the second ones from the last device's to the first's.
         """
         if not self.cut.zigzag:
             return array
-        runs = array.reshape(array.shape[0], self.group, 2, -1, *array.shape[2:])
+        runs = array.reshape(array.shape[0], self.cut.ways, 2, -1, *array.shape[2:])
         return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
 
     def unordered(self, array: Value) -> Value:
         """The reverse of `ordered`."""
         if not self.cut.zigzag:
             return array
-        runs = array.reshape(array.shape[0], 2, self.group, -1, *array.shape[2:])
+        runs = array.reshape(array.shape[0], 2, self.cut.ways, -1, *array.shape[2:])
         return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
 
     def _all_to_all(self, array: Value, split: int, joined: int) -> Value:
         return jax.lax.all_to_all(
-            array,
-            self.cut.axis,
-            split_axis=split,
-            concat_axis=joined,
-            tiled=True,
-            axis_index_groups=self._groups,
-        )
-
-    @property
-    def _groups(self) -> list[list[int]] | None:
-        """Numbers of the devices that exchange; None where all do."""
-        return (
-            None
-            if self.group == self.cut.ways
-            else np.arange(self.cut.ways).reshape(-1, self.group).tolist()
+            array, self.cut.axis, split_axis=split, concat_axis=joined, tiled=True
         )
 
 

@@ -30,6 +30,7 @@ from shardlib.lowering.context.block import (
     ALL_BEFORE,
     Given,
     Incoming,
+    Inputs,
     Offsets,
     Part,
     Scores,
@@ -89,45 +90,35 @@ class Ring:
         """
         sight = Sight(window=self.window if window is None else window, offsets=offsets)
         static_window, inputs = sight.split
-        return _ring_attention(
-            replace(self, window=static_window), query, key, value, segments, inputs
-        )
+        ring = replace(self, window=static_window)
+        return _with_gradients(ring, query, key, value, segments, inputs)
 
     def forward(
         self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
     ) -> Part:
         """The same as a part, before it is cast."""
-        return replace(self, cut=self.cut.beside(query))._forward(
-            query, key, value, segments, inputs
-        )
-
-    def _forward(
-        self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
-    ) -> Part:
-        local = query.shape[1]
+        ring, local = replace(self, cut=self.cut.beside(query)), query.shape[1]
 
         def turn(number: Index, part: Part, goes: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
-            ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *goes[2:])
+            all_inputs = Inputs(
+                query=query,
+                key=goes[0],
+                value=goes[1],
+                rows=ring._tokens(0, local, segments),
+                columns=ring._tokens(number, local, *goes[2:]),
+            )
 
             def work(rows: slice, columns: slice, sight: Sight) -> Part:
-                attended = attend(
-                    query[:, rows],
-                    goes[0][:, columns],
-                    goes[1][:, columns],
-                    ours[rows],
-                    theirs[columns],
-                    sight,
-                    self.scores,
-                )
+                attended = attend(all_inputs.taken(rows, columns), sight, ring.scores)
                 return jax.tree.map(
                     lambda all_, rows_part: all_.at[:, rows].set(rows_part),
                     part,
                     jax.tree.map(lambda all_: all_[:, rows], part) + attended,
                 )
 
-            return self._turn(number, local, inputs, work, part), goes
+            return ring._turn(number, local, inputs, work, part), goes
 
-        return self._around(
+        return ring._around(
             turn, nothing(query, value.shape[-1]), _goes(key, value, segments), local
         )[0]
 
@@ -141,39 +132,24 @@ class Ring:
         incoming: Incoming,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of what distances add, in float32."""
-        return replace(self, cut=self.cut.beside(query))._backward(
-            query, key, value, segments, inputs, incoming
-        )
-
-    def _backward(
-        self,
-        query: Value,
-        key: Value,
-        value: Value,
-        segments: Value | None,
-        inputs: Given,
-        incoming: Incoming,
-    ) -> tuple[Value, ...]:
-        local = query.shape[1]
+        ring, local = replace(self, cut=self.cut.beside(query)), query.shape[1]
         arrays = () if inputs.offsets is None else (inputs.offsets.array,)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (key, value, query, *arrays))
 
         def turn(number: Index, stays: Any, goes: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-            (key, value), ours, theirs = (
-                goes[2:4],
-                self._tokens(0, local, segments),
-                self._tokens(number, local, *goes[4:]),
+            all_inputs = Inputs(
+                query=query,
+                key=goes[2],
+                value=goes[3],
+                rows=ring._tokens(0, local, segments),
+                columns=ring._tokens(number, local, *goes[4:]),
             )
 
             def work(rows: slice, columns: slice, sight: Sight) -> tuple[Any, ...]:
                 gradients = attend_back(
-                    query[:, rows],
-                    key[:, columns],
-                    value[:, columns],
-                    ours[rows],
-                    theirs[columns],
+                    all_inputs.taken(rows, columns),
                     sight,
-                    self.scores,
+                    ring.scores,
                     incoming.map(lambda array: array[:, rows]),
                 )
                 placed = zip(before, gradients, (rows, columns, columns), strict=False)
@@ -186,13 +162,13 @@ class Ring:
                 )
 
             before = stays[0], *goes[:2], *stays[1:]
-            to_query, to_key, to_value, *more = self._turn(number, local, inputs, work, before)
+            to_query, to_key, to_value, *more = ring._turn(number, local, inputs, work, before)
             return (to_query, *more), (to_key, to_value, *goes[2:])
 
-        stays, goes = self._around(
+        stays, goes = ring._around(
             turn, zeros[2:], (*zeros[:2], *_goes(key, value, segments)), local
         )
-        home = self._passed(goes[:2], self.cut.ways - self.turns(local)[-1])
+        home = ring._passed(goes[:2], ring.cut.ways - ring.turns(local)[-1])
         return stays[0], *home, *stays[1:]
 
     def turns(self, local: int) -> tuple[int, ...]:
@@ -285,38 +261,6 @@ def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
     return (key, value) if segments is None else (key, value, segments)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring_attention(
-    ring: Ring, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
-) -> Value:
-    return ring.forward(query, key, value, segments, inputs).result.astype(value.dtype)
-
-
-def _ring_forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
-    part = ring.forward(*operands)
-    result = part.result.astype(
-        operands[2].dtype
-    )  # what follows often keeps it as well, so that it is held once
-    return result, (*operands, result, part.total)
-
-
-def _ring_backward(ring: Ring, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
-    query, key, value, segments, inputs, result, total = saved
-    incoming = Incoming.of(result, total, cotangent)
-    gradients = ring.backward(query, key, value, segments, inputs, incoming)
-    return (
-        *(
-            gradient.astype(leaf.dtype)
-            for gradient, leaf in zip(gradients[:3], saved, strict=False)
-        ),
-        None,
-        inputs.cotangent(*gradients[3:]),
-    )
-
-
-_ring_attention.defvjp(_ring_forward, _ring_backward)
-
-
 # --------------------------------------------------------------------------------------------------
 # Attention of arrays that one device has, with a backward pass that makes scores again: nothing of
 # their size is kept.
@@ -341,27 +285,25 @@ class Local:
         query: Value,
         key: Value,
         value: Value,
-        rows: Tokens,
-        columns: Tokens,
+        places: tuple[Tokens, Tokens],
         inputs: Given,
     ) -> Part:
         """Attention as a part, before it is cast."""
-        return attend(query, key, value, rows, columns, self._sight(inputs), self.scores)
+        arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
+        return attend(arrays, self._sight(inputs), self.scores)
 
     def backward(
         self,
         query: Value,
         key: Value,
         value: Value,
-        rows: Tokens,
-        columns: Tokens,
+        places: tuple[Tokens, Tokens],
         inputs: Given,
         incoming: Incoming,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of what distances add, in float32."""
-        return attend_back(
-            query, key, value, rows, columns, self._sight(inputs), self.scores, incoming
-        )
+        arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
+        return attend_back(arrays, self._sight(inputs), self.scores, incoming)
 
     def _sight(self, inputs: Given) -> Sight:
         return inputs.sight(self.window, causal=self.causal)
@@ -388,53 +330,38 @@ def attention(
         [B, Q, H, V], of the dtype of the values.
     """
     window, inputs = sight.split
-    return _rematerialised_attention(
-        Local(scores=scores, causal=sight.causal, window=window),
-        query,
-        key,
-        value,
-        rows,
-        columns,
-        inputs,
-    )
+    local = Local(scores=scores, causal=sight.causal, window=window)
+    return _with_gradients(local, query, key, value, (rows, columns), inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rematerialised_attention(
-    local: Local,
-    query: Value,
-    key: Value,
-    value: Value,
-    rows: Tokens,
-    columns: Tokens,
-    inputs: Given,
+def _with_gradients(
+    method: Ring | Local, query: Value, key: Value, value: Value, places: Any, inputs: Given
 ) -> Value:
-    return local.forward(query, key, value, rows, columns, inputs).result.astype(value.dtype)
+    """Attention, of the dtype of the values, with the gradients of the method."""
+    return method.forward(query, key, value, places, inputs).result.astype(value.dtype)
 
 
-def _rematerialised_forward(local: Local, *operands: Any) -> tuple[Any, Any]:
-    part = local.forward(*operands)
+def _forward(method: Ring | Local, *operands: Any) -> tuple[Any, Any]:
+    part = method.forward(*operands)
     result = part.result.astype(
         operands[2].dtype
     )  # what follows often keeps it as well, so that it is held once
     return result, (*operands, result, part.total)
 
 
-def _rematerialised_backward(
-    local: Local, saved: tuple[Any, ...], cotangent: Value
-) -> tuple[Any, ...]:
-    query, key, value, rows, columns, inputs, result, total = saved
+def _backward(method: Ring | Local, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
+    query, key, value, places, inputs, result, total = saved
     incoming = Incoming.of(result, total, cotangent)
-    gradients = local.backward(query, key, value, rows, columns, inputs, incoming)
+    gradients = method.backward(query, key, value, places, inputs, incoming)
     return (
         *(
             gradient.astype(leaf.dtype)
             for gradient, leaf in zip(gradients[:3], saved, strict=False)
         ),
         None,
-        None,
         inputs.cotangent(*gradients[3:]),
     )
 
 
-_rematerialised_attention.defvjp(_rematerialised_forward, _rematerialised_backward)
+_with_gradients.defvjp(_forward, _backward)

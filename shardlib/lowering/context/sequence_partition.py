@@ -36,8 +36,6 @@ class Cut:
         axis: the mesh axis, or its parts.
         ways: its size, parts of the sequence.
         zigzag: whether a device has two runs of the sequence.
-        stride: neighbours on the axis that have the same part of the sequence; `ways` is then what
-            is left of the axis.
         number: number of the device, inside of a region, where that must not be a constant of it
             (`beside`).
     """
@@ -45,7 +43,6 @@ class Cut:
     axis: str | tuple[str, ...]
     ways: int
     zigzag: bool = True
-    stride: int = 1
     number: Value | None = None
 
     @property
@@ -123,16 +120,8 @@ class Cut:
         return [(device, min(run, 2 * self.ways - 1 - run)) for device, run in enumerate(runs)]
 
     def _sent(self, array: Value, pairs: list[tuple[int, int]]) -> Value:
-        """Messages between parts of the sequence, in each of the places of a part."""
-        return jax.lax.ppermute(
-            array,
-            self.axis,
-            [
-                (source * self.stride + i, to * self.stride + i)
-                for source, to in pairs
-                for i in range(self.stride)
-            ],
-        )
+        """Messages between devices, (source, target)."""
+        return jax.lax.ppermute(array, self.axis, pairs)
 
     def _by_parity(self, even: Value, odd: Value, dim: int) -> Value:
         """Two arrays one after the other on devices of even numbers, and the other way round on
@@ -143,6 +132,10 @@ class Cut:
             [jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim
         )
 
+    def whole(self, array: Value) -> Value:
+        """The parts of all devices, one after the other: [B, S / N, ...] -> [B, S, ...]."""
+        return jax.lax.all_gather(array, self.axis, axis=1, tiled=True)
+
     def positions(self, device: Index, local: int) -> Value:
         """Positions of the sequence that a device has, [local], by its number."""
         run = jnp.arange(local // self.runs)
@@ -152,7 +145,7 @@ class Cut:
 
     def device(self) -> Value:
         """Number of the device, inside of a region that is manual over the axis."""
-        return jax.lax.axis_index(self.axis) // self.stride if self.number is None else self.number
+        return jax.lax.axis_index(self.axis) if self.number is None else self.number
 
     def beside(self, array: Value) -> Cut:
         """The cut with a number of the device that is known no sooner than an array that the region
