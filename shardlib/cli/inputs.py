@@ -266,10 +266,6 @@ def read_plan(path: Path, *, changed: bool = False) -> Plan:
         raise PlanError(f"{path} holds no plan: {error}") from error
 
 
-# --------------------------------------------------------------------------------------------------
-# Pins as a command line spells them.
-
-
 def parse_pins(words: list[str]) -> JsonObject:
     """Pins from the command line: `key=value` with the value as JSON, or else as a string."""
     pins: dict[str, Any] = {}

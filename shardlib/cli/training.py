@@ -259,10 +259,6 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     return int(first), int(count or 1)
 
 
-# --------------------------------------------------------------------------------------------------
-# Options of `shardlib plan` that say what the whole run is.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The whole run that a plan is for."""

@@ -534,9 +534,6 @@ def _missed(offer: Offer) -> str:
     return f"{offer.topology} ({days_text(offer.cost.wall_seconds)})"
 
 
-# --------------------------------------------------------------------------------------------------
-# Comparison: machines side by side, with the size of each that ends a run in time, and its cost.
-
 HEAD = ("machine", "", "devices", "days", "device-hours", "cost", "MWh", "MFU", "mesh")
 
 
@@ -661,10 +658,6 @@ def _row(offer: Offer, what: str) -> tuple[str, ...]:
         percent_text(offer.mfu),
         f"{offer.plan.mesh}" + (f" ({idle:,} idle)" if idle else ""),
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# The largest model that fits a deadline, as a value and as a table.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -804,9 +797,6 @@ class Fitted:
     def _per_parameter(self) -> float:
         return self.best.tokens / self.best.config.parameter_count()
 
-
-# --------------------------------------------------------------------------------------------------
-# The order in which sizes of a family are planned.
 
 #: A gap of the cheapest size, to the bound, at which no other is looked for.
 ENOUGH = 0.01
@@ -1056,10 +1046,6 @@ def _names(family: Offers, colour: str, scale: _Scale) -> Sequence[str]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# A comparison as a web page: one HTML file with its picture, no scripts and nothing to fetch.
-
-
 def comparison_html(comparison: Comparison) -> str:
     """Returns one self-contained HTML page about a comparison."""
     proofs = "".join(
@@ -1081,9 +1067,6 @@ def comparison_html(comparison: Comparison) -> str:
         "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# `compare`: the machine and its size for a run.
 
 #: Devices of the largest machines that are looked at, unless it is said.
 LARGEST = 16_384

@@ -46,13 +46,8 @@ if TYPE_CHECKING:
     from shardlib.launch.booking import Comparison
 
 
-# --------------------------------------------------------------------------------------------------
-# The engines of `shardlib launch`, in the order of its help.
-
+#: The engines, in the order of the help.
 ENGINES: tuple[Engine, ...] = (SLURM, KUBERNETES, TPU_VM, RAY, SKYPILOT)
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +277,6 @@ def fit_model_command(
     echo(json.dumps(fitted.to_json()) if as_json else str(fitted), nl=as_json)
 
 
-# --------------------------------------------------------------------------------------------------
-
 #: Where submissions are written, each in a folder of its name.
 FOLDER = Path("launches")
 
@@ -456,10 +449,6 @@ def _require_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
 def _said(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values without those that were left out."""
     return {name: value for name, value in values.items() if value is not None}
-
-
-# --------------------------------------------------------------------------------------------------
-# What an engine is asked for.
 
 
 @dataclass(frozen=True, kw_only=True)

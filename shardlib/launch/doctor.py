@@ -684,10 +684,6 @@ def below(measured: Sequence[Measured]) -> list[Finding]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# The topology with the links as they were measured, to plan for.
-
-
 def corrected(machine: Topology, measured: Sequence[Measured], when: str) -> Topology:
     """A topology in which every tier that was measured has the rate that its collectives
     reached.

@@ -34,103 +34,27 @@ from shardlib.machines.topology import Topology, devices_per_host, topology
 from shardlib.untrusted.data import shown
 
 #: Words of names that stand for a secret wherever they stand.
-WORDS = frozenset(
-    {
-        "AUTH",
-        "AUTHORIZATION",
-        "BEARER",
-        "COOKIE",
-        "COOKIES",
-        "CRED",
-        "CREDS",
-        "CREDENTIAL",
-        "CREDENTIALS",
-        "JWT",
-        "PASS",
-        "PASSPHRASE",
-        "PASSWD",
-        "PASSWORD",
-        "PAT",
-        "PWD",
-        "SECRET",
-        "SECRETS",
-        "TOKEN",
-    }
+WORDS = re.compile(
+    "AUTH|AUTHORIZATION|BEARER|COOKIES?|CREDS?|CREDENTIALS?|JWT|PASS|PASSPHRASE|PASSWD|PASSWORD|PAT"
+    "|PWD|SECRETS?|TOKEN"
 )
 #: What a word that stands for a secret may end with, where it is written together with others:
 #: HFTOKEN, PGPASSWORD, MYPASS, APIKEY, OAUTH.
-ENDINGS = (
-    "APIKEY",
-    "AUTH",
-    "COOKIE",
-    "CREDENTIALS",
-    "PASS",
-    "PASSPHRASE",
-    "PASSWD",
-    "PASSWORD",
-    "PWD",
-    "SECRET",
-    "SSHKEY",
-    "TOKEN",
+ENDINGS = re.compile(
+    "(APIKEY|AUTH|COOKIE|CREDENTIALS|PASS|PASSPHRASE|PASSWD|PASSWORD|PWD|SECRET|SSHKEY|TOKEN)$"
 )
 #: Words with such an ending that are none.
 ORDINARY = frozenset({"BYPASS", "COMPASS", "OLDPWD", "UNDERPASS", "MULTIPASS"})
 #: What a key is for that is a secret wherever it stands in a name.
-KEYS = frozenset(
-    {
-        "ACCESS",
-        "ACCOUNT",
-        "API",
-        "DEPLOY",
-        "ENCRYPTION",
-        "LICENSE",
-        "MASTER",
-        "PRIVATE",
-        "SERVICE",
-        "SIGNING",
-        "SSH",
-    }
-)
+KEYS = re.compile("ACCESS|ACCOUNT|API|DEPLOY|ENCRYPTION|LICENSE|MASTER|PRIVATE|SERVICE|SIGNING|SSH")
 #: What a key at the end of a name is for that is none.
-PLAIN_KEYS = frozenset(
-    {
-        "CACHE",
-        "FOREIGN",
-        "GROUP",
-        "HOT",
-        "INDEX",
-        "PARTITION",
-        "PRIMARY",
-        "PUBLIC",
-        "REGISTRY",
-        "ROUTING",
-        "SHARD",
-        "SORT",
-    }
+PLAIN_KEYS = re.compile(
+    "CACHE|FOREIGN|GROUP|HOT|INDEX|PARTITION|PRIMARY|PUBLIC|REGISTRY|ROUTING|SHARD|SORT"
 )
 #: Last words of names that say something about a secret, and not the secret.
-ABOUT = frozenset(
-    {
-        "COUNT",
-        "DIR",
-        "ENABLED",
-        "FILE",
-        "FOLDER",
-        "HOST",
-        "LENGTH",
-        "METHOD",
-        "MODE",
-        "NAME",
-        "PATH",
-        "PORT",
-        "PROVIDER",
-        "SECONDS",
-        "SIZE",
-        "SOCK",
-        "TIMEOUT",
-        "TTL",
-        "TYPE",
-    }
+ABOUT = re.compile(
+    "COUNT|DIR|ENABLED|FILE|FOLDER|HOST|LENGTH|METHOD|MODE|NAME|PATH|PORT|PROVIDER|SECONDS|SIZE"
+    "|SOCK|TIMEOUT|TTL|TYPE"
 )
 #: Values that are none, whatever their variable is called: switches.
 SWITCHES = frozenset({"", "0", "1", "false", "no", "off", "on", "true", "yes"})
@@ -151,14 +75,16 @@ VALUE = re.compile(
 def secret_name(name: str) -> bool:
     """Returns whether a name is one of a variable that holds a secret."""
     words = [word.upper() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
-    if not words or name in SHELL or words[-1] in ABOUT:
+    if not words or name in SHELL or ABOUT.fullmatch(words[-1]):
         return False
-    if any(word in WORDS or (word.endswith(ENDINGS) and word not in ORDINARY) for word in words):
+    if any(
+        WORDS.fullmatch(word) or (ENDINGS.search(word) and word not in ORDINARY) for word in words
+    ):
         return True
     before = ["", *words]
     return any(
         word in ("KEY", "KEYS")
-        and (first in KEYS or (number == len(words) and first not in PLAIN_KEYS))
+        and (KEYS.fullmatch(first) or (number == len(words) and not PLAIN_KEYS.fullmatch(first)))
         for number, (first, word) in enumerate(zip(before, words, strict=False), 1)
     )
 

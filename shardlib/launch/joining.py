@@ -40,10 +40,6 @@ from shardlib.processes.values import differences, processes_text
 from shardlib.processes.wire import LINE_BYTES, StrangerError, number, opened, sealed
 from shardlib.untrusted.data import WRONG, bounded, construct, fit, printable
 
-# --------------------------------------------------------------------------------------------------
-# The book of the roll call: the processes that have come, those that have not, and the number of
-# strangers.
-
 #: Callers that have not said who they are yet; of more, those that have been silent the longest are
 #: sent away.
 SILENT_CALLERS = 512
@@ -132,9 +128,6 @@ class Book:
         self.strangers += 1
 
 
-# --------------------------------------------------------------------------------------------------
-# The address of the coordinator: a numeric one of this host, and whether anybody listens there.
-
 #: Seconds that somebody who has connected may take to say a line.
 SPEAK_SECONDS = 10.0
 
@@ -175,9 +168,6 @@ def wait_for_listener(place: Place, seconds: float = SPEAK_SECONDS) -> None:
             return
         time.sleep(0.01)
 
-
-# --------------------------------------------------------------------------------------------------
-# Process 0 at the roll call: lists the processes that come, and answers all of them at once.
 
 #: Seconds after which process 0 says whom it waits for, and again after twice as many, ...
 SAY_AFTER = 10.0
@@ -336,9 +326,6 @@ async def _answered(
         )  # it closes first, so that the port waits for nothing
 
 
-# --------------------------------------------------------------------------------------------------
-# Any other process at the roll call: introduces itself to process 0, and waits for its answer.
-
 #: Seconds between two tries to reach process 0.
 TRY_EVERY = 0.1
 
@@ -473,8 +460,6 @@ def greeted(line: bytes) -> str:
         raise StrangerError("it is not process 0 that listens there")
     return match[1].decode()
 
-
-# --------------------------------------------------------------------------------------------------
 
 #: Seconds without a sign of life of a process after which JAX's service ends all others.
 HEARTBEAT_SECONDS = 100

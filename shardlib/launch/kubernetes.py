@@ -25,9 +25,6 @@ from shardlib.launch.submission import (
 from shardlib.processes.place import AUTO, FIRST_PORT
 from shardlib.untrusted.data import JsonObject
 
-# --------------------------------------------------------------------------------------------------
-# Settings beyond the job: namespace, queue, volumes, secrets by name.
-
 #: RFC 1123 names of objects, as Secrets, queues and claims have them.
 OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
@@ -123,9 +120,6 @@ class KubernetesSettings:
         if failures:
             raise_all(LaunchError, "settings of Kubernetes are not usable", failures)
 
-
-# --------------------------------------------------------------------------------------------------
-# The JobSet of a job, as plain data: its failure rules, its pods and how they find each other.
 
 CONTAINER = "main"
 #: Pods of one GKE node pool are one slice; the annotation keeps a slice's Job on one pool.
@@ -369,22 +363,13 @@ def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submissi
         f"jobset.sigs.k8s.io/jobset-name={job.name},jobset.sigs.k8s.io/job-index=0,"
         "batch.kubernetes.io/job-completion-index=0"
     )
+    all_pods = ("--selector", f"jobset.sigs.k8s.io/jobset-name={job.name}")
     return Submission(
         engine="Kubernetes",
         files={MANIFEST: text},
         commands=(("kubectl", "create", "--filename", MANIFEST),),
         later=(
-            (
-                "look",
-                (
-                    "kubectl",
-                    *namespace,
-                    "get",
-                    "jobset,pods",
-                    "--selector",
-                    f"jobset.sigs.k8s.io/jobset-name={job.name}",
-                ),
-            ),
+            ("look", ("kubectl", *namespace, "get", "jobset,pods", *all_pods)),
             ("log", ("kubectl", *namespace, "logs", "--follow", "--selector", first)),
             ("stop", ("kubectl", *namespace, "delete", "jobset", job.name)),
         ),

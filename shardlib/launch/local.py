@@ -46,10 +46,6 @@ from shardlib.training.supervisor import (
     why,
 )
 
-# --------------------------------------------------------------------------------------------------
-# One start of several processes of this machine, watched until all have ended: the first that
-# fails or is silent is named, and the others end.
-
 #: Seconds between two looks.
 LOOK_EVERY = 0.1
 #: Seconds that the others have to end by themselves once one has failed: those that fail too say

@@ -27,9 +27,6 @@ from shardlib.launch.submission import (
 )
 from shardlib.untrusted.data import construct, parse_json, shown
 
-# --------------------------------------------------------------------------------------------------
-# The hosts of the driver on a Ray cluster: hosts, processes and resources, as one word.
-
 
 @dataclass(frozen=True, kw_only=True)
 class RayHosts:

@@ -23,9 +23,6 @@ from shardlib.launch.submission import (
 )
 from shardlib.processes.place import FIRST_PORT, PORTS
 
-# --------------------------------------------------------------------------------------------------
-# Settings beyond the job: partition, GPUs, mounts, notice before the time limit.
-
 #: How GPUs can be asked for; "none" where a partition gives whole nodes without.
 GPUS = ("gpus-per-node", "gres", "none")
 
@@ -98,9 +95,6 @@ class SlurmSettings:
         if failures:
             raise_all(LaunchError, "settings of Slurm are not usable", failures)
 
-
-# --------------------------------------------------------------------------------------------------
-# The parts of the batch script of a job on Slurm, as lines of bash.
 
 #: What every task does first: it says which process it is. The rest of the words is the command.
 TASK = 'export SHARDLIB_PROCESS=$SLURM_PROCID SHARDLIB_HOST_PROCESS=$SLURM_LOCALID; exec "$@"'

@@ -24,10 +24,8 @@ from shardlib.launch.submission import (
 )
 from shardlib.processes.place import AUTO
 
-# --------------------------------------------------------------------------------------------------
-# Settings beyond the job: zone, project, provisioning.
-
 PROVISIONING = ("on-demand", "spot", "reserved")
+VM, QUEUED = ("compute", "tpus", "tpu-vm"), ("compute", "tpus", "queued-resources")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,46 +118,22 @@ def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
     nodes = (job.name,) if job.slices == 1 else tuple(f"{job.name}-{i}" for i in range(job.slices))
     if settings.create:
         commands = (_create(job, settings, script, location),)
-        look = ("gcloud", "compute", "tpus", "queued-resources", "describe", job.name, *location)
+        look = ("gcloud", *QUEUED, "describe", job.name, *location)
         log = _ssh(
             nodes[0], location, "0", "sudo journalctl --unit=google-startup-scripts --follow"
         )
-        stop = (
-            (
-                "stop",
-                (
-                    "gcloud",
-                    "compute",
-                    "tpus",
-                    "queued-resources",
-                    "delete",
-                    job.name,
-                    *location,
-                    "--force",
-                    "--quiet",
-                ),
-            ),
-        )
+        delete = ("gcloud", *QUEUED, "delete", job.name, *location, "--force", "--quiet")
+        stop = (("stop", delete),)
     else:
         start = f"setsid nohup bash {script} > {job.name}.log 2>&1 < /dev/null &"
         commands = (
             *(
-                (
-                    "gcloud",
-                    "compute",
-                    "tpus",
-                    "tpu-vm",
-                    "scp",
-                    script,
-                    f"{node}:{script}",
-                    *location,
-                    "--worker=all",
-                )
+                ("gcloud", *VM, "scp", script, f"{node}:{script}", *location, "--worker=all")
                 for node in nodes
             ),
             *(_ssh(node, location, "all", start) for node in nodes),
         )
-        look = ("gcloud", "compute", "tpus", "tpu-vm", "describe", nodes[0], *location)
+        look = ("gcloud", *VM, "describe", nodes[0], *location)
         log = _ssh(nodes[0], location, "0", f"tail --follow {job.name}.log")
         stop = tuple(("stop", _ssh(node, location, "all", _stop(job))) for node in nodes)
     return Submission(
@@ -219,9 +193,7 @@ def _create(
     return (
         "gcloud",
         *kind.track,
-        "compute",
-        "tpus",
-        "queued-resources",
+        *QUEUED,
         "create",
         job.name,
         *location,
@@ -237,17 +209,7 @@ def _create(
 
 
 def _ssh(node: str, location: tuple[str, ...], worker: str, command: str) -> tuple[str, ...]:
-    return (
-        "gcloud",
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "ssh",
-        node,
-        *location,
-        f"--worker={worker}",
-        f"--command={command}",
-    )
+    return ("gcloud", *VM, "ssh", node, *location, f"--worker={worker}", f"--command={command}")
 
 
 def _stop(job: Job) -> str:

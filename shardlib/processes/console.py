@@ -262,9 +262,6 @@ class Processes:
         self._ends.put(End(number=number, code=process.wait()))
 
 
-# --------------------------------------------------------------------------------------------------
-# Addresses and free ports of this machine.
-
 LOOPBACK = "127.0.0.1"
 
 

@@ -279,13 +279,6 @@ def _evenly(text: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# One CPU as several simulated devices.
-#
-# JAX decides how many CPU devices there are when it first looks at them, so this must be settled
-# before.
-
-
-# --------------------------------------------------------------------------------------------------
 # Heartbeats of a process that trains, and their observation from outside.
 #
 # A heartbeat has a number that rises. Whoever watches looks when the number changes, by a clock of
@@ -601,10 +594,3 @@ def _heard_by(
     finally:
         for number, old in before.items():
             signal.signal(number, old if old is not None else signal.SIG_DFL)
-
-
-# --------------------------------------------------------------------------------------------------
-# The code and the packages that this process runs.
-#
-# Short digests and versions, to be compared between processes: a host with an older checkout, or
-# with another JAX, computes something else or hangs.

@@ -538,9 +538,6 @@ def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
         ) from error
 
 
-# --------------------------------------------------------------------------------------------------
-# Ranks of processes that run one program, and what they agree on.
-
 #: Steps between two times that processes ask each other whether one of them wants to stop.
 ASK_EVERY = 10
 
@@ -681,11 +678,6 @@ def without_shards(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     sharding = leaf.sharding
     assert isinstance(sharding, jax.sharding.Sharding)
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [], dtype=leaf.dtype)
-
-
-# --------------------------------------------------------------------------------------------------
-# Decisions of one process for all, and failures that are known to all, so that none waits for ever
-# for another.
 
 
 def is_process_zero() -> bool:

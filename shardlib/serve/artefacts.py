@@ -25,9 +25,6 @@ from shardlib.serve.served import Served
 from shardlib.serve.step import both
 from shardlib.untrusted.data import JsonObject, fit, printable, shown
 
-# --------------------------------------------------------------------------------------------------
-# A single pass over a batch: classification, embeddings, recommendation, logits.
-
 #: Tokens of a row where nobody says how many.
 ROW = 128
 #: (model, inputs by name) -> outputs by name, or one array; rows in the first dim of all.

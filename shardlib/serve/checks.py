@@ -144,10 +144,6 @@ def _numbers(program: Program) -> Iterator[int]:
             yield from _numbers(body)
 
 
-# --------------------------------------------------------------------------------------------------
-# The program of a step as bytes, for the process that compiles it.
-
-
 def exported_step(
     model: Model, traced: TracedForward, on: Placed, size: Capacity, shape: Shape, platform: str
 ) -> tuple[ExportedStep, dict[str, int]]:

@@ -484,10 +484,6 @@ def _run(
     return metrics["logits"][0, 0], jax.tree.leaves(after)
 
 
-# --------------------------------------------------------------------------------------------------
-# A user's model as what computes steps: over pages, or with a cache of its own.
-
-
 class Computes(Protocol):
     """Computes the steps of an engine.
 
@@ -680,10 +676,6 @@ def shapes(weights: Tree) -> list[object]:
     """Returns the shapes that all weights of one model have."""
     leaves = jax.tree.leaves(weights)
     return [jax.tree.structure(weights), *((leaf.shape, leaf.dtype) for leaf in leaves)]
-
-
-# --------------------------------------------------------------------------------------------------
-# A smaller model is made to guess for another one.
 
 
 def draft_model(

@@ -306,9 +306,6 @@ def stored_itemsize(word: str, dtype: str) -> float:
     return float(STORED.get(word, ITEMSIZE.get(dtype, 4)))
 
 
-# --------------------------------------------------------------------------------------------------
-# A served model, from the graph of its forward pass of one token.
-
 #: Ops that hand a partial sum on as it is.
 _THROUGH = frozenset({"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy"})
 _ADDED = frozenset({"add", "add_any", "sub"})
@@ -699,9 +696,6 @@ def _stacked(model: ServedModel) -> frozenset[str]:
         colour for weight in model.weights for colour in colours(weight.dims) if colour not in used
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# Bytes of a device that serves.
 
 #: Share of a device's memory that stays free, for what is not counted: the compiler's own, and
 #: fragments. Compiled programs of `python benchmarks/serving_compiled.py` take up to 0.3 GiB of

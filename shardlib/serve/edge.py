@@ -45,10 +45,6 @@ from shardlib.serve.step import both
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import bind
 
-# --------------------------------------------------------------------------------------------------
-# A traced forward pass as a chain of pieces, the values that cross a cut between them, and the
-# program of each stage.
-
 #: A place in the program: in front of this equation, after so many layers of it.
 Place = tuple[int, int]
 #: A value that is handed on: its number and "", or an equation's and "carry" or "stack" with which.
@@ -396,11 +392,6 @@ def _packed_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, dtype)
 
 
-# --------------------------------------------------------------------------------------------------
-
-# --------------------------------------------------------------------------------------------------
-# Addresses of stages, and the secret that they share.
-
 #: Characters of a secret at most.
 SECRET_LENGTH = 1 << 12
 
@@ -726,10 +717,6 @@ if __name__ == "__main__":
     main()
 
 
-# --------------------------------------------------------------------------------------------------
-# Processes that stages run in: on this machine, or wherever somebody has started them.
-
-
 @dataclass(kw_only=True)
 class Workers:
     """Processes that stages run in.
@@ -808,9 +795,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         if pipe is not None:
             pipe.close()
 
-
-# --------------------------------------------------------------------------------------------------
-# Stages that are connected, and the batches that go through them.
 
 #: Seconds that a stage has to load and compile its part.
 READY_SECONDS = 300.0
@@ -1005,9 +989,6 @@ def _listen(chain: Chain, number: int) -> None:
     except BROKEN as error:
         chain.gone.append((number, f"is gone ({error})"))
 
-
-# --------------------------------------------------------------------------------------------------
-# A plan of `shardlib.plan_edge`, its batches, and their results.
 
 #: Results in front of those that are timed: the chain fills.
 FILLING = 4

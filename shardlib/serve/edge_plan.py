@@ -285,10 +285,6 @@ def _less(used: tuple[int, ...], v: int) -> tuple[int, ...]:
     return (*used[:v], used[v] - 1, *used[v + 1 :])
 
 
-# --------------------------------------------------------------------------------------------------
-# The plan: a model over a chain of unlike devices, the work of each, and their speed together.
-
-
 @dataclass(frozen=True, kw_only=True)
 class EdgeStage:
     """The work of one device.
@@ -414,11 +410,6 @@ class EdgePlan:
             "stages": [asdict(stage) for stage in self.stages],
             "idle": dict(self.idle),
         }
-
-
-# --------------------------------------------------------------------------------------------------
-# The chain of a model, read from its forward pass: which ops, kernels, weights and values belong
-# to each piece, and what pieces hand on.
 
 
 def chain_of(problem: Problem, vendor: str) -> Chain:

@@ -626,10 +626,6 @@ def _dtype(root: Path, dtype: str | None) -> str:
     return "float32"
 
 
-# --------------------------------------------------------------------------------------------------
-# Writes a served model as a folder of Hugging Face: `config.json`, safetensors, `tokenizer.json`,
-# `generation_config.json`.
-
 #: Files of a tokenizer that are copied as they are.
 _COPIED = (
     "tokenizer.json",
@@ -727,18 +723,7 @@ def byte_tokenizer() -> str:
             "tokenizers of Hugging Face need the library tokenizers\nTry: pip install"
             " 'shardlib[serve]'"
         ) from error
-    tokenizer = Tokenizer(BPE(vocab=_letters(), merges=[]))
+    tokenizer = Tokenizer(BPE(vocab=_characters(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer.to_str(pretty=True)
-
-
-def _letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level tokenizers: itself where it can be seen,
-    and the next free one from U+0100 on where not (GPT-2's `bytes_to_unicode`).
-    """
-    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    hidden = [byte for byte in range(BYTES) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {
-        chr(BYTES + number): byte for number, byte in enumerate(hidden)
-    }

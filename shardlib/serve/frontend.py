@@ -133,10 +133,6 @@ def _attending(call: CachedCall) -> list[Attending]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
-# A model spread over a chain of unlike devices, for inference.
-
-
 def plan_edge(
     init: Init,
     forward: Callable[[Tree, Tree], Tree],

@@ -237,10 +237,6 @@ class Answer:
         return Part(text=piece, tokens=tuple(complete), ended=None)
 
 
-# --------------------------------------------------------------------------------------------------
-# Models beside a model: a smaller one that guesses for it, and adapters of it.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Beside:
     """Models that are served beside a model.
@@ -262,10 +258,6 @@ class Beside:
             engine.draft_with(draft.init, draft.forward, weights=draft.weights)
         for name, params in self.adapters.items():
             engine.adapt(name, params)
-
-
-# --------------------------------------------------------------------------------------------------
-# Texts as vectors: the mean of a model's last hidden states, of length 1.
 
 
 class Embedder:
@@ -311,10 +303,6 @@ class Embedder:
         weights = base_of(self._engine.compute.weights)
         beside = np.zeros(size, np.int32), np.float32(1)
         self._programs[size] = self._embed.lower(weights, *beside).compile()
-
-
-# --------------------------------------------------------------------------------------------------
-# Answers on their way: the engine's thread puts tokens in, a coroutine takes them out.
 
 
 class StreamError(ShardlibError, RuntimeError):
@@ -423,10 +411,6 @@ class Stream:
             self._news.clear()
             await self._news.wait()
         return self._heard.popleft()
-
-
-# --------------------------------------------------------------------------------------------------
-# Load of an engine, and its observers.
 
 
 class FullError(ShardlibError, RuntimeError):
@@ -1010,9 +994,6 @@ class Worker:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to hear it
             self._loop.call_soon_threadsafe(call)
 
-
-# --------------------------------------------------------------------------------------------------
-# A model that is served, with all that requests of it need.
 
 #: Tokens that end an answer that has a form, where a tokenizer has none that does.
 NO_END = frozenset({0})

@@ -52,9 +52,6 @@ from shardlib.serve.cache import (
 from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten
 from shardlib.tracing.rewriting import bind, carried_avals, strong
 
-# --------------------------------------------------------------------------------------------------
-# Adapted parameters: some tokens have others.
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -312,10 +309,6 @@ def _product(producers: Mapping[int, Equation], number: int) -> tuple[int, int] 
     if len(vector) != 3 or len(matrices) != 3 or summed != ((2,), (0,)) or any(dims[1]):
         return None
     return equation.inputs[0], equation.inputs[1]
-
-
-# --------------------------------------------------------------------------------------------------
-# Calls of attention in a forward pass, and what each keeps per token.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -591,10 +584,6 @@ def _differs(shape: tuple[int, ...], more: tuple[int, ...], tokens: int) -> int 
     return next((dim for dim, sizes in enumerate(pairs) if sizes == (1, tokens)), None)
 
 
-# --------------------------------------------------------------------------------------------------
-# The forward pass of one token, run again with pages and a position.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cached:
     """The cache that runs beside the values of a forward pass.
@@ -785,9 +774,6 @@ def _scan(
     )
     return [*values, *stacked], replace(cached, pages={**cached.pages, **pages})
 
-
-# --------------------------------------------------------------------------------------------------
-# Inputs of a forward pass that are only multiplied with, and the dims that these products sum over.
 
 #: Dims that a product sums over; None for any other use.
 Use = tuple[int, ...] | None

@@ -31,8 +31,6 @@ from shardlib.training.settings import TrainConfig, optimizer
 from shardlib.training.states import averaged
 from shardlib.untrusted.data import construct
 
-# --------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
@@ -187,10 +185,6 @@ def _bytes(
         warning=warning,
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# The run that is served where no model is named: the demonstration, trained for a minute once, and
-# for another where that was stopped.
 
 #: Seconds that it is trained for, and in which it must have a checkpoint.
 SECONDS, LONGEST = 60, 600

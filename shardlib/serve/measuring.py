@@ -86,9 +86,6 @@ def tokens_of(jobs: Sequence[Job]) -> tuple[int, int]:
     return sum(len(job.prompt) for job in jobs), sum(job.most for job in jobs)
 
 
-# --------------------------------------------------------------------------------------------------
-# Asks a server as a workload says, and writes down when tokens came.
-
 #: Seconds between two pieces of an answer after which it counts as failed.
 PATIENCE = 300.0
 
@@ -203,9 +200,6 @@ async def _asked(
         error=error,
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# Latencies, throughput, and how many answers were in time.
 
 #: Percentiles that are told.
 PERCENTILES = (50, 90, 99)

@@ -38,9 +38,6 @@ from shardlib.serve.space import (
 )
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, parse_json, shown
 
-# --------------------------------------------------------------------------------------------------
-# Predictions of a serving plan.
-
 #: Words for what limits a step, by its part.
 LIMITS: Mapping[str, str] = {
     "weights": "bytes of the weights, which every step reads",
@@ -159,9 +156,6 @@ class ServingPoint:
             "chips": self.chips,
         }
 
-
-# --------------------------------------------------------------------------------------------------
-# Findings about a serving plan.
 
 #: Chips of the runs that the constants were learned from.
 LEARNED_ON: frozenset[str] = frozenset({"a100", "h100", "h200", "v4", "v6e"})
@@ -412,9 +406,6 @@ def _checksum(data: JsonObject) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# --------------------------------------------------------------------------------------------------
-# A serving plan as text.
-
 #: Points of the curve that are shown.
 SHOWN = 8
 
@@ -599,9 +590,6 @@ def meshes(two: TwoMeshes | None) -> str:
         )
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# A serving plan in one line, and as a card in a notebook, with its curve.
 
 #: Width and height of the curve, and what its axes take.
 WIDE, HIGH, LEFT, BELOW = 640, 220, 54, 30

@@ -26,9 +26,6 @@ from shardlib.serve.cache import CacheGroup
 from shardlib.serve.cost import needed, ordered, pages_each
 from shardlib.serve.plan import ServingPlan
 
-# --------------------------------------------------------------------------------------------------
-# Sampling: options of how the next token is chosen.
-
 #: Tokens with a bias, and likeliest tokens that are listed, at most: those of OpenAI's interface.
 MOST_BIASED, MOST_LISTED = 300, 20
 
@@ -114,10 +111,6 @@ def whole(value: object) -> bool:
 def number(value: object) -> bool:
     """Returns whether a value is a number, and finite; no boolean is."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-# --------------------------------------------------------------------------------------------------
-# Capacity: numbers of requests and tokens.
 
 
 @dataclass(frozen=True, kw_only=True)

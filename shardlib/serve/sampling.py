@@ -162,9 +162,6 @@ def _edited(logits: jax.Array, edits: Edits) -> jax.Array:
     return jnp.where(allowed == 1, logits, -jnp.inf)
 
 
-# --------------------------------------------------------------------------------------------------
-# Sampling options of each row, as arrays.
-
 #: An operand: an array of the host, or of a device.
 Array = jax.Array | np.ndarray
 
@@ -632,9 +629,6 @@ def _compile(confined: Confined, form: Form) -> Compiled:
         raise ArgumentError(f"the form of the answer is not usable: {error}") from error
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers of an engine that have a form, and their guides.
-
 #: Seconds that a step waits for masks after guesses.
 GUESS_SECONDS = 0.02
 
@@ -729,9 +723,6 @@ class Guided:
                 return
             connection.wait([form.fork for form in forms], left)  # type: ignore[arg-type]
 
-
-# --------------------------------------------------------------------------------------------------
-# The rows of a step, and their results.
 
 #: A user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab]; of a
 #: Linen model with a cache of its own (logits, updated collections).

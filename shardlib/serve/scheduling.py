@@ -237,17 +237,15 @@ class Pool:
 # As in TensorRT-LLM the pages of a group are its own, so that none waits for another's.
 
 
-class GroupedPool:
-    """Pages of some cache groups.
+class Pools:
+    """Several pools of pages, counted together.
 
     Args:
-        groups: the one that keeps the most tokens first.
-        size: tokens of a page.
+        pools: at least one.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], size: int) -> None:
-        self.groups, self.size = tuple(groups), size
-        self.pools = [Pool(group.pages) for group in groups]
+    def __init__(self, pools: Sequence[Pool | Pools]) -> None:
+        self.pools = pools
 
     @property
     def pages(self) -> int:
@@ -268,6 +266,21 @@ class GroupedPool:
         """Forgets the contents of pages; see `Pool.forget`."""
         for pool in self.pools:
             pool.forget()
+
+
+class GroupedPool(Pools):
+    """Pages of some cache groups.
+
+    Args:
+        groups: the one that keeps the most tokens first.
+        size: tokens of a page.
+    """
+
+    pools: list[Pool]
+
+    def __init__(self, groups: Sequence[CacheGroup], size: int) -> None:
+        super().__init__([Pool(group.pages) for group in groups])
+        self.groups, self.size = tuple(groups), size
 
     def known(self, digests: Sequence[bytes]) -> int:
         """Pages that a request need not compute."""
@@ -625,37 +638,6 @@ def _begun(request: Request) -> bool:
 # Several groups of devices, each with requests and pages of its own, as one schedule.
 #
 # A request goes to the group with the fewest tokens to compute and hold, and stays there.
-
-
-class Pools:
-    """Pages of several groups.
-
-    Args:
-        pools: one a group.
-    """
-
-    def __init__(self, pools: Sequence[GroupedPool]) -> None:
-        self._pools = pools
-
-    @property
-    def pages(self) -> int:
-        """Number of pages."""
-        return sum(pool.pages for pool in self._pools)
-
-    @property
-    def available(self) -> int:
-        """Pages that can be taken."""
-        return sum(pool.available for pool in self._pools)
-
-    @property
-    def used(self) -> int:
-        """Pages that requests use."""
-        return sum(pool.used for pool in self._pools)
-
-    def forget(self) -> None:
-        """Forgets the contents of pages; see `Pool.forget`."""
-        for pool in self._pools:
-            pool.forget()
 
 
 class Groups:

@@ -261,10 +261,6 @@ def _least(outcome: Found) -> str:
     return "; ".join(reached)
 
 
-# --------------------------------------------------------------------------------------------------
-# The search for the best serving plan, and the questions that search again.
-
-
 def plan_served(asked: Asked) -> ServingPlan:
     """The best plan."""
     started = time.perf_counter()

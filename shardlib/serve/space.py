@@ -38,9 +38,6 @@ from shardlib.serve.cost import (
 from shardlib.serve.propagation import serving_layouts
 from shardlib.untrusted.data import JsonObject
 
-# --------------------------------------------------------------------------------------------------
-# Decisions of a serving plan that are fixed by hand.
-
 #: A pin's value: a number, or the sizes of a mesh.
 ServingPin = int | Mapping[str, int]
 
@@ -113,9 +110,6 @@ class ServingPins:
             if (value := getattr(self, field.name)) is not None
         }
 
-
-# --------------------------------------------------------------------------------------------------
-# Demands on a server.
 
 OBJECTIVES: tuple[str, ...] = ("throughput", "latency")
 #: No request is longer, tokens.

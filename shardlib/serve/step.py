@@ -116,11 +116,16 @@ class Step:
         for share in shares:
             group, slot = divmod(share.slot, self.sizes.slots)
             if share.count == 1 and shape.singles:
-                tables, places = [table[share.slot] for table in operands.table], np.asarray([slot])
+                tables, places = (
+                    [table[share.slot] for table in operands.where.table],
+                    np.asarray([slot]),
+                )
             else:
                 first, many = chunks[group], -(-share.count // shape.chunk)
                 chunk_rows = group * shape.chunks + first + np.arange(many)
-                tables = [table[chunk_rows[0] : chunk_rows[-1] + 1] for table in operands.chunks]
+                tables = [
+                    table[chunk_rows[0] : chunk_rows[-1] + 1] for table in operands.where.chunks
+                ]
                 places = shape.singles + first * shape.chunk + np.arange(share.count)
                 chunks[group] += many
             for table, pages in zip(tables, share.request.held, strict=True):
@@ -176,25 +181,27 @@ class Step:
         position = np.arange(share.first, share.first + share.count)
         page = self.sizes.page
         operands.tokens[places] = share.tokens
-        if operands.adapter is not None and self._which is not None:
-            operands.adapter[places] = self._which(share)
-        operands.position[places] = position
-        for entry, group in zip(operands.entry, share.request.held, strict=True):
+        if operands.where.adapter is not None and self._which is not None:
+            operands.where.adapter[places] = self._which(share)
+        operands.where.position[places] = position
+        for entry, group in zip(operands.where.entry, share.request.held, strict=True):
             pages = np.asarray(group.pages, np.int32)[position // page - group.gone]
             entry[places] = pages * page + position % page
 
     def _fill_one(self, operands: Given, share: Share, place: int) -> None:
         """The token of a share that has one: without the arrays that several want."""
         page, position = self.sizes.page, share.first
-        operands.tokens[place], operands.position[place] = share.tokens[0], position
-        if operands.adapter is not None and self._which is not None:
-            operands.adapter[place] = self._which(share)
-        for entry, group in zip(operands.entry, share.request.held, strict=True):
+        operands.tokens[place], operands.where.position[place] = share.tokens[0], position
+        if operands.where.adapter is not None and self._which is not None:
+            operands.where.adapter[place] = self._which(share)
+        for entry, group in zip(operands.where.entry, share.request.held, strict=True):
             entry[place] = group.at(position // page) * page + position % page
 
     def _operands(self, shape: Shape) -> Given:
         blank = operands(self.sizes, shape, self.grid.groups)
-        return replace(blank, adapter=np.zeros_like(blank.tokens)) if self._which else blank
+        if self._which is None:
+            return blank
+        return replace(blank, where=replace(blank.where, adapter=np.zeros_like(blank.tokens)))
 
     def _run(
         self,
@@ -221,31 +228,15 @@ class Given:
 
     Attributes:
         shape: of the program.
-        tokens, position: int32 [T], of each group of devices as its shape says, see `Token`.
-        entry, table, chunks: of each cache group, see `Token`.
+        tokens: int32 [T], of each group of devices as its shape says.
+        where: their places.
         rows: int32, of each group as many, tokens whose logits are wanted.
-        adapter: see `Token`.
     """
 
     shape: Shape
     tokens: np.ndarray
-    position: np.ndarray
-    entry: tuple[np.ndarray, ...]
-    table: tuple[np.ndarray, ...]
-    chunks: tuple[np.ndarray, ...]
+    where: Token
     rows: np.ndarray
-    adapter: np.ndarray | None = None
-
-    @property
-    def where(self) -> Token:
-        """The places of tokens."""
-        return Token(
-            position=self.position,
-            entry=self.entry,
-            table=self.table,
-            chunks=self.chunks,
-            adapter=self.adapter,
-        )
 
 
 def operands(sizes: Capacity, shape: Shape, devices: int) -> Given:
@@ -258,10 +249,12 @@ def operands(sizes: Capacity, shape: Shape, devices: int) -> Given:
     return Given(
         shape=shape,
         tokens=np.zeros(tokens, np.int32),
-        position=np.zeros(tokens, np.int32),
-        entry=tuple(np.full(tokens, group.pages * sizes.page, np.int32) for group in groups),
-        table=tables(shape.singles),
-        chunks=tables(shape.chunks),
+        where=Token(
+            position=np.zeros(tokens, np.int32),
+            entry=tuple(np.full(tokens, group.pages * sizes.page, np.int32) for group in groups),
+            table=tables(shape.singles),
+            chunks=tables(shape.chunks),
+        ),
         rows=np.zeros(devices * min(shape.tokens, sizes.rows), np.int32),
     )
 

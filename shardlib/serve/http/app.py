@@ -20,7 +20,6 @@ from shardlib.serve.hosting import Deployment
 from shardlib.serve.http import settings as faults
 from shardlib.serve.http.bodies import (
     Chat,
-    Choosing,
     Completion,
     Embedding,
     asked_of,
@@ -43,12 +42,6 @@ from shardlib.serve.http.settings import (
     figures,
 )
 from shardlib.untrusted.data import JsonObject
-
-# --------------------------------------------------------------------------------------------------
-# The places of the interface, a file for each resource.
-
-# --------------------------------------------------------------------------------------------------
-# `/v1/embeddings`.
 
 
 def embedding_routes(catalog: Catalog) -> APIRouter:
@@ -118,10 +111,6 @@ def _written(vector: np.ndarray, body: Embedding) -> list[float] | str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-# --------------------------------------------------------------------------------------------------
-# Common parts of completions and chat: places, and answers whole or streamed.
-
-
 @contextlib.contextmanager
 def places(deployed: Deployment, count: int, settings: Settings) -> Iterator[contextlib.ExitStack]:
     """Takes places for some answers until the end of the block, before anything is encoded."""
@@ -138,20 +127,34 @@ def places(deployed: Deployment, count: int, settings: Settings) -> Iterator[con
         yield stack
 
 
-async def sent(
-    http: Request, body: Choosing, reply: Reply, stack: contextlib.ExitStack, settings: Settings
+async def answered(
+    http: Request,
+    body: Chat | Completion,
+    named: Named,
+    prompts: Sequence[Sequence[int]],
+    stack: contextlib.ExitStack,
+    settings: Settings,
 ) -> Response:
-    """An answer, whole or streamed as the body says; given up when its client goes."""
+    """The answer to prompts, whole or streamed as the body says; given up when its client goes."""
+    deployed = named.deployed
+    requests = asked_of(body, prompts, named, salt=http.state.salt, seconds=settings.answer_seconds)
+    await compile_form(requests, deployed, stack)
+    reply = Reply(
+        named=named,
+        asked=requests,
+        shape=CHAT if isinstance(body, Chat) else COMPLETION,
+        listed=body.listed,
+        stops=body.stops,
+        echo=body.echoes,
+        usage=Usage(prompt=sum(map(len, prompts))),
+        reader=reader_of(body, deployed) if isinstance(body, Chat) else None,
+    )
     if body.stream:
         return EventStream(
             reply, usage=body.counted, seconds=settings.send_seconds, close=stack.pop_all().close
         )
     async with listening(http.receive, reply.gone):
         return JSONResponse(await reply.whole())
-
-
-# --------------------------------------------------------------------------------------------------
-# `/v1/chat/completions`.
 
 
 def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
@@ -166,27 +169,9 @@ def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
         refuse_tools(body, deployed)
         with places(deployed, body.answers, settings) as stack:
             prompt = await conversation(body, deployed)
-            requests = asked_of(
-                body, [prompt], named, salt=http.state.salt, seconds=settings.answer_seconds
-            )
-            await compile_form(requests, deployed, stack)
-            reply = Reply(
-                named=named,
-                asked=requests,
-                shape=CHAT,
-                listed=body.listed,
-                stops=body.stops,
-                echo=False,
-                usage=Usage(prompt=len(prompt)),
-                reader=reader_of(body, deployed),
-            )
-            return await sent(http, body, reply, stack, settings)
+            return await answered(http, body, named, [prompt], stack, settings)
 
     return router
-
-
-# --------------------------------------------------------------------------------------------------
-# `/v1/completions`.
 
 
 def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
@@ -200,26 +185,9 @@ def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
         refuse_unserved(body)
         with places(deployed, len(body.prompt) * body.answers, settings) as stack:
             prompts = await tokens_of(body.prompt, deployed)
-            requests = asked_of(
-                body, prompts, named, salt=http.state.salt, seconds=settings.answer_seconds
-            )
-            await compile_form(requests, deployed, stack)
-            reply = Reply(
-                named=named,
-                asked=requests,
-                shape=COMPLETION,
-                listed=body.listed,
-                stops=body.stops,
-                echo=body.echoes,
-                usage=Usage(prompt=sum(map(len, prompts))),
-            )
-            return await sent(http, body, reply, stack, settings)
+            return await answered(http, body, named, prompts, stack, settings)
 
     return router
-
-
-# --------------------------------------------------------------------------------------------------
-# `/v1/models`.
 
 
 def model_routes(catalog: Catalog, started: int) -> APIRouter:
@@ -253,10 +221,6 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
     return router
 
 
-# --------------------------------------------------------------------------------------------------
-# State of the server: `/health`, `/metrics`, and the page for people with its figures.
-
-
 def status_routes(models: Mapping[str, Deployment], watching: Watching) -> APIRouter:
     """Returns the routes for people, Prometheus and whatever starts servers."""
     router = APIRouter()
@@ -282,9 +246,6 @@ def status_routes(models: Mapping[str, Deployment], watching: Watching) -> APIRo
         return PAGE
 
     return router
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def application(deployed: Sequence[Deployment], settings: Settings | None = None) -> FastAPI:

@@ -86,9 +86,6 @@ def _is_half(text: str) -> bool:
     return False
 
 
-# --------------------------------------------------------------------------------------------------
-# Options of an answer: its sampling, its end, and how it is sent.
-
 #: Texts that end an answer, and characters of each.
 STOPS, STOP_LENGTH = 16, 256
 
@@ -209,14 +206,10 @@ class Choosing(Sampled):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-# --------------------------------------------------------------------------------------------------
-# Faults of the fields of a body, each by the name that the body has for it.
-
-
 def refuse_unserved(body: Choosing) -> None:
     """Refuses what is understood and not served, rather than to answer something else."""
     for name in body.unserved:
-        raise Fault(400, f"{name} is not served here", code="unsupported_value", param=name)
+        raise unserved(name)
 
 
 def refuse_unusable(body: Choosing, deployed: Deployment, *, tokens: int, formed: bool) -> None:
@@ -258,8 +251,10 @@ def fault(field: str, message: str) -> Fault:
     return Fault(400, message, code="invalid_value", param=field)
 
 
-# --------------------------------------------------------------------------------------------------
-# Texts and tokens of a body as prompts.
+def unserved(field: str, why: str = "") -> Fault:
+    """Returns the fault of a field that is understood and not served."""
+    message = f"{field} is not served here" + (f": {why}" if why else "")
+    return Fault(400, message, code="unsupported_value", param=field)
 
 
 async def tokens_of(
@@ -287,9 +282,6 @@ async def encoded(text: str, deployed: Deployment, *, name: str, begin: bool = T
         raise fault(name, str(error)) from error
 
 
-# --------------------------------------------------------------------------------------------------
-# Sampling.
-
 #: The least probability that OpenAI's `top_p: 0` stands for.
 LEAST_TOP_P = 1e-6
 
@@ -312,10 +304,6 @@ def sampling_of(body: Choosing, default: Sampling) -> Sampling:
         repetition=given(body.repetition_penalty, default.repetition),
         bias={int(token): float(value) for token, value in (body.logit_bias or {}).items()},
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# Messages of a conversation.
 
 
 class Part(Body):
@@ -349,9 +337,6 @@ class Message(Body):
     tool_calls: Annotated[list[Call], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
 
-
-# --------------------------------------------------------------------------------------------------
-# Prompts of a body, and texts to embed: a text, tokens, or a list of either.
 
 #: Prompts, or texts to embed, of one request.
 MOST_PROMPTS = 256
@@ -432,9 +417,6 @@ Prompts = Annotated[
 ]
 
 
-# --------------------------------------------------------------------------------------------------
-# The body of `/v1/completions`.
-
 #: Tokens of an answer where a body does not say how many.
 MOST = 16
 
@@ -481,10 +463,6 @@ class Completion(Choosing):
         return self.echoes and self.listed
 
 
-# --------------------------------------------------------------------------------------------------
-# The body of `/v1/embeddings`.
-
-
 class Embedding(Asking):
     """`/v1/embeddings`."""
 
@@ -492,9 +470,6 @@ class Embedding(Asking):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
-
-# --------------------------------------------------------------------------------------------------
-# Functions that an answer may call.
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -538,9 +513,6 @@ class NamedTool(Body):
     type: Literal["function"]
     function: ChosenFunction
 
-
-# --------------------------------------------------------------------------------------------------
-# The body of `/v1/chat/completions`.
 
 #: Functions that a body may give.
 MOST_TOOLS = 128
@@ -593,29 +565,21 @@ class Chat(Choosing):
         return self.top_logprobs or 0
 
 
-# --------------------------------------------------------------------------------------------------
-# Functions that an answer may call, or has to.
-
-
 def refuse_tools(body: Chat, deployed: Deployment) -> None:
     """Refuses functions that the model is not told of, and choices among none."""
     if not body.tools:
         if body.tool_choice not in (None, "none", "auto"):
-            raise _tools_fault("tool_choice", "tool_choice needs tools")
+            raise fault("tool_choice", "tool_choice needs tools")
         return
     if body.tool_choice != "none" and not knows_tools(deployed):
-        raise Fault(
-            400,
-            f"tools is not served here: {deployed.name} has no template of conversations that"
-            " writes them",
-            code="unsupported_value",
-            param="tools",
+        raise unserved(
+            "tools", f"{deployed.name} has no template of conversations that writes them"
         )
     names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
-        raise _tools_fault("tools", "two functions of tools have one name")
+        raise fault("tools", "two functions of tools have one name")
     if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
-        raise _tools_fault(
+        raise fault(
             "tool_choice",
             f"tool_choice has the function {body.tool_choice.function.name}; tools has"
             f" {', '.join(names)}",
@@ -668,14 +632,6 @@ def _call_schema(tool: Tool) -> dict[str, object]:
     }
 
 
-def _tools_fault(field: str, message: str) -> Fault:
-    return Fault(400, message, code="invalid_value", param=field)
-
-
-# --------------------------------------------------------------------------------------------------
-# Messages as a prompt.
-
-
 async def conversation(body: Chat, deployed: Deployment) -> list[int]:
     """Tokens of a conversation, up to where the assistant answers."""
     supports_tools = knows_tools(deployed)
@@ -686,7 +642,7 @@ async def conversation(body: Chat, deployed: Deployment) -> list[int]:
     try:
         text = await asyncio.to_thread(deployed.renderer, messages, tools)
     except ArgumentError as error:
-        raise Fault(400, str(error), code="invalid_value", param="messages") from error
+        raise fault("messages", str(error)) from error
     begin = deployed.served.text.template is None
     return await encoded(text, deployed, name="messages", begin=begin)
 
@@ -695,16 +651,14 @@ def _written(number: int, message: Message, supports_tools: bool) -> JsonObject:
     """A message as templates get it."""
     parts = [] if isinstance(message.content, str) else message.content or []
     if any(part.type != "text" or part.text is None for part in parts):
-        raise _conversations_fault(
-            f"messages[{number}] has a part that is no text", "unsupported_value"
-        )
+        raise _unwritten(f"messages[{number}] has a part that is not text")
     if message.tool_calls and not supports_tools:
-        raise _conversations_fault(
-            f"messages[{number}] has tool_calls, which the template of conversations does not"
-            " write",
-            "unsupported_value",
+        raise _unwritten(
+            f"messages[{number}] has tool_calls, which the template of conversations does not write"
         )
-    text = message.content if isinstance(message.content, str) else _joined(parts)
+    text = message.content if isinstance(message.content, str) else None
+    if text is None:
+        text = "".join(part.text or "" for part in parts)
     written: JsonObject = {"role": message.role, "content": text}
     if message.tool_calls:
         written["tool_calls"] = [_call(number, call) for call in message.tool_calls]
@@ -715,10 +669,6 @@ def _written(number: int, message: Message, supports_tools: bool) -> JsonObject:
     return written
 
 
-def _joined(parts: Sequence[Part]) -> str:
-    return "".join(part.text or "" for part in parts)
-
-
 def _call(number: int, call: Call) -> JsonObject:
     """A call; templates get its arguments as an object."""
     try:
@@ -726,21 +676,17 @@ def _call(number: int, call: Call) -> JsonObject:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise _conversations_fault(
-            f"messages[{number}] has a call of {call.function.name} whose arguments are no JSON"
+        raise fault(
+            "messages",
+            f"messages[{number}] has a call of {call.function.name} whose arguments are not a JSON"
             " object",
-            "invalid_value",
         )
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _conversations_fault(message: str, code: str) -> Fault:
-    return Fault(400, message, code=code, param="messages")
-
-
-# --------------------------------------------------------------------------------------------------
-# The form that an answer is to have.
+def _unwritten(message: str) -> Fault:
+    return Fault(400, message, code="unsupported_value", param="messages")
 
 
 def response_form(response_format: Format | None) -> Form | None:
@@ -785,17 +731,8 @@ def form_of(body: Choosing, deployed: Deployment) -> Form | None:
         raise ArgumentError("an answer has one form")
     for name, _ in named_forms:
         if deployed.formless:
-            raise Fault(
-                400,
-                f"{name} is not served here: {deployed.formless}",
-                code="unsupported_value",
-                param=name,
-            )
+            raise unserved(name, deployed.formless)
     return named_forms[0][1] if named_forms else None
-
-
-# --------------------------------------------------------------------------------------------------
-# Requests for the engine.
 
 
 def asked_of(

@@ -31,9 +31,6 @@ from shardlib.serve.requests import BROKEN, CANCELLED, LENGTH, STOP, Asked
 from shardlib.serve.served import UNKNOWN
 from shardlib.untrusted.data import Json, JsonObject
 
-# --------------------------------------------------------------------------------------------------
-# The head of every object of an answer, and the tokens that are counted.
-
 
 @dataclass(kw_only=True)
 class Usage:
@@ -95,9 +92,6 @@ def new_head(prefix: str, kind: str, model: str) -> Head:
         id=f"{prefix}-{secrets.token_hex(12)}", kind=kind, model=model, created=int(time.time())
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# Choices of an answer, as `/v1/completions` and `/v1/chat/completions` write them.
 
 #: The logarithm that stands for a probability of 0, which JSON has no number for.
 LEAST_LOGPROB = -9999.0
@@ -243,9 +237,6 @@ CHAT = Shape(
 )
 
 
-# --------------------------------------------------------------------------------------------------
-# An answer: tokens as choices, whole or piece by piece.
-
 #: What is said of answers that end for these reasons.
 GIVEN_UP = {
     CANCELLED: "the answer was given up",
@@ -363,10 +354,6 @@ class Reply:
             return
         if usage:
             yield head.json([], self.version, usage=self.usage.json)
-
-
-# --------------------------------------------------------------------------------------------------
-# An answer as server-sent events, until the client is gone.
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import hmac
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,6 @@ def read_tokens(path: Path) -> tuple[str, ...]:
         )
     return tokens
 
-
-# --------------------------------------------------------------------------------------------------
-# Figures of a server: for Prometheus, and of the last minutes for the page.
 
 #: Bounds of seconds, in histograms.
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -243,9 +240,6 @@ def _median(samples: deque[tuple[float, float]], now: float) -> float | None:
     recent = sorted(seconds for when, seconds in samples if now - when < 10)
     return recent[len(recent) // 2] if recent else None
 
-
-# --------------------------------------------------------------------------------------------------
-# Faults, in the form of OpenAI's interface.
 
 #: Kinds of errors by status; others are the client's.
 KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
@@ -391,41 +385,26 @@ def _path(error: Mapping[str, Any], body: object) -> list[str]:
 def install(app: FastAPI) -> None:
     """Has an application answer so."""
 
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        del request
-        assert isinstance(error, HTTPException)
+    def answering(fault_of: Callable[[Any], Fault]) -> Callable[..., Awaitable[JSONResponse]]:
+        async def answer(_: Request, error: Exception) -> JSONResponse:
+            return fault_of(error).response
+
+        return answer
+
+    def http(error: HTTPException) -> Fault:
         if isinstance(error, Fault):
-            return error.response
-        return Fault(error.status_code, error.detail, headers=error.headers).response
+            return error
+        return Fault(error.status_code, error.detail, headers=error.headers)
 
-    async def wrong(request: Request, error: Exception) -> JSONResponse:
-        del request
-        assert isinstance(error, RequestValidationError)
-        return _wrong_body(error).response
+    def other(_: Exception) -> Fault:
+        return Fault(500, "the server has failed at this; its log says more")
 
-    async def busy(request: Request, error: Exception) -> JSONResponse:
-        del request
-        assert isinstance(error, FullError)
-        return full(error).response
+    app.add_exception_handler(HTTPException, answering(http))
+    app.add_exception_handler(RequestValidationError, answering(_wrong_body))
+    app.add_exception_handler(FullError, answering(full))
+    app.add_exception_handler(StreamError, answering(ended))
+    app.add_exception_handler(Exception, answering(other))
 
-    async def dead(request: Request, error: Exception) -> JSONResponse:
-        del request
-        assert isinstance(error, StreamError)
-        return ended(error).response
-
-    async def other(request: Request, error: Exception) -> JSONResponse:
-        del request, error
-        return Fault(500, "the server has failed at this; its log says more").response
-
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, wrong)
-    app.add_exception_handler(FullError, busy)
-    app.add_exception_handler(StreamError, dead)
-    app.add_exception_handler(Exception, other)
-
-
-# --------------------------------------------------------------------------------------------------
-# The guard: keys and limits, checked before anything of a body is read.
 
 #: What everybody may look at.
 OPEN = frozenset({"/", "/health", "/figures", "/metrics"})
@@ -525,10 +504,6 @@ class _Counted:
         return message
 
 
-# --------------------------------------------------------------------------------------------------
-# Models, and adapters of them, by the names that requests have for them.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Named:
     """The model that a name of a request refers to.
@@ -586,9 +561,6 @@ class Catalog:
             )
         return self._named[name]
 
-
-# --------------------------------------------------------------------------------------------------
-# A page for people: load, latency and cache of the last minutes.
 
 #: It loads nothing but `/figures`.
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
