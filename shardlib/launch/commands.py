@@ -451,27 +451,6 @@ def _said(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a command line asks of an engine.
-
-    Attributes:
-        engine: what starts the processes.
-        command: words after --.
-        topology, run: as the options say; taken from the words of a training where they are left
-            out.
-        options: KEY=VALUE of the engine.
-        fields: further fields of the job, None where the default is wanted.
-    """
-
-    engine: Engine
-    command: tuple[str, ...]
-    topology: str | None
-    run: str | None
-    options: tuple[str, ...]
-    fields: dict[str, Any]
-
-
 def chosen(engines: Sequence[Engine], options: Sequence[str]) -> Engine | None:
     """The engine that a command line names, if any."""
     named = [engine for engine in engines if f"--{engine.name}" in options]
@@ -481,31 +460,6 @@ def chosen(engines: Sequence[Engine], options: Sequence[str]) -> Engine | None:
             " one engine\nTry: one of them"
         )
     return named[0] if named else None
-
-
-def submission_of(request: Request) -> Submission:
-    """What the engine makes of the request."""
-    topology, run = (
-        value or option_of(request.command, names)
-        for value, names in (
-            (request.topology, ("--topology", "-t")),
-            (request.run, ("--run", "-r")),
-        )
-    )
-    if topology is None:
-        raise LaunchError(
-            "a job needs to know its machine\nTry: --topology 16*h100:8, or v5p:8x8x8"
-        )
-    command = completed(request.command, topology, run)
-    job = Job(
-        command=command,
-        topology=topology,
-        run=run,
-        **{name: value for name, value in request.fields.items() if value is not None},
-    )
-    engine = request.engine
-    settings = settings_of(engine.settings, request.options, engine.defaults())
-    return engine.submission(job, settings)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -669,36 +623,42 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
             f"is for processes of this machine, and --{engine.name} starts them elsewhere; what an"
             " engine can be told stands in docs/launching.md",
         )
-        _submit(_request(engine, command, common, job, submission), submission, job.name)
+        submitted = submission_of(engine, command, common, job, submission.option or ())
+        _submit(submitted, submission, job.name)
 
     return spread(launch, wanted=flags(engines), islands=extended.options)
 
 
-def _request(
+def submission_of(
     engine: Engine,
     command: Sequence[str],
     common: Common,
     job: JobOptions,
-    submission: SubmissionOptions,
-) -> Request:
-    """What the command line asks of the engine."""
-    return Request(
-        engine=engine,
-        command=tuple(command),
-        topology=common.topology,
-        run=common.run,
-        options=tuple(submission.option or ()),
-        fields={
-            "name": job.name or NAME,
-            "image": job.image,
-            "environment": environment_of(common.env or []),
-            "plain": tuple(job.plain or ()),
-            "restarts": common.restarts,
-            "seconds": job.seconds,
-            "host_devices": job.host_devices,
-            "host_processes": job.host_processes,
-        },
+    options: Sequence[str],
+) -> Submission:
+    """What an engine makes of the command line; machine and run are taken from the words of a
+    training where no option says them.
+    """
+    topology = common.topology or option_of(command, ("--topology", "-t"))
+    run = common.run or option_of(command, ("--run", "-r"))
+    if topology is None:
+        raise LaunchError(
+            "a job needs to know its machine\nTry: --topology 16*h100:8, or v5p:8x8x8"
+        )
+    fields = {
+        "name": job.name or NAME,
+        "image": job.image,
+        "environment": environment_of(common.env or []),
+        "plain": tuple(job.plain or ()),
+        "restarts": common.restarts,
+        "seconds": job.seconds,
+        "host_devices": job.host_devices,
+        "host_processes": job.host_processes,
+    }
+    described = Job(
+        command=completed(command, topology, run), topology=topology, run=run, **_said(fields)
     )
+    return engine.submission(described, settings_of(engine.settings, options, engine.defaults()))
 
 
 def _only(options: dict[str, Any], why: str) -> None:
@@ -707,11 +667,10 @@ def _only(options: dict[str, Any], why: str) -> None:
         raise LaunchError(f"{name} {why}\nTry: shardlib launch --help")
 
 
-def _submit(request: Request, options: SubmissionOptions, name: str | None) -> None:
+def _submit(submission: Submission, options: SubmissionOptions, name: str | None) -> None:
     """Submits, or shows what would be."""
     from shardlib.launch.submission import submit
 
-    submission = submission_of(request)
     data = {
         "engine": submission.engine,
         "files": dict(submission.files),

@@ -1,11 +1,10 @@
 """Processes among themselves: their place in a job, agreement, heartbeats, signals, children
 that end with their parent, and the wire between them.
 
-child.py    a program that ends when whoever started it does
+child.py    programs that end with whoever started them, and the guard of their groups
 code.py     digests of the code and packages of this process
 console.py  several processes that start and end together, on one console
 devices.py  one CPU as several simulated devices
-guard.py    ends process groups, and deletes folders, when whoever started or made them is gone
 kin.py      processes that end with whoever started them, whatever ended that
 place.py    the place of a process in its job, its heartbeats and signals
 values.py   values of a mesh in every process of a job, idle ones included

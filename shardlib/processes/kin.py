@@ -7,7 +7,7 @@
 Each is the first of a session and a process group of its own, so that Ctrl-C reaches its parent
 alone, and that what it has started can be ended with it. On Linux the kernel ends the process
 (`child.py`); everywhere a guard, which reads from a pipe that closes with the parent, ends its
-group (`guard.py`).
+group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shardlib.processes import child, guard
+from shardlib.processes import child
 
 
 class Guard:
@@ -35,7 +35,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            [sys.executable, "-I", "-S", child.__file__],
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,
@@ -93,7 +93,7 @@ def start(
         env: all variables; None for those of this process.
     """
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid()), *words],
+        [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *words],
         env=env,
         stdin=stdin,
         stdout=stdout,

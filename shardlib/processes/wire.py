@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import io
 import json
 import math
 import secrets
@@ -33,8 +34,6 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from shardlib.errors import ShardlibError
 from shardlib.untrusted.data import JsonMapping, JsonObject, Limits, parse_json
@@ -93,9 +92,9 @@ def _seal(secret: str, challenge: str, who: str, text: str) -> str:
 #
 #     8 bytes: length of the layout | layout: JSON of names, dtypes, shapes, offsets | the arrays
 #
-# That is safetensors (whose own writer sorts arrays by dtype and name), so that either end may
-# read it as a whole; but what stands in front can be used while the rest is on its way, and what
-# is not made yet is asked for when its turn comes.
+# That is safetensors, whose own writer sorts arrays by dtype and name; here what stands in front
+# can be used while the rest is on its way, and what is not made yet is asked for when its turn
+# comes.
 
 _LENGTH = struct.Struct("<Q")
 #: Bytes of a layout, at most.
@@ -113,8 +112,8 @@ FLOAT32 = np.dtype("<f4")
 _WORDS = {dtype: name for name, dtype in _NAMES.items()}
 
 
-class BodyError(ShardlibError, ValueError):
-    """Bytes that are not a body."""
+class FrameError(ShardlibError, ValueError):
+    """Bytes that are not a frame, or one that is larger than it may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +215,10 @@ def arrays_of(body: int, read: Callable[[int], bytes]) -> Iterator[tuple[str, np
     if not body:
         return
     if body < _LENGTH.size:
-        raise BodyError(f"it has {body} bytes")
+        raise FrameError(f"it has {body} bytes")
     (length,) = _LENGTH.unpack(read(_LENGTH.size))
     if length > min(LAYOUT_BYTES, body - _LENGTH.size):
-        raise BodyError(f"its layout has {length:,} bytes, of {body:,}")
+        raise FrameError(f"its layout has {length:,} bytes, of {body:,}")
     for entry in _entries(read(length), body - _LENGTH.size - length):
         data = read(entry.nbytes) if entry.nbytes else b""
         yield entry.name, np.frombuffer(data, entry.dtype).reshape(entry.shape)
@@ -229,17 +228,17 @@ def _entries(text: bytes, left: int) -> list[Entry]:
     """The arrays of a layout in their order; together they have all bytes that are left."""
     limits = Limits(bytes=LAYOUT_BYTES, depth=8)
     entries, offset = list[Entry](), 0
-    data = _object(text.rstrip(b" "), "the layout", BodyError, limits)
+    data = _object(text.rstrip(b" "), "the layout", FrameError, limits)
     placed = sorted(
         (_entry(name, description) for name, description in data.items()), key=lambda span: span[:2]
     )
     for start, stop, entry in placed:
         if start != offset or stop != start + entry.nbytes:
-            raise BodyError(f"its layout has {entry.nbytes} bytes from {start} to {stop}")
+            raise FrameError(f"its layout has {entry.nbytes} bytes from {start} to {stop}")
         entries.append(entry)
         offset = stop
     if offset != left:
-        raise BodyError(f"its layout has {offset:,} bytes, and there are {left:,}")
+        raise FrameError(f"its layout has {offset:,} bytes, and there are {left:,}")
     return entries
 
 
@@ -249,7 +248,7 @@ def _entry(name: str, description: object) -> tuple[int, int, Entry]:
             sizes = [n for n in shape if type(n) is int and n >= 0]
             if dtype in _NAMES and len(sizes) == len(shape) <= 32 and 0 <= start <= stop:
                 return start, stop, Entry(name=name, dtype=_NAMES[dtype], shape=tuple(sizes))
-    raise BodyError("its layout has an entry that is none")
+    raise FrameError("its layout has an entry that is none")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,10 +267,6 @@ HEADER_BYTES = 1 << 20
 AROUND_BYTES = 1 << 24
 #: Bytes that are read at once of a socket with a timeout.
 CHUNK = 1 << 20
-
-
-class FrameError(ShardlibError, ValueError):
-    """Bytes that are not a frame, or one that is larger than it may be."""
 
 
 class ClosedError(ShardlibError, ConnectionError):
@@ -330,7 +325,8 @@ def receive(stream: Stream, *, limit: int, header: int = HEADER_BYTES) -> Frame:
         header: bytes that its header may have.
     """
     fields, body = _frames_header(stream, limit, header)
-    return Frame(header=fields, arrays=unpack(_exactly(stream, body)))
+    arrays = arrays_of(body, lambda count: _exactly(stream, count))
+    return Frame(header=fields, arrays=dict(arrays))
 
 
 def receive_in_order(stream: Stream, *, limit: int, taken: Taken) -> Frame:
@@ -341,11 +337,8 @@ def receive_in_order(stream: Stream, *, limit: int, taken: Taken) -> Frame:
     """
     header, body = _frames_header(stream, limit)
     taken.begin(header)
-    try:
-        for name, array in arrays_of(body, lambda count: _exactly(stream, count)):
-            taken.take(name, array)
-    except BodyError as error:
-        raise FrameError(str(error)) from error
+    for name, array in arrays_of(body, lambda count: _exactly(stream, count)):
+        taken.take(name, array)
     return Frame(header=header, arrays={})
 
 
@@ -367,17 +360,12 @@ def _frames_header(
 
 def pack(arrays: Outgoing) -> bytes:
     """Arrays as bytes that `unpack` reads."""
-    if not arrays:
-        return b""
-    return save({name: np.asarray(array, order="C") for name, array in made(arrays).items()})
+    return b"".join(body_of(arrays)[1])
 
 
 def unpack(body: bytes) -> dict[str, np.ndarray]:
     """The arrays of a body."""
-    try:
-        return load(body) if body else {}
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise FrameError(f"its body is no safetensors: {error}") from error
+    return dict(arrays_of(len(body), io.BytesIO(body).read))
 
 
 def _exactly(stream: Stream, count: int) -> bytes:

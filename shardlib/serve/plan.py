@@ -283,19 +283,29 @@ class ServingPlan:
     asked: Asked | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
-
-        return serving_line(self)
+        choice, estimate = self.choice, self.estimate
+        return short(
+            "ServingPlan",
+            f"{self.model} on {self.topology}: {choice.replicas} x tensor={choice.tensor}",
+            f"{choice.batch} requests each",
+            f"{count_text(estimate.output_tokens_per_second_per_chip)} tokens/s a chip",
+            f"a token every {seconds_text(estimate.tpot_seconds)}",
+        )
 
     def _repr_html_(self) -> str:
-
         return serving_card(self, self.pareto() if self.asked is not None else ())
 
     def explain(self) -> str:
         """Returns the decisions, the predictions and their limits, as text of at most 100
         columns.
         """
-
-        return explained(self)
+        lines = [*_head(self), "", *_seconds(self), "", *_memory(self)]
+        lines += ["", *_search(self)]
+        for one in self.findings:
+            lines += wrapped(
+                f"{one.severity}: ", f"{one.message}{f' Try: {one.hint}' * bool(one.hint)}"
+            )
+        return "\n".join(lines) + "\n"
 
     def pareto(self) -> tuple[ServingPoint, ...]:
         """The choices that no other beats in both: tokens a second and chip, and seconds from token
@@ -325,8 +335,33 @@ class ServingPlan:
         """Returns the differences of another plan in decisions and predictions, as text of at most
         100 columns.
         """
-
-        return differences(self, other)
+        one, two = self.estimate, other.estimate
+        rows = [["", "this", "other", ""]]
+        for name, mine, its in (
+            ("model", self.model, other.model),
+            ("topology", self.topology, other.topology),
+            ("tensor", self.choice.tensor, other.choice.tensor),
+            ("replicas", self.choice.replicas, other.choice.replicas),
+            ("batch", self.choice.batch, other.choice.batch),
+            ("chunk", self.choice.chunk, other.choice.chunk),
+            ("page", self.choice.page, other.choice.page),
+        ):
+            if mine != its:
+                rows.append([name, str(mine), str(its), ""])
+        for name, mine, its, text in (
+            (
+                "tokens/s a chip",
+                one.output_tokens_per_second_per_chip,
+                two.output_tokens_per_second_per_chip,
+                count_text,
+            ),
+            ("from token to token", one.tpot_seconds, two.tpot_seconds, seconds_text),
+            ("first token", one.ttft_seconds, two.ttft_seconds, seconds_text),
+            ("chips", float(one.chips), float(two.chips), count_text),
+            ("memory of a device", one.device_bytes.peak, two.device_bytes.peak, bytes_text),
+        ):
+            rows.append([name, text(mine), text(its), ratio_text(its / mine)])
+        return "\n".join(aligned(rows, right={1, 2, 3})) + "\n"
 
     def replan(
         self, topology: TopologyLike | None = None, *, lost: Iterable[int] = ()
@@ -347,7 +382,27 @@ class ServingPlan:
     @classmethod
     def from_json(cls, text: str) -> ServingPlan:
         """A plan from its JSON."""
-        return plan_from_text(text)
+        data: Json = parse_json(text, "the plan", PlanError)
+        table = dict(cast("JsonMapping", data)) if isinstance(data, Mapping) else {}
+        if table.get("format") != FORMAT:
+            raise PlanError(
+                f"this is no serving plan of format {FORMAT} (found {shown(table.get('format'))})"
+                "\nTry: make it with `shardlib plan MODEL --serve ... --out plan.json`"
+            )
+        said = table.pop("checksum", None)
+        if said != _checksum(table):
+            raise PlanError(
+                "the plan was changed since it was written\nTry: make it again with `shardlib plan"
+                " MODEL --serve ... --out plan.json`"
+            )
+        choice = {name: table.get(name) for name in ServingChoice.__dataclass_fields__}
+        return construct(
+            ServingPlan,
+            {**table, "choice": choice, "asked": None},
+            "the plan",
+            PlanError,
+            least=0.0,
+        )
 
 
 def asked_of(plan: ServingPlan) -> Asked:
@@ -378,27 +433,6 @@ def to_data(plan: ServingPlan) -> JsonObject:
     return {**found, "checksum": _checksum(found)}
 
 
-def plan_from_text(text: str) -> ServingPlan:
-    """A plan from its JSON."""
-    data: Json = parse_json(text, "the plan", PlanError)
-    table = dict(cast("JsonMapping", data)) if isinstance(data, Mapping) else {}
-    if table.get("format") != FORMAT:
-        raise PlanError(
-            f"this is no serving plan of format {FORMAT} (found {shown(table.get('format'))})\nTry:"
-            " make it with `shardlib plan MODEL --serve ... --out plan.json`"
-        )
-    said = table.pop("checksum", None)
-    if said != _checksum(table):
-        raise PlanError(
-            "the plan was changed since it was written\nTry: make it again with `shardlib plan"
-            " MODEL --serve ... --out plan.json`"
-        )
-    choice = {name: table.get(name) for name in ServingChoice.__dataclass_fields__}
-    return construct(
-        ServingPlan, {**table, "choice": choice, "asked": None}, "the plan", PlanError, least=0.0
-    )
-
-
 def _checksum(data: JsonObject) -> str:
     """The checksum of the content without it; it says that nobody changed it, and is not a
     signature.
@@ -408,17 +442,6 @@ def _checksum(data: JsonObject) -> str:
 
 #: Points of the curve that are shown.
 SHOWN = 8
-
-
-def explained(plan: ServingPlan) -> str:
-    """Returns the decisions, the predictions and their limits, as text."""
-    lines = [*_head(plan), "", *_seconds(plan), "", *_memory(plan)]
-    lines += ["", *_search(plan)]
-    for one in plan.findings:
-        lines += wrapped(
-            f"{one.severity}: ", f"{one.message}{f' Try: {one.hint}' * bool(one.hint)}"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def curve(points: Sequence[ServingPoint]) -> str:
@@ -439,37 +462,6 @@ def curve(points: Sequence[ServingPoint]) -> str:
         for one in shown
     ]
     return "\n".join(aligned(rows, right=range(7)))
-
-
-def differences(plan: ServingPlan, other: ServingPlan) -> str:
-    """Returns the differences of another plan in decisions and predictions."""
-    one, two = plan.estimate, other.estimate
-    rows = [["", "this", "other", ""]]
-    for name, mine, its in (
-        ("model", plan.model, other.model),
-        ("topology", plan.topology, other.topology),
-        ("tensor", plan.choice.tensor, other.choice.tensor),
-        ("replicas", plan.choice.replicas, other.choice.replicas),
-        ("batch", plan.choice.batch, other.choice.batch),
-        ("chunk", plan.choice.chunk, other.choice.chunk),
-        ("page", plan.choice.page, other.choice.page),
-    ):
-        if mine != its:
-            rows.append([name, str(mine), str(its), ""])
-    for name, mine, its, text in (
-        (
-            "tokens/s a chip",
-            one.output_tokens_per_second_per_chip,
-            two.output_tokens_per_second_per_chip,
-            count_text,
-        ),
-        ("from token to token", one.tpot_seconds, two.tpot_seconds, seconds_text),
-        ("first token", one.ttft_seconds, two.ttft_seconds, seconds_text),
-        ("chips", float(one.chips), float(two.chips), count_text),
-        ("memory of a device", one.device_bytes.peak, two.device_bytes.peak, bytes_text),
-    ):
-        rows.append([name, text(mine), text(its), ratio_text(its / mine)])
-    return "\n".join(aligned(rows, right={1, 2, 3})) + "\n"
 
 
 def _head(plan: ServingPlan) -> list[str]:
@@ -595,18 +587,6 @@ def meshes(two: TwoMeshes | None) -> str:
 WIDE, HIGH, LEFT, BELOW = 640, 220, 54, 30
 
 
-def serving_line(plan: ServingPlan) -> str:
-    """A plan in one line."""
-    choice, estimate = plan.choice, plan.estimate
-    return short(
-        "ServingPlan",
-        f"{plan.model} on {plan.topology}: {choice.replicas} x tensor={choice.tensor}",
-        f"{choice.batch} requests each",
-        f"{count_text(estimate.output_tokens_per_second_per_chip)} tokens/s a chip",
-        f"a token every {seconds_text(estimate.tpot_seconds)}",
-    )
-
-
 def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
     """A plan as HTML for a notebook."""
     estimate, sizes = plan.estimate, plan.estimate.device_bytes
@@ -620,7 +600,7 @@ def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
         )
         if size > 0
     ]
-    first, _, remainder = explained(plan).partition("\n\n")
+    first, _, remainder = plan.explain().partition("\n\n")
     html = card(
         first.replace("\n", " "),
         [remainder.partition("\n\n")[0].replace("\n", " ")],
@@ -631,7 +611,7 @@ def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
             ),
             ("memory of a device", memory),
         ),
-        text=explained(plan),
+        text=plan.explain(),
     )
     return (
         html

@@ -19,6 +19,7 @@ from shardlib.errors import ArgumentError
 from shardlib.serve.hosting import Deployment
 from shardlib.serve.http import settings as faults
 from shardlib.serve.http.bodies import (
+    Answered,
     Chat,
     Completion,
     Embedding,
@@ -129,7 +130,7 @@ def places(deployed: Deployment, count: int, settings: Settings) -> Iterator[con
 
 async def answered(
     http: Request,
-    body: Chat | Completion,
+    body: Answered,
     named: Named,
     prompts: Sequence[Sequence[int]],
     stack: contextlib.ExitStack,

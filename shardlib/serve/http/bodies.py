@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -156,11 +156,6 @@ class Choosing(Sampled):
         return "prompt"
 
     @property
-    def unserved(self) -> list[str]:
-        """Fields that are understood and not served."""
-        return []
-
-    @property
     def answers(self) -> int:
         """Number of answers to each prompt."""
         return self.n or 1
@@ -169,21 +164,6 @@ class Choosing(Sampled):
     def counted(self) -> bool:
         """True if a stream ends with the count of its tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def most(self) -> int | None:
-        """Tokens of an answer at most; None for as many as fit."""
-        return self.max_tokens
-
-    @property
-    def listed(self) -> bool:
-        """True if tokens are listed with their logarithms."""
-        return False
-
-    @property
-    def top(self) -> int:
-        """Likeliest tokens that are listed beside each."""
-        return 0
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -206,13 +186,13 @@ class Choosing(Sampled):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def refuse_unserved(body: Choosing) -> None:
+def refuse_unserved(body: Answered) -> None:
     """Refuses what is understood and not served, rather than to answer something else."""
     for name in body.unserved:
         raise unserved(name)
 
 
-def refuse_unusable(body: Choosing, deployed: Deployment, *, tokens: int, formed: bool) -> None:
+def refuse_unusable(body: Answered, deployed: Deployment, *, tokens: int, formed: bool) -> None:
     """Refuses figures that no answer has, and tokens that the model does not have."""
     if body.top and not body.listed:
         raise fault("top_logprobs", "top_logprobs needs logprobs")
@@ -565,6 +545,10 @@ class Chat(Choosing):
         return self.top_logprobs or 0
 
 
+#: Bodies that are answered with tokens.
+Answered: TypeAlias = Chat | Completion
+
+
 def refuse_tools(body: Chat, deployed: Deployment) -> None:
     """Refuses functions that the model is not told of, and choices among none."""
     if not body.tools:
@@ -718,7 +702,7 @@ def structured_forms(structure: Structure | None) -> list[Form]:
     return forms
 
 
-def form_of(body: Choosing, deployed: Deployment) -> Form | None:
+def form_of(body: Answered, deployed: Deployment) -> Form | None:
     """The form that an answer is to have; None for any."""
     named_forms = [
         ("structured_outputs", form) for form in structured_forms(body.structured_outputs)
@@ -736,7 +720,7 @@ def form_of(body: Choosing, deployed: Deployment) -> Form | None:
 
 
 def asked_of(
-    body: Choosing,
+    body: Answered,
     prompts: Sequence[Sequence[int]],
     named: Named,
     *,
@@ -799,7 +783,7 @@ async def compile_form(
         raise Fault(400, str(error), code="invalid_value") from error
 
 
-def _most(body: Choosing, size: int, deployed: Deployment) -> int:
+def _most(body: Answered, size: int, deployed: Deployment) -> int:
     """Tokens of an answer to a prompt of so many tokens, at most."""
     longest = deployed.worker.engine.room
     left = longest - size

@@ -135,8 +135,8 @@ PUSH = b'{"kind": "push", "worker": 1, "serial": 1, "start": "x"}'
         (frame(b'{"kind": 3, "worker": 1}'), "kind is 3; it is a text"),
         (frame(b'{"kind": "fetch", "worker": 1, "seen": 1e400}'), "the header is no JSON"),
         (frame(b"\xff\xfe"), "closed the connection of worker 1"),
-        (frame(PUSH, b"\x80\x04no safetensors"), "its body is no safetensors"),
-        (frame(PUSH, struct.pack("<Q", 1 << 60) + b"{}"), "its body is no safetensors"),
+        (frame(PUSH, b"\x80\x04no safetensors"), "its layout has"),
+        (frame(PUSH, struct.pack("<Q", 1 << 60) + b"{}"), "its layout has"),
         (struct.pack("<4sIQ", door_module.MARK, 2, 1 << 50), "the most are"),
     ],
 )
