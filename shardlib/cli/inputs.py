@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
@@ -56,8 +56,6 @@ def make_plan(
     Args:
         framework: the training framework that will run the plan; None for programs of shardlib.
     """
-    from dataclasses import replace
-
     from shardlib.cost.framework import framework as find_framework
     from shardlib.machines.topology import topology as find_topology
 
@@ -97,38 +95,24 @@ def inputs_of(spec: str, batch: int | None, seq: int | None) -> PlanInputs:
     loaded = load(spec)
     if isinstance(loaded, UserModel):
         _refuse_sizes(spec, batch, seq)
-        init, loss, example, name, axes, optimizer = (
-            loaded.init,
-            loaded.loss,
-            loaded.batch,
-            loaded.name,
-            loaded.batch_axes,
-            loaded.optimizer,
-        )
-        more = {"wrt": loaded.wrt, "rows": loaded.rows}
+        names = ("init", "loss", "optimizer", "batch", "batch_axes", "name", "wrt", "rows")
+        inputs = {name: getattr(loaded, name) for name in names}
     else:
         rows, tokens = _sizes(spec, batch, seq)
-        (init, loss), example, name, axes, optimizer, more = (
-            build(loaded),
-            example_batch(loaded, rows, tokens),
-            loaded.name,
-            None,
-            None,
-            {},
-        )
-    if optimizer is None:
+        init, loss = build(loaded)
+        inputs = {
+            "init": init,
+            "loss": loss,
+            "optimizer": None,
+            "batch": example_batch(loaded, rows, tokens),
+            "batch_axes": None,
+            "name": loaded.name,
+        }
+    if inputs["optimizer"] is None:
         import optax
 
-        optimizer = optax.adamw(3e-4)
-    return {
-        "init": init,
-        "loss": loss,
-        "optimizer": optimizer,
-        "batch": example,
-        "batch_axes": axes,
-        "name": name,
-        **more,
-    }
+        inputs["optimizer"] = optax.adamw(3e-4)
+    return inputs
 
 
 def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:
@@ -210,8 +194,6 @@ def with_source(plan: Plan) -> Plan:
     """A plan from a file with what it was made from: its model traced again, its topology and its
     pins.
     """
-    from dataclasses import replace
-
     again = replanned(plan, {})
     if isinstance(again, str):
         raise PlanError(f"the plan cannot be made again: {again}")
@@ -222,8 +204,6 @@ def _priced_here(plan: Plan) -> Plan:
     """A plan for devices whose rates are measured, at the rates of this machine; with a finding
     where it was written with others.
     """
-    from dataclasses import replace
-
     from shardlib.findings import Finding
     from shardlib.machines.topology import topology as find_topology
     from shardlib.planner.plan import source_of

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -752,8 +752,6 @@ def verify_command(
             report.seconds,
         )
     if before is not None and verification.compiled is not None:
-        from dataclasses import replace
-
         verification = replace(
             verification,
             findings=(*growth(before, verification.compiled.collectives), *verification.findings),

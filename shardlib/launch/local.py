@@ -53,9 +53,10 @@ LOOK_EVERY = 0.1
 GRACE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """One start of a program.
+@dataclass(kw_only=True)
+class Watch:
+    """One start of a program, watched until its end: the first process that fails or is silent is
+    named, and the others end.
 
     Attributes:
         processes: as they run.
@@ -63,6 +64,10 @@ class Watched:
         beats: folder of their signs of life.
         lines: where they are shown.
         folder: of the run; None where the command has none.
+        budget: how long a process may be silent, and how long all have to end.
+        stop: whether somebody wants an end.
+        first: number of the process that failed first.
+        silent: why processes were killed, by number.
     """
 
     processes: Processes
@@ -70,22 +75,11 @@ class Watched:
     beats: Path
     lines: Lines
     folder: RunFolder | None
-
-
-class Watch:
-    """One start, watched until its end.
-
-    Args:
-        start: what is watched.
-        budget: how long a process may be silent, and how long all have to end.
-        stop: whether somebody wants an end.
-    """
-
-    def __init__(self, start: Watched, budget: Budget, stop: StopRequest) -> None:
-        self.start, self.budget, self.stop = start, budget, stop
-        self.processes, self.count, self.observer = start.processes, start.count, Observer()
-        self.first: int | None = None
-        self.silent: dict[int, str] = {}
+    budget: Budget
+    stop: StopRequest
+    observer: Observer = field(default_factory=Observer)
+    first: int | None = None
+    silent: dict[int, str] = field(default_factory=dict[int, str])
 
     def run(self) -> tuple[Ended, int | None]:
         """Waits for the end of all; how it was, and the number of the process that failed first, if
@@ -101,23 +95,12 @@ class Watch:
                     else signal.SIGTERM
                 )
                 deadline = min(deadline, time.monotonic() + self.budget.stop_seconds)
-            number = (
-                None
-                if reason
-                else (
-                    end.number
-                    if end is not None and end.code not in (0, STOPPED)
-                    else self._silent()
-                )
-            )
+            failed = end is not None and end.code not in (0, STOPPED)
+            number = None if reason else end.number if end and failed else self._silent()
             if number is not None and self.first is None:
-                self.first, deadline = (
-                    number,
-                    min(
-                        deadline,
-                        time.monotonic() + self._named(number, end.code if end is not None else 0),
-                    ),
-                )
+                self.first = number
+                seconds = self._named(number, end.code if end is not None else 0)
+                deadline = min(deadline, time.monotonic() + seconds)
             if time.monotonic() > deadline:
                 self.processes.kill()
         return self._end(reason)
@@ -129,9 +112,9 @@ class Watch:
         seconds = GRACE_SECONDS if code > 0 and number not in self.silent else 0.0
         others = self.count - 1 - len(self.processes.codes.keys() - {number})
         if others:
-            self.start.lines.say(
+            self.lines.say(
                 f"process {number} of {self.count}"
-                f" {self.silent.get(number) or why(code, tuple(self.start.lines.last[number]))};"
+                f" {self.silent.get(number) or why(code, tuple(self.lines.last[number]))};"
                 f" ending the {others} that {'is' if others == 1 else 'are'} left"
             )
         return seconds
@@ -139,7 +122,7 @@ class Watch:
     def _silent(self) -> int | None:
         """A process that does not say any more that it lives; it is ended."""
         beats = {
-            number: read_heartbeat(self.start.beats / f"rank-{number}.json")
+            number: read_heartbeat(self.beats / f"rank-{number}.json")
             for number in range(self.count)
             if number not in self.processes.codes
         }
@@ -164,7 +147,7 @@ class Watch:
         """Describes the work of the process when it was heard of last, as the folder of the run has
         it.
         """
-        folder = self.start.folder
+        folder = self.folder
         beat = read_heartbeat(folder.heartbeat(number)) if folder is not None else None
         return (
             f"; it was in the phase {beat.phase!r} after step {beat.step}"
@@ -176,21 +159,13 @@ class Watch:
         codes = self.processes.codes
         if self.first is None:
             ended = set(codes.values())
-            code = (
-                STOPPED
-                if ended <= {0, STOPPED} and STOPPED in ended
-                else (
-                    0
-                    if ended == {0}
-                    else (
-                        128 + signal.Signals[reason].value
-                        if reason in signal.Signals.__members__
-                        else 1
-                    )
-                )
-            )
+            if ended <= {0, STOPPED}:
+                code = STOPPED if STOPPED in ended else 0
+            else:
+                known = reason in signal.Signals.__members__
+                code = 128 + signal.Signals[reason].value if known else 1
             return Ended(code=code, why="", lines=()), None
-        lines = tuple(self.start.lines.last[self.first])
+        lines = tuple(self.lines.last[self.first])
         code = HUNG if self.first in self.silent else codes[self.first]
         ended = Ended(
             code=code,
@@ -199,9 +174,7 @@ class Watch:
             who=f"process {self.first} of {self.count}",
         )
         if code == USAGE:
-            self.start.lines.say(
-                f"{ended.who} {ended.why}: a mistake that another start would not mend"
-            )
+            self.lines.say(f"{ended.who} {ended.why}: a mistake that another start would not mend")
         return ended, self.first
 
 
@@ -300,14 +273,16 @@ class _Starts:
         with tempfile.TemporaryDirectory(prefix="shardlib-launch-") as beats:
             processes = Processes(self.local.command, self._environments(beats), self.lines)
             try:
-                watched = Watched(
+                watch = Watch(
                     processes=processes,
                     count=len(self.places),
                     beats=Path(beats),
                     lines=self.lines,
                     folder=self.folder,
+                    budget=self.local.budget,
+                    stop=self.stop,
                 )
-                ended, first = Watch(watched, self.local.budget, self.stop).run()
+                ended, first = watch.run()
             finally:
                 processes.close()
         if first is None or not self.local.elastic or self.stop:

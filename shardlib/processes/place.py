@@ -40,14 +40,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardlib.errors import LaunchError, StoppedError, raise_all
+from shardlib.errors import LaunchError, ShardlibError, StoppedError, raise_all
 from shardlib.processes import kin
-from shardlib.untrusted.data import read_regular
+from shardlib.untrusted.data import construct, read_json
 
 #: Seconds that a process waits for the others; a pod that is pulled anew takes minutes.
 JOIN_SECONDS = 300
@@ -326,22 +326,13 @@ class Heartbeat:
         return max(kin.clock() - self.clock, 0.0) if self.boot and self.boot == kin.boot() else None
 
 
-_KINDS = {"int": (int,), "str": (str,), "float": (int, float)}
-
-
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """The heartbeat in a file; None where there is none, or none that can be read."""
     try:
-        data = json.loads(read_regular(path))
-        heartbeat = Heartbeat(**data)
-    except (OSError, ValueError, TypeError, RecursionError):
+        data = read_json(path, "heartbeat", LaunchError)
+        return construct(Heartbeat, data, "the heartbeat", LaunchError)
+    except ShardlibError:
         return None
-    right = all(
-        isinstance(getattr(heartbeat, field.name), _KINDS[str(field.type)])
-        and not isinstance(getattr(heartbeat, field.name), bool)
-        for field in fields(Heartbeat)
-    )
-    return heartbeat if right else None
 
 
 class Observer:

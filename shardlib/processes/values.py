@@ -365,6 +365,15 @@ LOOK_EVERY = 0.05
 #: Keys of values that a process may leave out: nobody loads modules that it does not need.
 OPTIONAL = "code of "
 
+
+def _several() -> tuple[Any, int, int] | None:
+    """The client of JAX's coordination service, the number of this process and how many there are;
+    None where it is alone.
+    """
+    coordination = _jax_compat.coordination()
+    return None if coordination is None or coordination[2] == 1 else coordination
+
+
 _rounds: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 _known: dict[str, str] = {}
 
@@ -376,8 +385,8 @@ def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECOND
     Args:
         seconds: how long to wait for the others.
     """
-    coordination = _jax_compat.coordination()
-    if coordination is None or coordination[2] == 1:
+    coordination = _several()
+    if coordination is None:
         return
     client, process, processes = coordination
     folder = f"shardlib/agree/{name}/{next(_rounds[name])}"
@@ -412,8 +421,8 @@ def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECON
     Args:
         seconds: how long the others wait.
     """
-    coordination = _jax_compat.coordination()
-    if coordination is None or coordination[2] == 1:
+    coordination = _several()
+    if coordination is None:
         return make()
     client, process, _ = coordination
     if name not in _known:
@@ -497,8 +506,8 @@ def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int
     Args:
         seconds: how long to wait for the others.
     """
-    coordination = _jax_compat.coordination()
-    if coordination is None or coordination[2] == 1:
+    coordination = _several()
+    if coordination is None:
         return {0: text}
     client, process, processes = coordination
     folder = f"shardlib/say/{name}/{next(_rounds[name])}"
@@ -522,8 +531,8 @@ def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
     Args:
         seconds: how long to wait for the others.
     """
-    coordination = _jax_compat.coordination()
-    if coordination is None or coordination[2] == 1:
+    coordination = _several()
+    if coordination is None:
         return
     try:
         coordination[0].wait_at_barrier(
@@ -559,8 +568,7 @@ def is_alone() -> bool:
     """Returns whether this process is the only one of its job; asking does not start JAX's
     devices.
     """
-    coordination = _jax_compat.coordination()
-    return coordination is None or coordination[2] == 1
+    return _several() is None
 
 
 def anywhere(condition: bool, *, needed: bool, step: int = 0) -> bool:

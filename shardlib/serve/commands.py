@@ -152,8 +152,6 @@ def _replayed(jobs: list[Job], target: Target) -> list[Seen]:
 
 def _served(jobs: list[Job], target: Target, options: Asked) -> list[Seen]:
     """Asks a server of this process."""
-    from dataclasses import replace
-
     from shardlib.serve.hosting import deploy
     from shardlib.serve.http.app import application
     from shardlib.serve.http.server import serving
@@ -527,7 +525,6 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a model for other programs."""
-    from shardlib.errors import ArgumentError
     from shardlib.processes.devices import cpu_without_accelerators
 
     cpu_without_accelerators()
@@ -669,7 +666,6 @@ def generate_command(
     """Continue a text with what a run has learned, or with a model of Hugging Face, as it is
     written. A run may still be training; its newest whole checkpoint counts.
     """
-    from shardlib.errors import ArgumentError
     from shardlib.processes.devices import cpu_without_accelerators
     from shardlib.serve.requests import Asked, Sampling
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from shardlib.serve.edge_plan import EdgePlan
 from shardlib.serve.step import both
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import bind
+from shardlib.untrusted.data import JsonObject, construct
 
 #: A place in the program: in front of this equation, after so many layers of it.
 Place = tuple[int, int]
@@ -464,17 +465,11 @@ class Part:
     """The part of a model that a stage was told to compute.
 
     Attributes:
-        number: of the stage.
-        after: address of the stage after it, or of whoever drives the chain.
-        after_number: by which that one introduces itself.
-        least_s: seconds that a batch takes at least: another device is simulated.
+        told: the driver's instructions.
         compute: arrays in -> arrays out.
     """
 
-    number: int
-    after: tuple[str, int]
-    after_number: int
-    least_s: float
+    told: Instructions
     compute: Callable[[Sequence[np.ndarray]], list[np.ndarray]]
     links: list[socket.socket] = field(default_factory=list)
 
@@ -567,7 +562,7 @@ def serve(listener: socket.socket, secret: str) -> None:
 
 def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
     part = _part(receive(driver, limit=MOST_BYTES))
-    send(driver, {"ready": part.number}, {})
+    send(driver, {"ready": part.told.stage}, {})
     part.links.append(driver)
     receive(driver, limit=0)  # all are ready
     lives = threading.Event()
@@ -579,7 +574,7 @@ def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
         thread.start()
     try:
         after = _connect(part, secret)
-        before = part.number - 1 if part.number else DRIVER
+        before = part.told.stage - 1 if part.told.stage else DRIVER
         came = entrance.accepted(before, GREETING_SECONDS)
         part.links += [after, came]
         _batches(part, came, after)
@@ -592,9 +587,9 @@ def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
 
 
 def _connect(part: Part, secret: str) -> socket.socket:
-    stream = socket.create_connection(part.after, GREETING_SECONDS)
+    stream = socket.create_connection(part.told.after, GREETING_SECONDS)
     keep_alive(stream)
-    introduce(stream, secret, 0, part.number)
+    introduce(stream, secret, 0, part.told.stage)
     stream.settimeout(None)
     return stream
 
@@ -603,7 +598,7 @@ def _sign(driver: socket.socket, ended: threading.Event, part: Part) -> None:
     """Says that this process lives, until the chain ends."""
     while not ended.wait(ALIVE_SECONDS):
         try:
-            send(driver, {"alive": part.number}, {})
+            send(driver, {"alive": part.told.stage}, {})
         except OSError:
             return
 
@@ -615,45 +610,41 @@ def _watch(driver: socket.socket, part: Part) -> None:
     part.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """The header of the frame by which a driver hands a stage its part.
+
+    Attributes:
+        stage: its number.
+        after: address of the stage after it, or of whoever drives the chain.
+        after_number: by which that one introduces itself.
+        weights, taken: how many arrays of each the frame has.
+        least_s: seconds that a batch takes at least: another device is simulated.
+    """
+
+    stage: int
+    after: tuple[str, int]
+    after_number: int
+    weights: int
+    taken: int
+    least_s: float = 0.0
+
+
 def _part(frame: Frame) -> Part:
     """Returns the part that a driver's frame describes."""
-    header, arrays = frame.header, frame.arrays
-    after, count, taken = header.get("after"), header.get("weights"), header.get("taken")
-    match header:
-        case {"stage": int(number), "after_number": int(after_number)}:
-            pass
-        case _:
-            raise FrameError("it is no part of a chain")
-    minimum = header.get("least_s", 0.0)
-    if (
-        not isinstance(after, list)
-        or len(after) != 2
-        or not isinstance(after[0], str)
-        or not isinstance(after[1], int)
-        or not isinstance(count, int)
-        or not isinstance(taken, int)
-        or not isinstance(minimum, int | float)
-        or "program" not in arrays
-    ):
-        raise FrameError("it is no part of a chain")
+    told, arrays = construct(Instructions, frame.header, "the part", FrameError), frame.arrays
     try:
-        weights = [jax.device_put(arrays[f"weight{k}"]) for k in range(count)]
-        first = [arrays[f"taken{k}"] for k in range(taken)]
+        weights = [jax.device_put(arrays[f"weight{k}"]) for k in range(told.weights)]
+        first = [arrays[f"taken{k}"] for k in range(told.taken)]
         program = jax.jit(export.deserialize(bytearray(arrays["program"].tobytes())).call)
     except (KeyError, ValueError) as error:
-        raise FrameError(f"it is no part of a chain: {error}") from error
+        raise FrameError(f"it is not a part of a chain: {error}") from error
 
     def compute(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.asarray(array) for array in program(weights, list(inputs))]
 
     compute(first)  # compiles
-    return Part(
-        number=number,
-        after=(after[0], after[1]),
-        after_number=after_number,
-        least_s=float(minimum),
-        compute=compute,
-    )
+    return Part(told=told, compute=compute)
 
 
 def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
@@ -684,7 +675,7 @@ def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
             break
         arrays = [frame.arrays[str(k)] for k in range(len(frame.arrays))]
         results = part.compute(arrays)
-        time.sleep(max(0.0, part.least_s - (time.perf_counter() - start)))
+        time.sleep(max(0.0, part.told.least_s - (time.perf_counter() - start)))
         done.put(({"batch": number}, {str(k): array for k, array in enumerate(results)}))
     done.put(None)
     threads[1].join(SILENT_SECONDS)
@@ -963,19 +954,19 @@ def _to(workers: Workers, address: tuple[str, int]) -> socket.socket:
 
 def _told(
     program: StageProgram, number: int, after: tuple[str, int], least_s: float
-) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+) -> tuple[JsonObject, dict[str, np.ndarray]]:
     arrays = {"program": np.frombuffer(program.program, np.uint8)}
     arrays |= {f"weight{k}": array for k, array in enumerate(program.weights)}
     arrays |= {f"taken{k}": np.zeros(a.shape, a.dtype) for k, a in enumerate(program.taken)}
-    header: dict[str, object] = {
-        "stage": number,
-        "after": list(after),
-        "after_number": number + 1,
-        "weights": len(program.weights),
-        "taken": len(program.taken),
-        "least_s": least_s,
-    }
-    return header, arrays
+    instructions = Instructions(
+        stage=number,
+        after=after,
+        after_number=number + 1,
+        weights=len(program.weights),
+        taken=len(program.taken),
+        least_s=least_s,
+    )
+    return asdict(instructions), arrays
 
 
 def _listen(chain: Chain, number: int) -> None:

@@ -49,7 +49,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -426,14 +426,6 @@ class FullError(ShardlibError, RuntimeError):
         self.seconds = seconds
 
 
-class Watch(Protocol):
-    """An observer of events; called in the event loop."""
-
-    def heard(self, stream: Stream, heard: Heard) -> None:
-        """Something is new on a stream."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """Load of an engine.
@@ -795,7 +787,7 @@ class Worker:
         waiting: requests that wait for a slot at most.
         buffer: tokens that an answer may be ahead of who reads it.
         version: of the weights, in words.
-        watch: who counts; nobody by default.
+        watch: called in the event loop with what is new on a stream; None by default.
     """
 
     def __init__(
@@ -805,7 +797,7 @@ class Worker:
         waiting: int = 64,
         buffer: int = 1024,
         version: str = "",
-        watch: Watch | None = None,
+        watch: Callable[[Stream, Heard], None] | None = None,
     ) -> None:
         self.engine, self.version, self.watch = engine, version, watch
         self.slots = len(engine.schedule.slots)
@@ -972,7 +964,7 @@ class Worker:
     def _hand_out(self, messages: Sequence[tuple[Stream, Heard]]) -> None:
         for stream, heard in messages:
             if self.watch is not None:
-                self.watch.heard(stream, heard)
+                self.watch(stream, heard)
             stream.take(heard)
 
     def _end(self, why: str) -> None:

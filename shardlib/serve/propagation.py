@@ -69,21 +69,6 @@ def scale_dims(problem: Problem) -> Mapping[str, int]:
     return dims
 
 
-def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None) -> int:
-    """Bytes of weights on one device.
-
-    Args:
-        itemsize: bytes of an element; None for those of the stored dtypes.
-    """
-    layouts = serving_layouts(problem, mesh)
-    sizes = {"bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
-    return sum(
-        math.prod(layouts[parameter.path].local_shape(parameter.shape, mesh))
-        * (itemsize or sizes.get(parameter.dtype, 1 if parameter.dtype.startswith("float8") else 4))
-        for parameter in problem.parameters
-    )
-
-
 #: How much a weight is to be cut along a colour: products of activations whose results have it, as
 #: heads are in two of attention, and widths of heads in one; and elements of weights that have it.
 _Rank = tuple[int, int]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
 from shardlib.annotation.tree import read
 from shardlib.graph import Problem
+from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.models import build
 from shardlib.models.config import TransformerConfig
 from shardlib.models.presets import PRESETS
 from shardlib.serve.cost import ServedModel, cuts
 from shardlib.serve.frontend import traced_served
+from shardlib.serve.propagation import serving_layouts
 from shardlib.serve.space import Asked, ServingPins, ServingWorkload
 from shardlib.tracing.trace import served_problem
 
@@ -48,4 +51,19 @@ def asked(name: str, machine: str, pins: dict[str, int] | None = None, **load: o
         topology=topology(machine),
         workload=ServingWorkload(**given),  # pyright: ignore[reportArgumentType]
         pins=ServingPins(**(pins or {})),
+    )
+
+
+def weight_bytes(problem: Problem, mesh: MeshShape, itemsize: int | None = None) -> int:
+    """Bytes of weights on one device.
+
+    Args:
+        itemsize: bytes of an element; None for those of the stored dtypes.
+    """
+    layouts = serving_layouts(problem, mesh)
+    sizes = {"bfloat16": 2, "float16": 2, "float64": 8, "int8": 1}
+    return sum(
+        math.prod(layouts[parameter.path].local_shape(parameter.shape, mesh))
+        * (itemsize or sizes.get(parameter.dtype, 1 if parameter.dtype.startswith("float8") else 4))
+        for parameter in problem.parameters
     )

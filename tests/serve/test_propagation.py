@@ -12,8 +12,9 @@ from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.graph import Problem
 from shardlib.models.config import TransformerConfig
-from shardlib.serve.propagation import serving_layouts, serving_mesh, weight_bytes
+from shardlib.serve.propagation import serving_layouts, serving_mesh
 from shardlib.tracing.trace import forward_problem
+from tests.serve.small_jobs import weight_bytes
 
 #: Elements as published: arXiv:2407.21783, table 3, and model cards.
 PUBLISHED = {"llama3-8b": 8.03e9, "llama3-70b": 70.6e9}

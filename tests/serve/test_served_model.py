@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardlib.serve.cost import Experts, cuts, split, visited
-from shardlib.serve.propagation import serving_layouts, serving_mesh, weight_bytes
-from tests.serve.small_jobs import asked, problem_of, served
+from shardlib.serve.propagation import serving_layouts, serving_mesh
+from tests.serve.small_jobs import asked, problem_of, served, weight_bytes
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
     catalog, started = Catalog(models), int(time.time())
     watching = Watching(models)
     for name, deployment in models.items():
-        deployment.worker.watch = watching.of[name]
+        deployment.worker.watch = watching.of[name].heard
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
