@@ -58,8 +58,8 @@ class Sizes:
     )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         typer.echo(f"shardlib {__version__}")
         raise typer.Exit
 

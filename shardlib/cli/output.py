@@ -78,7 +78,7 @@ def writable(path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    with _told(path):
+    with _explained_errors(path):
         if path.is_dir():
             raise ArgumentError(
                 f"{path} is a folder, and a file is written there\nTry: {path / 'NAME'}"
@@ -93,12 +93,12 @@ def writable(path: Path | None) -> Path | None:
 def write(path: Path, text: str) -> None:
     """Writes a file."""
     writable(path)
-    with _told(path):
+    with _explained_errors(path):
         path.write_text(text)
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is something of that name; an error where there cannot be."""
+    """Returns whether there is something of that name; an error where there cannot be."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def _exists(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explained_errors(path: Path) -> Iterator[None]:
     """Says in one sentence why a file cannot be written."""
     try:
         yield

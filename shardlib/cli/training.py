@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and on what."""
+    """Options of the model, its data and its training."""
 
     data: Annotated[
         str | None,
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """How the run is kept, watched and judged."""
+    """Options of checkpoints, restarts and checks of the run."""
 
     run: Annotated[
         Path | None,
@@ -285,7 +285,7 @@ class Run:
     ] = None
 
     def cost(self, plan: Plan) -> RunCost | None:
-        """What the run takes; None where none was named."""
+        """The cost of the run; None where none was named."""
         if self.tokens is None:
             if self.price is not None or self.mtbf is not None:
                 raise PlanError("--price and --mtbf are of a run\nTry: --tokens 15T beside them")

@@ -1203,7 +1203,7 @@ def fit_model(
     """
     base = load(model) if isinstance(model, str) else model
     machine, pins = parse_topology(topology), Pins.parse(pin)
-    limit = _most(base, machine, budget, exact=pin is None)
+    limit = _parameter_limit(base, machine, budget, exact=pin is None)
     sizes = family(base, limit * SMALLEST, limit)
     if not sizes:
         raise ArgumentError(
@@ -1238,7 +1238,7 @@ def fit_model(
     )
 
 
-def _most(base: object, machine: Topology, budget: Budget, *, exact: bool) -> float:
+def _parameter_limit(base: object, machine: Topology, budget: Budget, *, exact: bool) -> float:
     """Parameters that no machine could train in time if all products ran at its peak: 6 FLOPs a
     parameter and token, for all but the table of the embedding (arXiv:2001.08361, section 2.1).
     That is at most half, since the head is as large as the table, or is the table.

@@ -240,7 +240,7 @@ def fit_model_command(
         ),
     ] = "llama3-8b",
     *,
-    asked: Asked,
+    machine: Asked,
     limits: Limits,
     pin: PinList = None,
     out: Annotated[
@@ -262,13 +262,13 @@ def fit_model_command(
         price=None if limits.price is None else price(limits.price, "--price"),
         failures=failures(limits.mtbf),
     )
-    with quiet_stdout(as_json), status(f"planning sizes of {model} for {asked.topology}"):
+    with quiet_stdout(as_json), status(f"planning sizes of {model} for {machine.topology}"):
         fitted = booking.fit_model(
             model,
-            topology=asked.topology,
+            topology=machine.topology,
             budget=budget,
-            batch=asked.batch,
-            seq=asked.seq,
+            batch=machine.batch,
+            seq=machine.seq,
             pin=parse_pins(pin or []) or None,
         )
     plan = fitted.best.offer.plan if fitted.best.offer is not None else None
@@ -427,8 +427,8 @@ def run_here(
         port=here.port,
         run=option_of(words, ("--run", "-r")),
         elastic=here.elastic,
-        budget=Budget(restarts=restarts, **_said(budget)),
-        **_said(waiting),
+        budget=Budget(restarts=restarts, **_set_values(budget)),
+        **_set_values(waiting),
     )
     return launch(local, environ={**os.environ, **environment})
 
@@ -446,7 +446,7 @@ def _require_program(words: Sequence[str], environ: Mapping[str, str]) -> None:
     )
 
 
-def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+def _set_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values without those that were left out."""
     return {name: value for name, value in values.items() if value is not None}
 
@@ -539,7 +539,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionOptions:
-    """What is done with a job."""
+    """Options of a submission."""
 
     option: Annotated[
         list[str] | None,
@@ -592,7 +592,7 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
             ),
         ],
         here: Here,
-        wanted: Any,
+        engine_flags: Any,
         common: Common,
         job: JobOptions,
         submission: SubmissionOptions,
@@ -602,10 +602,10 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         already. Exit code on this machine: that of the first process that failed; 75: stopped, and
         saved.
         """
-        engine = chosen(engines, list(given(wanted)))
+        engine = chosen(engines, list(given(engine_flags)))
         variables = environment_of(common.env or [])
         if given(islands):
-            others = {**given(job), **given(submission), **given(wanted)}
+            others = {**given(job), **given(submission), **given(engine_flags)}
             _only(others, "is for an engine, and islands are on this machine, or come by hand")
             raise typer.Exit(extended.run(command, islands, here, common, variables))
         if engine is None and here.processes is None:
@@ -636,7 +636,7 @@ def submission_of(
     job: JobOptions,
     options: Sequence[str],
 ) -> Submission:
-    """What an engine makes of the command line; machine and run are taken from the words of a
+    """The submission that an engine makes of the command line; machine and run are taken from the words of a
     training where no option says them.
     """
     topology = common.topology or option_of(command, ("--topology", "-t"))
@@ -656,7 +656,7 @@ def submission_of(
         "host_processes": job.host_processes,
     }
     described = Job(
-        command=completed(command, topology, run), topology=topology, run=run, **_said(fields)
+        command=completed(command, topology, run), topology=topology, run=run, **_set_values(fields)
     )
     return engine.submission(described, settings_of(engine.settings, options, engine.defaults()))
 

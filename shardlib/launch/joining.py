@@ -335,7 +335,7 @@ async def report(place: Place, host: str, port: int, me: Caller) -> Answer:
     end, last = time.monotonic() + place.seconds + SPEAK_SECONDS, "nobody answers"
     while time.monotonic() < end:
         try:
-            answer = await _asked(place.secret, host, port, me, end)
+            answer = await _ask(place.secret, host, port, me, end)
             if "other" not in answer:
                 return construct(Answer, answer, "the answer of process 0", LaunchError)
             last = "an earlier start of the job still listens there"
@@ -354,7 +354,7 @@ async def report(place: Place, host: str, port: int, me: Caller) -> Answer:
     )
 
 
-async def _asked(secret: str, host: str, port: int, me: Caller, end: float) -> dict[str, Any]:
+async def _ask(secret: str, host: str, port: int, me: Caller, end: float) -> dict[str, Any]:
     """The answer of process 0."""
     reader, writer = await asyncio.wait_for(
         asyncio.open_connection(host, port, limit=LINE_BYTES * 16), SPEAK_SECONDS

@@ -184,7 +184,7 @@ def jobset(job: Job, settings: KubernetesSettings) -> JsonObject:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _given(metadata),
+        "metadata": _set_fields(metadata),
         "spec": {
             "network": {
                 "enableDNSHostnames": True,
@@ -193,7 +193,11 @@ def jobset(job: Job, settings: KubernetesSettings) -> JsonObject:
             },
             "failurePolicy": {"maxRestarts": job.restarts, "rules": rules},
             "replicatedJobs": [
-                {"name": _group(job), "replicas": job.slices, "template": {"spec": _given(spec)}}
+                {
+                    "name": _group(job),
+                    "replicas": job.slices,
+                    "template": {"spec": _set_fields(spec)},
+                }
             ],
         },
     }
@@ -204,7 +208,7 @@ def _group(job: Job) -> str:
     return "slice" if is_tpu(job) else "hosts"
 
 
-def _given(fields: JsonObject) -> JsonObject:
+def _set_fields(fields: JsonObject) -> JsonObject:
     """Fields without those that are not set."""
     return {name: value for name, value in fields.items() if value not in (None, [], {}, ())}
 
@@ -223,7 +227,7 @@ def _pod(job: Job, settings: KubernetesSettings) -> JsonObject:
         }
     claims = [text.partition(":")[0] for text in settings.volumes]
     chips = _chips(job)
-    return _given(
+    return _set_fields(
         {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": settings.save_seconds,
@@ -243,7 +247,9 @@ def _pod(job: Job, settings: KubernetesSettings) -> JsonObject:
             "volumes": [
                 {
                     "name": "shm",
-                    "emptyDir": _given({"medium": "Memory", "sizeLimit": settings.shared_memory}),
+                    "emptyDir": _set_fields(
+                        {"medium": "Memory", "sizeLimit": settings.shared_memory}
+                    ),
                 },
                 *(
                     {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim}}
@@ -256,7 +262,7 @@ def _pod(job: Job, settings: KubernetesSettings) -> JsonObject:
 
 def _container(job: Job, settings: KubernetesSettings) -> JsonObject:
     paths = [text.partition(":")[2] for text in settings.volumes]
-    return _given(
+    return _set_fields(
         {
             "name": CONTAINER,
             "image": job.image,

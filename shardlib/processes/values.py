@@ -375,7 +375,7 @@ def _several() -> tuple[Any, int, int] | None:
 
 
 _rounds: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-_known: dict[str, str] = {}
+_first_values: dict[str, str] = {}
 
 
 def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECONDS) -> None:
@@ -392,7 +392,7 @@ def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECOND
     folder = f"shardlib/agree/{name}/{next(_rounds[name])}"
     client.key_value_set(f"{folder}/said/{process}", json.dumps(dict(values)))
     if process == 0:
-        answers = _said(client, f"{folder}/said", processes, seconds)
+        answers = _collected(client, f"{folder}/said", processes, seconds)
         absent = [number for number in range(processes) if number not in answers]
         client.key_value_set(
             f"{folder}/verdict", json.dumps({"absent": absent, "different": differences(answers)})
@@ -425,12 +425,12 @@ def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECON
     if coordination is None:
         return make()
     client, process, _ = coordination
-    if name not in _known:
+    if name not in _first_values:
         key = f"shardlib/first/{name}"
         if process == 0:
             client.key_value_set(key, make())
-        _known[name] = _waited(client, key, seconds, f"say its {name}")
-    return _known[name]
+        _first_values[name] = _waited(client, key, seconds, f"say its {name}")
+    return _first_values[name]
 
 
 def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
@@ -474,7 +474,9 @@ def processes_text(numbers: Sequence[int]) -> str:
     return f"process {text}" if len(numbers) == 1 else f"processes {text}"
 
 
-def _said(client: Any, folder: str, processes: int, seconds: float) -> dict[int, dict[str, str]]:
+def _collected(
+    client: Any, folder: str, processes: int, seconds: float
+) -> dict[int, dict[str, str]]:
     """Returns what all processes have said, or those that did in time."""
     end = time.monotonic() + seconds
     while True:
@@ -512,7 +514,7 @@ def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int
     client, process, processes = coordination
     folder = f"shardlib/say/{name}/{next(_rounds[name])}"
     client.key_value_set(f"{folder}/{process}", json.dumps({"said": text}))
-    answers = _said(client, folder, processes, seconds)
+    answers = _collected(client, folder, processes, seconds)
     absent = [number for number in range(processes) if number not in answers]
     if absent:
         raise LaunchError(

@@ -797,9 +797,9 @@ class Constants:
             for index, number in enumerate(body.inputs):
                 outer = loop.inputs[index]
                 if fixed <= index < fixed + carried and before is not None:
-                    inputs[number] = _asked(before, body.outputs[index - fixed])
+                    inputs[number] = _value_of(before, body.outputs[index - fixed])
                 elif index < fixed + carried:
-                    inputs[number] = _asked(self, outer)
+                    inputs[number] = _value_of(self, outer)
                 else:
                     inputs[number] = _row(self, outer, row)
             before = Constants(program=body, given=inputs)
@@ -809,11 +809,11 @@ class Constants:
         """The constants of a program that an equation runs once."""
         pairs = zip(body.inputs, equation.inputs, strict=True)
         return Constants(
-            program=body, given={number: _asked(self, outer) for number, outer in pairs}
+            program=body, given={number: _value_of(self, outer) for number, outer in pairs}
         )
 
 
-def _asked(constants: Constants, number: int) -> Callable[[], Value | None]:
+def _value_of(constants: Constants, number: int) -> Callable[[], Value | None]:
     return lambda: constants.of(number)
 
 

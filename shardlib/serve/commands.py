@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Who is asked."""
+    """Options of the server that is measured."""
 
     url: Annotated[
         str | None,
@@ -72,7 +72,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchHow:
-    """How it is asked, and what counts as in time."""
+    """Options of times: of requests, and limits of their answers."""
 
     rate: Annotated[
         float | None,
@@ -99,8 +99,8 @@ def bench_serve_command(
         typer.Argument(metavar="WORKLOAD", help="JSON: requests with lengths and times."),
     ],
     *,
-    asked: Asked,
-    how: BenchHow,
+    server: Asked,
+    timing: BenchHow,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", callback=writable, help="Write figures and requests there."),
@@ -108,7 +108,7 @@ def bench_serve_command(
     as_json: AsJson = False,
 ) -> None:
     """Ask a server as a stored workload says: latencies, throughput, answers in time."""
-    if (asked.url is None) == (asked.serve is None):
+    if (server.url is None) == (server.serve is None):
         raise ArgumentError(
             "one of --url and --serve says who is asked\nTry: --url http://127.0.0.1:8000/v1"
         )
@@ -120,20 +120,20 @@ def bench_serve_command(
         ) from error
     limits = {
         f"{name}_limit": None if text is None else duration(text, f"--{name}")
-        for name, text in (("ttft", how.ttft), ("tpot", how.tpot))
+        for name, text in (("ttft", timing.ttft), ("tpot", timing.tpot))
     }
     text = read_text(workload, "workload", "a JSON list of requests", DataError)
-    jobs = read_workload(text, str(workload), seed=how.seed, rate=how.rate)
+    jobs = read_workload(text, str(workload), seed=timing.seed, rate=timing.rate)
     token = ""
-    if asked.token_file is not None:
+    if server.token_file is not None:
         from shardlib.serve.http.settings import read_tokens
 
-        token = read_tokens(asked.token_file)[0]
+        token = read_tokens(server.token_file)[0]
     target = Target(
-        url=asked.url or "", model=asked.model or "", token=token, together=how.together
+        url=server.url or "", model=server.model or "", token=token, together=timing.together
     )
     with quiet_stdout(as_json):
-        seen = _replayed(jobs, target) if asked.serve is None else _served(jobs, target, asked)
+        seen = _replayed(jobs, target) if server.serve is None else _served(jobs, target, server)
     measured = figures(seen, **limits)
     if out is not None:
         write(
@@ -279,7 +279,7 @@ def folders_of(words: list[str] | None) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How a plan is run, where it is."""
+    """Options of running a plan."""
 
     run: Annotated[
         int | None,
@@ -478,7 +478,7 @@ def _fewer(
 
 @dataclass(frozen=True, kw_only=True)
 class Into:
-    """Where to."""
+    """Options of the folder that is written."""
 
     huggingface: Annotated[
         Path | None,
@@ -613,7 +613,7 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratingHow:
-    """How tokens are chosen, and for how long."""
+    """Options of sampling, and of the time that the answer may take."""
 
     temperature: Annotated[
         float | None,
@@ -650,7 +650,7 @@ def generate_command(
         int, typer.Option("--most", "-n", min=1, help="Tokens of the answer; bytes, of a run.")
     ] = 200,
     *,
-    how: GeneratingHow,
+    choosing: GeneratingHow,
     guesses: Guesses,
     adapter: Annotated[
         str | None, typer.Option("--adapter", help="Folder of PEFT with an adapter of the model.")
@@ -669,7 +669,7 @@ def generate_command(
     from shardlib.processes.devices import cpu_without_accelerators
     from shardlib.serve.requests import Asked, Sampling
 
-    options = {name: value for name, value in vars(how).items() if value is not None}
+    options = {name: value for name, value in vars(choosing).items() if value is not None}
     seconds = options.pop("seconds", None)
     sampling = replace(Sampling(temperature=0.8), **options)  # before anything is read
     if not prompt:
@@ -690,7 +690,7 @@ def generate_command(
                 " smaller --most"
             )
         served, others = beside(model, served, guesses, {ADAPTER: adapter} if adapter else {})
-        longest = _room(len(tokens) + most, served.longest)
+        longest = _longest_request(len(tokens) + most, served.longest)
         sizes = Capacity(
             longest=longest, slots=1, drafts=guesses.ahead, adapters=len(others.adapters)
         )
@@ -734,7 +734,7 @@ def _show(engine: Engine, request: Request, prompt: str, text: Text) -> None:
     echo(pieces.end())
 
 
-def _room(tokens: int, longest: int) -> int:
+def _longest_request(tokens: int, longest: int) -> int:
     """Tokens of the longest request: no more than needed, but whole blocks of them, since a model
     may want these.
     """
@@ -747,7 +747,7 @@ def _room(tokens: int, longest: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What a server is asked for."""
+    """Options of a plan of a server."""
 
     serve: Annotated[
         bool, typer.Option("--serve", help="Plan a server of the model, and no training.")
@@ -787,7 +787,7 @@ class Serving:
     ] = False
 
     def asked(self, **training: object) -> bool:
-        """Whether a server is planned."""
+        """Returns whether a server is planned."""
         options = [f"--{name}" for name, value in training.items() if value]
         if self.serve and options:
             raise PlanError(
@@ -932,7 +932,7 @@ BY_PLAN = ("groups", "slots", "page", "pages", "budget", "prefixes")
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """How much each model has room for."""
+    """Options of the capacity of each model."""
 
     topology: Annotated[
         str | None,
@@ -984,13 +984,13 @@ class Planned:
 
     @property
     def wanted(self) -> bool:
-        """Whether any of this was asked for."""
+        """True if any of these options is set."""
         return any(value is not None for value in vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How a model is served.
+    """Capacity and devices of a served model.
 
     Attributes:
         capacity: requests and tokens, of a group.
@@ -1028,7 +1028,7 @@ def devices_of(space: Room) -> int:
 
 
 def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Sizes:
-    """How a model is served."""
+    """Capacity and devices of a model, from options or from a plan."""
     from shardlib.serve.requests import Capacity
 
     longest = space.longest or min(served.longest, LONGEST)
@@ -1151,7 +1151,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the server is, and who may ask."""
+    """Options of the address of the server, and of its clients."""
 
     host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = (

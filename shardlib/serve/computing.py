@@ -447,12 +447,12 @@ class SlotStep:
         ) -> tuple[list[jax.Array], jax.Array]:
             token, on = inputs
             logits, after = jax.vmap(one)(caches, token)
-            return [_where(on, new, old) for new, old in zip(after, caches, strict=True)], logits
+            return [_selected(on, new, old) for new, old in zip(after, caches, strict=True)], logits
 
         caches = jax.lax.cond(
             jnp.any(fresh),
             lambda: [
-                _where(fresh, jnp.broadcast_to(first[None], old.shape), old)
+                _selected(fresh, jnp.broadcast_to(first[None], old.shape), old)
                 for first, old in zip(blank, caches, strict=True)
             ],
             lambda: caches,
@@ -461,7 +461,7 @@ class SlotStep:
         return choose(logits.reshape(-1, logits.shape[-1])[rows], row_choices), caches
 
 
-def _where(slots: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+def _selected(slots: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(slots.reshape(-1, *[1] * (old.ndim - 1)), new.astype(old.dtype), old)
 
 

@@ -632,10 +632,13 @@ class Instructions:
 
 def _part(frame: Frame) -> Part:
     """Returns the part that a driver's frame describes."""
-    told, arrays = construct(Instructions, frame.header, "the part", FrameError), frame.arrays
+    instructions, arrays = (
+        construct(Instructions, frame.header, "the part", FrameError),
+        frame.arrays,
+    )
     try:
-        weights = [jax.device_put(arrays[f"weight{k}"]) for k in range(told.weights)]
-        first = [arrays[f"taken{k}"] for k in range(told.taken)]
+        weights = [jax.device_put(arrays[f"weight{k}"]) for k in range(instructions.weights)]
+        first = [arrays[f"taken{k}"] for k in range(instructions.taken)]
         program = jax.jit(export.deserialize(bytearray(arrays["program"].tobytes())).call)
     except (KeyError, ValueError) as error:
         raise FrameError(f"it is not a part of a chain: {error}") from error
@@ -644,7 +647,7 @@ def _part(frame: Frame) -> Part:
         return [np.asarray(array) for array in program(weights, list(inputs))]
 
     compute(first)  # compiles
-    return Part(told=told, compute=compute)
+    return Part(told=instructions, compute=compute)
 
 
 def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
@@ -909,7 +912,7 @@ def connected(
             with contextlib.closing(Entrance(listener, workers.secret)) as entrance:
                 after = [*addresses[1:], (host, listener.getsockname()[1])]
                 for stage, program in enumerate(stages):
-                    header, arrays = _told(program, stage, after[stage], least_s[stage])
+                    header, arrays = _instructions(program, stage, after[stage], least_s[stage])
                     drivers[stage].settimeout(READY_SECONDS)
                     send(drivers[stage], header, arrays)
                 for stage in range(count):
@@ -952,7 +955,7 @@ def _to(workers: Workers, address: tuple[str, int]) -> socket.socket:
     return stream
 
 
-def _told(
+def _instructions(
     program: StageProgram, number: int, after: tuple[str, int], least_s: float
 ) -> tuple[JsonObject, dict[str, np.ndarray]]:
     arrays = {"program": np.frombuffer(program.program, np.uint8)}

@@ -660,7 +660,7 @@ def write_folder(
     try:
         if tokenizer is not None:
             (root / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-            _write(root / "tokenizer_config.json", _about(config.max_seq))
+            _write(root / "tokenizer_config.json", _tokenizer_config(config.max_seq))
         for name in _COPIED if source is not None else ():
             assert source is not None
             if (source / name).is_file():
@@ -701,7 +701,7 @@ def _generation(served: Served) -> JsonObject:
     }
 
 
-def _about(longest: int) -> JsonObject:
+def _tokenizer_config(longest: int) -> JsonObject:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": longest,

@@ -112,7 +112,7 @@ def traced_served(model: Model, forward: Forward, *, longest: int) -> ServedMode
     ]
     return served_model(
         graph_from_program(traced.program, [*inputs, ("tokens", "batch")]),
-        [one for call in traced.calls for one in _attending(call)],
+        [layers for call in traced.calls for layers in _attending(call)],
         name=model.name,
         vocab=traced.vocab,
     )
@@ -125,7 +125,9 @@ def _attending(call: CachedCall) -> list[Attending]:
             layers=call.windows.count(window),
             heads=call.heads,
             width=call.width,
-            kept=tuple((math.prod(one.shape[-1:]), math.prod(one.shape[:-1])) for one in call.kept),
+            kept=tuple(
+                (math.prod(array.shape[-1:]), math.prod(array.shape[:-1])) for array in call.kept
+            ),
             dtype=str(call.kept[0].dtype),
             window=window,
         )

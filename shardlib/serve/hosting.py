@@ -647,7 +647,7 @@ def tagged(names: Collection[str]) -> Splitter:
             if close != CLOSE and not buffered.last:
                 begun, remaining = _begun(inner, 0, names), tag + inner + close
                 return Split(text=text + given(before), calls=calls, begun=begun, rest=remaining)
-            call = _whole(inner, names) or _begun(inner, 0, names)
+            call = _single_call(inner, names) or _begun(inner, 0, names)
             text += before + tag + inner + close if call is None else given(before)
             if call is not None:
                 calls.append(call)
@@ -715,7 +715,7 @@ def _begun(text: str, start: int, names: Collection[str]) -> ToolCall | None:
     return ToolCall(name=match[1], arguments=text[match.end() : end])
 
 
-def _whole(text: str, names: Collection[str]) -> ToolCall | None:
+def _single_call(text: str, names: Collection[str]) -> ToolCall | None:
     """The call that a text is; None where it is none."""
     try:
         call, end = _object(text, _after_blanks(text, 0), names)

@@ -223,7 +223,7 @@ def _visited(
     def local(x: Value, weights: Value, chosen: Value, *parameters: Value) -> Value:
         if by_expert and devices > 1:
             first = grid.first(SHARED, parameters[0].shape[0])
-            weights, chosen, parameters = _mine(weights, chosen - first, parameters)
+            weights, chosen, parameters = _own_choices(weights, chosen - first, parameters)
         result, _ = visited(form, x, weights, chosen, *parameters)
         return jax.lax.psum(result, SHARED) if devices > 1 else result
 
@@ -232,7 +232,7 @@ def _visited(
     return result, jnp.zeros((), jnp.int32)
 
 
-def _mine(
+def _own_choices(
     weights: Value, chosen: Value, parameters: tuple[Value, ...]
 ) -> tuple[Value, Value, tuple[Value, ...]]:
     """The choices that a device has the experts of; others count nothing, at its last expert."""

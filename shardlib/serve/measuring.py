@@ -144,16 +144,18 @@ async def replay(jobs: Sequence[Job], target: Target) -> list[Seen]:
             raise LaunchError(f"nobody answers at {url} ({error})") from error
         turn, start = asyncio.Semaphore(target.together), time.perf_counter()
 
-        async def one(job: Job) -> Seen:
+        async def timed(job: Job) -> Seen:
             await asyncio.sleep(job.at + start - time.perf_counter())
             begun = time.perf_counter()
             async with turn:
-                return await _asked(client, f"{url}/completions", name, job, begun, begun - start)
+                return await _answered(
+                    client, f"{url}/completions", name, job, begun, begun - start
+                )
 
-        return list(await asyncio.gather(*map(one, jobs)))
+        return list(await asyncio.gather(*map(timed, jobs)))
 
 
-async def _asked(
+async def _answered(
     client: httpx2.AsyncClient, url: str, name: str, job: Job, begun: float, start: float
 ) -> Seen:
     body = {

@@ -164,17 +164,17 @@ TIGHT = 0.98
 
 
 @diagnostic
-def findings(asked: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
+def findings(request: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
     """Findings about a serving plan."""
     listed: list[Finding] = []
-    if asked.topology.chip.name not in LEARNED_ON:
+    if request.topology.chip.name not in LEARNED_ON:
         listed.append(
             Finding(
                 code="chip-not-measured",
                 severity="info",
                 where="topology",
                 message=(
-                    f"no published run of a {asked.topology.chip.name} was at hand: its seconds"
+                    f"no published run of a {request.topology.chip.name} was at hand: its seconds"
                     " follow from its data sheet and from what was learned on"
                     f" {', '.join(sorted(LEARNED_ON))}."
                 ),
@@ -301,10 +301,9 @@ class ServingPlan:
         """
         lines = [*_head(self), "", *_seconds(self), "", *_memory(self)]
         lines += ["", *_search(self)]
-        for one in self.findings:
-            lines += wrapped(
-                f"{one.severity}: ", f"{one.message}{f' Try: {one.hint}' * bool(one.hint)}"
-            )
+        for finding in self.findings:
+            hint = f" Try: {finding.hint}" if finding.hint else ""
+            lines += wrapped(f"{finding.severity}: ", f"{finding.message}{hint}")
         return "\n".join(lines) + "\n"
 
     def pareto(self) -> tuple[ServingPoint, ...]:
@@ -389,8 +388,8 @@ class ServingPlan:
                 f"this is no serving plan of format {FORMAT} (found {shown(table.get('format'))})"
                 "\nTry: make it with `shardlib plan MODEL --serve ... --out plan.json`"
             )
-        said = table.pop("checksum", None)
-        if said != _checksum(table):
+        checksum = table.pop("checksum", None)
+        if checksum != _checksum(table):
             raise PlanError(
                 "the plan was changed since it was written\nTry: make it again with `shardlib plan"
                 " MODEL --serve ... --out plan.json`"
@@ -417,7 +416,7 @@ def asked_of(plan: ServingPlan) -> Asked:
 
 def to_data(plan: ServingPlan) -> JsonObject:
     """A plan as plain data, with what is decided at the top."""
-    found: JsonObject = {
+    content: JsonObject = {
         "format": FORMAT,
         "model": plan.model,
         "parameters": plan.parameters,
@@ -428,9 +427,9 @@ def to_data(plan: ServingPlan) -> JsonObject:
         "mesh": dict(plan.choice.mesh),
         "estimate": plan.estimate.to_json(),
         "search": asdict(plan.search),
-        "findings": [one.to_json() for one in plan.findings],
+        "findings": [finding.to_json() for finding in plan.findings],
     }
-    return {**found, "checksum": _checksum(found)}
+    return {**content, "checksum": _checksum(content)}
 
 
 def _checksum(data: JsonObject) -> str:
@@ -447,26 +446,26 @@ SHOWN = 8
 def curve(points: Sequence[ServingPoint]) -> str:
     """A curve of choices as a table; of many, some that are evenly spread."""
     step = max(1, (len(points) - 1) / (SHOWN - 1)) if len(points) > SHOWN else 1
-    shown = [points[round(at * step)] for at in range(min(SHOWN, len(points)))]
+    shown = [points[round(position * step)] for position in range(min(SHOWN, len(points)))]
     rows = [["tensor", "replicas", "batch", "chunk", "a token", "first token", "tokens/s a chip"]]
     rows += [
         [
-            str(one.tensor),
-            str(one.replicas),
-            str(one.batch),
-            str(one.chunk),
-            seconds_text(one.tpot_seconds),
-            seconds_text(one.ttft_seconds),
-            count_text(one.output_tokens_per_second_per_chip),
+            str(point.tensor),
+            str(point.replicas),
+            str(point.batch),
+            str(point.chunk),
+            seconds_text(point.tpot_seconds),
+            seconds_text(point.ttft_seconds),
+            count_text(point.output_tokens_per_second_per_chip),
         ]
-        for one in shown
+        for point in shown
     ]
     return "\n".join(aligned(rows, right=range(7)))
 
 
 def _head(plan: ServingPlan) -> list[str]:
     load, choice, estimate = plan.workload, plan.choice, plan.estimate
-    asked = f"prompts of {load.prompt} tokens, answers of {load.output}"
+    lengths = f"prompts of {load.prompt} tokens, answers of {load.output}"
     limits = [
         *([f"{load.rate:g} requests a second"] if load.rate is not None else []),
         *([f"first token within {seconds_text(load.ttft)}"] if load.ttft is not None else []),
@@ -480,7 +479,7 @@ def _head(plan: ServingPlan) -> list[str]:
         else (f"A group of {group} serves" if choice.tensor > 1 else "One device serves")
     )
     return [
-        *wrapped("", f"{plan.model} on {plan.topology}: {', '.join([asked, *limits])}"),
+        *wrapped("", f"{plan.model} on {plan.topology}: {', '.join([lengths, *limits])}"),
         "",
         *wrapped(
             "",
@@ -533,25 +532,27 @@ def _seconds(plan: ServingPlan) -> list[str]:
 
 
 def _memory(plan: ServingPlan) -> list[str]:
-    found = plan.estimate.device_bytes
+    sizes = plan.estimate.device_bytes
     rows = [
         ["a device", "bytes"],
-        ["weights", bytes_text(found.weights)],
-        ["pages", bytes_text(found.cache)],
-        ["temporaries", bytes_text(found.temporaries)],
-        ["all", f"{bytes_text(found.peak)} of {bytes_text(found.limit)}"],
+        ["weights", bytes_text(sizes.weights)],
+        ["pages", bytes_text(sizes.cache)],
+        ["temporaries", bytes_text(sizes.temporaries)],
+        ["all", f"{bytes_text(sizes.peak)} of {bytes_text(sizes.limit)}"],
     ]
     return aligned(rows, right={1})
 
 
 def _search(plan: ServingPlan) -> list[str]:
-    found = plan.search
-    kept = "" if found.kept == found.candidates else f", {found.kept} of them within the limits"
+    record = plan.search
+    within = (
+        "" if record.kept == record.candidates else f", {record.kept} of them within the limits"
+    )
     return wrapped(
         "",
         (
-            f"All {found.candidates} choices that fit were priced{kept}, in"
-            f" {seconds_text(found.seconds)}: every number of devices that divides, every batch up"
+            f"All {record.candidates} choices that fit were priced{within}, in"
+            f" {seconds_text(record.seconds)}: every number of devices that divides, every batch up"
             f" to {MOST_REQUESTS:,} and {len(CHUNK_SIZES)} sizes of chunks; among them and within"
             " the prices no better one exists."
         ),
@@ -646,7 +647,7 @@ def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -
     marks = [
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if chosen(point) else 3}"'
         f' fill="{"#d55e00" if chosen(point) else "#0072b2"}">'
-        f"<title>{escape(_told(point))}</title></circle>"
+        f"<title>{escape(_point_text(point))}</title></circle>"
         for point, (x, y) in zip(points, places, strict=True)
     ]
     ends = [
@@ -671,7 +672,7 @@ def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -
     )
 
 
-def _told(point: ServingPoint) -> str:
+def _point_text(point: ServingPoint) -> str:
     return (
         f"{point.replicas} x tensor {point.tensor}, {point.batch} requests, chunk {point.chunk}:"
         f" {count_text(point.output_tokens_per_second_per_chip)} tokens/s a chip, a token every"

@@ -130,7 +130,7 @@ def _layout(
     cut = {
         dim: sharding_axes
         for dim, name in axes.items()
-        if name in fit and (sharding_axes := _ways(parameter.shape[dim], mesh))
+        if name in fit and (sharding_axes := _sharding_axes(parameter.shape[dim], mesh))
     }
     if cut:
         dim = max(cut, key=lambda dim: _preference(fit[axes[dim]], mesh.ways(cut[dim]), dim))
@@ -138,7 +138,7 @@ def _layout(
     stream = [dim for dim in range(len(parameter.shape)) if axes.get(dim) not in walked]
     if sum(parameter.shape[dim] > 1 for dim in stream) > 1:
         for dim in reversed(stream):
-            if sharding_axes := _ways(parameter.shape[dim], mesh):
+            if sharding_axes := _sharding_axes(parameter.shape[dim], mesh):
                 return _cut(parameter, dim, sharding_axes)
     return Layout.replicated(len(parameter.shape))
 
@@ -151,7 +151,7 @@ def _preference(rank: _Rank, shards: int, dim: int) -> tuple[int, int, int, int]
     return mixed, shards, size, -dim
 
 
-def _ways(size: int, mesh: MeshShape) -> tuple[str, ...]:
+def _sharding_axes(size: int, mesh: MeshShape) -> tuple[str, ...]:
     """The most axes that a dim divides over."""
     for axes in (SHARED_AXES, ("tensor",), ("context",)):
         if mesh.ways(axes) > 1 and size % mesh.ways(axes) == 0:

@@ -101,14 +101,14 @@ class Found:
 
 def search(request: Asked) -> Found:
     """Every choice that keeps to the limits."""
-    choices = every(request)
+    choices = all_choices(request)
     within_limits = choices.within()
     if not len(within_limits.choices):
         raise _infeasible(choices)
     return within_limits
 
 
-def every(request: Asked) -> Found:
+def all_choices(request: Asked) -> Found:
     """Every choice, whatever the limits."""
     rows: list[Numbers] = []
     count = 0
@@ -226,24 +226,26 @@ def _infeasible(outcome: Found) -> PinError | InfeasibleError:
             " answer\nTry: a larger chunk, or a smaller batch"
         )
     if not len(outcome.choices):
-        best = max(float(prices.requests.max()) * _most(prices) for prices in all_priced(request))
+        best = max(
+            float(prices.requests.max()) * _most_replicas(prices) for prices in all_priced(request)
+        )
         return InfeasibleError(
             f"{name} on {machine} serves {count_text(best)} requests a second at"
             f" most{pinned}, and {load.rate:g} are asked for\nTry: more devices, or a longer tpot",
             short_bytes=0,
         )
     return InfeasibleError(
-        f"no plan for {name} on {machine}{pinned} keeps to the limits: {_least(outcome)}\nTry:"
-        " longer limits, more devices, or weights='int8'",
+        f"no plan for {name} on {machine}{pinned} keeps to the limits: {_least_limits(outcome)}"
+        "\nTry: longer limits, more devices, or weights='int8'",
         short_bytes=0,
     )
 
 
-def _most(prices: Priced) -> int:
+def _most_replicas(prices: Priced) -> int:
     return max(_replicas(prices), default=0)
 
 
-def _least(outcome: Found) -> str:
+def _least_limits(outcome: Found) -> str:
     """Describes the best value of each bound under the other."""
     load = outcome.asked.workload
     reached: list[str] = []
@@ -261,24 +263,24 @@ def _least(outcome: Found) -> str:
     return "; ".join(reached)
 
 
-def plan_served(asked: Asked) -> ServingPlan:
+def plan_served(request: Asked) -> ServingPlan:
     """The best plan."""
     started = time.perf_counter()
-    found = search(asked)
-    return _made(found, found.point(found.best()), started)
+    choices = search(request)
+    return _plan(choices, choices.point(choices.best()), started)
 
 
-def _made(found: Found, point: ServingPoint, started: float) -> ServingPlan:
-    asked = found.asked
-    replica = asked.replica(point.tensor)
+def _plan(choices: Found, point: ServingPoint, started: float) -> ServingPlan:
+    request = choices.asked
+    replica = request.replica(point.tensor)
     assert replica is not None
-    estimate = _estimate(asked, point)
+    estimate = _estimate(request, point)
     return ServingPlan(
-        model=asked.model.name,
-        parameters=asked.model.parameters,
-        topology=asked.topology.name,
-        workload=asked.workload,
-        pins=asked.pins,
+        model=request.model.name,
+        parameters=request.model.parameters,
+        topology=request.topology.name,
+        workload=request.workload,
+        pins=request.pins,
         choice=ServingChoice(
             mesh={"tensor": point.tensor},
             replicas=point.replicas,
@@ -288,21 +290,21 @@ def _made(found: Found, point: ServingPoint, started: float) -> ServingPlan:
             chunk=point.chunk,
         ),
         estimate=estimate,
-        findings=findings(asked, point, estimate),
+        findings=findings(request, point, estimate),
         search=ServingSearch(
-            candidates=found.priced,
-            kept=len(found.choices),
+            candidates=choices.priced,
+            kept=len(choices.choices),
             gap=0.0,
             seconds=time.perf_counter() - started,
         ),
-        asked=asked,
+        asked=request,
     )
 
 
-def _estimate(asked: Asked, point: ServingPoint) -> ServingEstimate:
-    replica = asked.replica(point.tensor)
+def _estimate(request: Asked, point: ServingPoint) -> ServingEstimate:
+    replica = request.replica(point.tensor)
     assert replica is not None
-    load, pricing = asked.workload, replica.pricing
+    load, pricing = request.workload, replica.pricing
     rows = float(point.running)
     alone = Load(rows=rows, context=load.context)
     beside = replace(
@@ -312,8 +314,8 @@ def _estimate(asked: Asked, point: ServingPoint) -> ServingEstimate:
         ended=point.chunk / load.prompt,
     )
 
-    def parts(one: Load) -> tuple[tuple[str, float], ...]:
-        return tuple((part, float(seconds)) for part, seconds in pricing.parts(one).items())
+    def parts(load: Load) -> tuple[tuple[str, float], ...]:
+        return tuple((part, float(seconds)) for part, seconds in pricing.parts(load).items())
 
     split = pricing.split
     return ServingEstimate(
@@ -329,26 +331,26 @@ def _estimate(asked: Asked, point: ServingPoint) -> ServingEstimate:
             weights=split.weights,
             cache=replica.cache_bytes(point.batch, point.chunk),
             temporaries=temporaries(split, tokens=point.batch + point.chunk, rows=point.batch),
-            limit=limit(asked.topology.chip),
+            limit=limit(request.topology.chip),
         ),
     )
 
 
 def why_not(plan: ServingPlan, pin: Mapping[str, ServingPin]) -> str:
     """Returns the best plan under other pins, see `ServingPlan.why_not`."""
-    asked = asked_of(plan)
-    pins = asked.pins.changed(ServingPins.parse(pin))
+    request = asked_of(plan)
+    pins = request.pins.changed(ServingPins.parse(pin))
     try:
-        other = plan_served(replace(asked, pins=pins))
+        alternative = plan_served(replace(request, pins=pins))
     except (InfeasibleError, PinError) as error:
         return str(error)
-    return plan.diff(other)
+    return plan.diff(alternative)
 
 
 def replan(plan: ServingPlan, topology: TopologyLike | None, lost: Iterable[int]) -> ServingPlan:
     """The best plan on another machine, see `ServingPlan.replan`."""
-    asked = asked_of(plan)
-    machine = asked.topology if topology is None else parse_topology(topology)
+    request = asked_of(plan)
+    machine = request.topology if topology is None else parse_topology(topology)
     gone = {*lost}
     wrong = sorted(str(n) for n in gone if not 0 <= n < machine.devices)
     if wrong:
@@ -356,55 +358,55 @@ def replan(plan: ServingPlan, topology: TopologyLike | None, lost: Iterable[int]
             f"{machine.name} has no devices {', '.join(wrong)}; they are numbered from 0 to"
             f" {machine.devices - 1}"
         )
-    other = replace(asked, topology=machine)
-    return _without(other, gone) if gone else plan_served(other)
+    elsewhere = replace(request, topology=machine)
+    return _without(elsewhere, gone) if gone else plan_served(elsewhere)
 
 
-def _without(asked: Asked, gone: set[int]) -> ServingPlan:
+def _without(request: Asked, gone: set[int]) -> ServingPlan:
     """The best plan of the replicas that have all their devices."""
     started = time.perf_counter()
     best: tuple[Found, int] | None = None
     failures: list[InfeasibleError | PinError] = []
-    for tensor in asked.tensors():
+    for tensor in request.tensors():
         whole = sum(
             gone.isdisjoint(range(first, first + tensor))
-            for first in range(0, asked.topology.devices, tensor)
+            for first in range(0, request.topology.devices, tensor)
         )
-        whole = min(whole, asked.pins.replicas or whole)
+        whole = min(whole, request.pins.replicas or whole)
         if not whole:
             continue
-        counts = [whole] if asked.workload.rate is None else range(1, whole + 1)
+        counts = [whole] if request.workload.rate is None else range(1, whole + 1)
         for count in counts:
-            pins = replace(asked.pins, tensor=tensor, replicas=count)
+            pins = replace(request.pins, tensor=tensor, replicas=count)
             try:
-                found = search(replace(asked, pins=pins))
+                choices = search(replace(request, pins=pins))
             except (InfeasibleError, PinError) as error:
                 failures.append(error)
                 continue
-            row = found.best()
-            if best is None or _better(found, row, *best):
-                best = found, row
+            row = choices.best()
+            if best is None or _better(choices, row, *best):
+                best = choices, row
     if best is None:
         raise (
             failures[0]
             if failures
             else InfeasibleError(
-                f"no group of devices of {asked.topology.name} is whole without"
+                f"no group of devices of {request.topology.name} is whole without"
                 f" {len(gone)} of them",
                 short_bytes=0,
             )
         )
-    found, row = best
-    made = _made(found, found.point(row), started)
-    return replace(made, pins=asked.pins, asked=asked)
+    choices, row = best
+    plan = _plan(choices, choices.point(row), started)
+    return replace(plan, pins=request.pins, asked=request)
 
 
-def _better(found: Found, row: int, other: Found, at: int) -> bool:
-    def key(one: Found, here: int) -> tuple[float, float]:
-        tpot = float(one.choices[here, 5])
-        served = -float(one.choices[here, 7])
-        if one.asked.workload.rate is not None:
-            served = float(one.choices[here, 8])
-        return (tpot, served) if one.asked.workload.objective == "latency" else (served, tpot)
+def _better(choices: Found, row: int, others: Found, index: int) -> bool:
+    def key(choices: Found, here: int) -> tuple[float, float]:
+        tpot = float(choices.choices[here, 5])
+        served = -float(choices.choices[here, 7])
+        if choices.asked.workload.rate is not None:
+            served = float(choices.choices[here, 8])
+        return (tpot, served) if choices.asked.workload.objective == "latency" else (served, tpot)
 
-    return key(found, row) < key(other, at)
+    return key(choices, row) < key(others, index)

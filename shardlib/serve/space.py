@@ -61,14 +61,14 @@ class ServingPins:
     page: int | None = None
 
     @classmethod
-    def parse(cls, given: Mapping[str, ServingPin] | None) -> Self:
+    def parse(cls, values: Mapping[str, ServingPin] | None) -> Self:
         """The pins of a table by their words; "mesh" is a table of "tensor" and "data", which is
         the number of replicas.
 
         Args:
-            given: words and values; None for no pins.
+            values: words and values; None for no pins.
         """
-        table: dict[str, object] = dict(given or {})
+        table: dict[str, object] = dict(values or {})
         mesh = table.pop("mesh", {})
         failures: list[str] = []
         if isinstance(mesh, Mapping):

@@ -173,7 +173,7 @@ class Step:
                 used[share.slot // self.sizes.slots] += many
         return max(used) <= shape.chunks
 
-    def _fill(self, operands: Given, share: Share, places: np.ndarray) -> None:
+    def _fill(self, operands: Operands, share: Share, places: np.ndarray) -> None:
         """The tokens of a share, at their places."""
         if share.count == 1:
             self._fill_one(operands, share, int(places[0]))
@@ -188,7 +188,7 @@ class Step:
             pages = np.asarray(group.pages, np.int32)[position // page - group.gone]
             entry[places] = pages * page + position % page
 
-    def _fill_one(self, operands: Given, share: Share, place: int) -> None:
+    def _fill_one(self, operands: Operands, share: Share, place: int) -> None:
         """The token of a share that has one: without the arrays that several want."""
         page, position = self.sizes.page, share.first
         operands.tokens[place], operands.where.position[place] = share.tokens[0], position
@@ -197,7 +197,7 @@ class Step:
         for entry, group in zip(operands.where.entry, share.request.held, strict=True):
             entry[place] = group.at(position // page) * page + position % page
 
-    def _operands(self, shape: Shape) -> Given:
+    def _operands(self, shape: Shape) -> Operands:
         blank = operands(self.sizes, shape, self.grid.groups)
         if self._which is None:
             return blank
@@ -205,7 +205,7 @@ class Step:
 
     def _run(
         self,
-        operands: Given,
+        operands: Operands,
         rows: Mapping[int, Row],
         masks: Mapping[int, np.ndarray] | None = None,
     ) -> dict[int, Told]:
@@ -223,7 +223,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class Operands:
     """Operands of a step, NumPy arrays that are filled in place.
 
     Attributes:
@@ -239,14 +239,14 @@ class Given:
     rows: np.ndarray
 
 
-def operands(sizes: Capacity, shape: Shape, devices: int) -> Given:
+def operands(sizes: Capacity, shape: Shape, devices: int) -> Operands:
     """Operands of a step that computes nothing."""
     tokens, groups = devices * shape.tokens, sizes.groups
 
     def tables(count: int) -> tuple[np.ndarray, ...]:
         return tuple(np.zeros((devices * count, group.table), np.int32) for group in groups)
 
-    return Given(
+    return Operands(
         shape=shape,
         tokens=np.zeros(tokens, np.int32),
         where=Token(
@@ -396,7 +396,7 @@ class Placed:
             )
 
         return {
-            call.path: tuple(page(one, call.key_heads) for one in pages[call.path])
+            call.path: tuple(page(array, call.key_heads) for array in pages[call.path])
             for call in forward.calls
         }
 

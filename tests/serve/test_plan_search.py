@@ -13,7 +13,7 @@ from shardlib.serve.cost import Load
 from shardlib.serve.plan import ServingPlan
 from shardlib.serve.requests import Capacity, Request
 from shardlib.serve.scheduling import Schedule
-from shardlib.serve.search import every, plan_served, search
+from shardlib.serve.search import all_choices, plan_served, search
 from shardlib.serve.space import BUSY, Asked
 from tests.serve.small_jobs import asked
 
@@ -173,7 +173,7 @@ def test_a_rate_takes_the_fewest_chips():
     used = few.choice.tensor * few.choice.replicas
     assert few.estimate.chips == used
     given = asked("llama3-8b", "v5e:4x4", rate=2.0)
-    assert min(every(given).choices[:, 8]) == used
+    assert min(all_choices(given).choices[:, 8]) == used
 
 
 def test_pins_are_kept_and_never_better():

@@ -737,7 +737,7 @@ def asked_of(
     requests: list[Asked] = []
     try:
         form = form_of(body, deployed)
-        sizes = [_most(body, len(prompt), deployed) for prompt in prompts]
+        sizes = [_answer_limit(body, len(prompt), deployed) for prompt in prompts]
         refuse_unusable(body, deployed, tokens=min(sizes), formed=form is not None)
         sampling = sampling_of(body, deployed.served.sampling or Sampling(temperature=1.0))
         for prompt, size in zip(prompts, sizes, strict=True):
@@ -783,7 +783,7 @@ async def compile_form(
         raise Fault(400, str(error), code="invalid_value") from error
 
 
-def _most(body: Answered, size: int, deployed: Deployment) -> int:
+def _answer_limit(body: Answered, size: int, deployed: Deployment) -> int:
     """Tokens of an answer to a prompt of so many tokens, at most."""
     longest = deployed.worker.engine.room
     left = longest - size

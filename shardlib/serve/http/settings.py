@@ -315,7 +315,7 @@ def _wrong_body(error: RequestValidationError) -> Fault:
     field = first["loc"][1:2]
     same = [detail for detail in error.errors() if detail["loc"][1:2] == field]
     name = str(field[0]) if field else None
-    return Fault(400, _said(same, error.body), code="invalid_value", param=name)
+    return Fault(400, _fault_text(same, error.body), code="invalid_value", param=name)
 
 
 #: What a value should be, by the first word of the kind of pydantic's error.
@@ -332,7 +332,7 @@ _TYPES = {
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def _said(errors: Sequence[Mapping[str, Any]], body: object) -> str:
+def _fault_text(errors: Sequence[Mapping[str, Any]], body: object) -> str:
     """Describes the fault of a field: of errors of all types that it may have, the one that goes
     deepest.
     """
