@@ -135,8 +135,8 @@ def _refuse_sizes(spec: str, batch: int | None, seq: int | None) -> None:
 
 
 def _overrides(new: str, old: str) -> bool:
-    """Returns whether a pin takes the place of another: the same decision, or the mesh and one of its
-    axes.
+    """Returns whether a pin takes the place of another: the same decision, or the mesh and one of
+    its axes.
     """
     return (
         new == old

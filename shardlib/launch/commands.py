@@ -636,8 +636,8 @@ def submission_of(
     job: JobOptions,
     options: Sequence[str],
 ) -> Submission:
-    """The submission that an engine makes of the command line; machine and run are taken from the words of a
-    training where no option says them.
+    """The submission that an engine makes of the command line; machine and run are taken from the
+    words of a training where no option says them.
     """
     topology = common.topology or option_of(command, ("--topology", "-t"))
     run = common.run or option_of(command, ("--run", "-r"))
