@@ -166,7 +166,7 @@ def test_results_of_calls_are_written_for_the_model(
                 ]
             },
             "messages",
-            "messages[0] has a call of weather whose arguments are no JSON object",
+            "messages[0] has a call of weather whose arguments are not a JSON object",
         ),
     ],
 )
