@@ -61,7 +61,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.collective import KINDS
-from shardlib.cost.terms import distinct_rows
+from shardlib.cost.terms import ArrayTable, distinct_rows
 from shardlib.layout import (
     AXES,
     EXPERT,
@@ -516,7 +516,7 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class Links(ArrayTable):
     """Costs of every slot for some placements.
 
     Attributes:
@@ -526,10 +526,6 @@ class Links:
 
     latency: Array
     per_byte: Array
-
-    def take(self, which: Array) -> Links:
-        """The costs of some placements, by number."""
-        return Links(latency=self.latency[:, which], per_byte=self.per_byte[:, which])
 
 
 def links(placements: Sequence[Placement], topology: Topology) -> Links:

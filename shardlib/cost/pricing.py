@@ -33,7 +33,7 @@ from shardlib.cost.stages import (
     slowest,
 )
 from shardlib.cost.tables import Point, Pricer
-from shardlib.cost.terms import OUTSIDE_LAYERS
+from shardlib.cost.terms import OUTSIDE_LAYERS, ArrayTable
 from shardlib.layout import BATCH_AXES, HIDEABLE_AXES, TOKEN_AXES, MeshShape
 from shardlib.machines.topology import Span, Topology, place
 from shardlib.schedules import named
@@ -477,7 +477,7 @@ GIVEN_BACK = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
+class Totals(ArrayTable):
     """Priced candidates, as arrays; the names are those of `Seconds` and `DeviceBytes`.
 
     Attributes:
@@ -504,16 +504,6 @@ class Totals:
     def peak_bytes(self) -> Array:
         """Bytes per device per candidate."""
         return sum(self.device_bytes.values(), np.zeros_like(self.flops))
-
-    def take(self, which: Array) -> Totals:
-        """Some of the candidates."""
-        return Totals(
-            stacks=self.stacks[which],
-            held=self.held[which],
-            seconds={k: v[which] for k, v in self.seconds.items()},
-            device_bytes={k: v[which] for k, v in self.device_bytes.items()},
-            flops=self.flops[which],
-        )
 
 
 def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:

@@ -21,7 +21,7 @@ import numpy as np
 from shardlib.cost.collectives import SLOTS, Links, links, role_slots
 from shardlib.cost.framework import XLA, FrameworkProfile, Knobs, ends_on_all_stages
 from shardlib.cost.tables import BYTES, COUNTS, Collectives, Kernels, Point, Pricer, Q, StoredBytes
-from shardlib.cost.terms import OUTSIDE_LAYERS, Shapes, distinct_rows
+from shardlib.cost.terms import OF_ALL, OUTSIDE_LAYERS, ArrayTable, Shapes, distinct_rows
 from shardlib.layout import BATCH_AXES, MESH_AXES, MeshShape
 from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
@@ -30,21 +30,21 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidates:
+class Candidates(ArrayTable):
     """Meshes with microbatch counts, as arrays of equal length.
 
     Attributes:
         sizes: size of every mesh axis per candidate.
         micro: microbatches per candidate.
         links: costs of collectives per candidate.
-        shapes: the distinct shapes among them.
+        shapes: the distinct shapes of all.
         shape: number of the shape of each candidate.
     """
 
     sizes: Mapping[str, Array]
     micro: Array
     links: Links
-    shapes: Shapes
+    shapes: Shapes = field(metadata=OF_ALL)
     shape: Array
 
     def __len__(self) -> int:
@@ -68,16 +68,6 @@ class Candidates:
     def ways(self, axes: Iterable[str]) -> Array:
         """Number of shards of a dim that is sharded over some axes, per candidate."""
         return math.prod((self.sizes[axis] for axis in axes), start=np.ones_like(self.micro))
-
-    def take(self, which: Array) -> Candidates:
-        """Some of the candidates; the shapes are those of all."""
-        return Candidates(
-            sizes={axis: size[which] for axis, size in self.sizes.items()},
-            micro=self.micro[which],
-            links=self.links.take(which),
-            shapes=self.shapes,
-            shape=self.shape[which],
-        )
 
 
 def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
@@ -153,7 +143,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums:
+class Sums(ArrayTable):
     """The quantities of one remat policy under one choice, by segment and candidate, with
     collectives as seconds: what all ZeRO stages and schedules share.
 
@@ -192,32 +182,9 @@ class Sums:
 
     def take(self, which: Array) -> Sums:
         """Some of the candidates."""
-        selected = Sums(
-            kernels=self.kernels.take(which),
-            collectives=self.collectives.take(which),
-            stored=self.stored.take(which),
-            points=tuple(point.take(which) for point in self.points),
-            buffer=self.buffer[which],
-            stacks=self.stacks[:, which],
-        )
+        selected = super().take(which)
         selected.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
         return selected
-
-
-def joined(parts: Sequence[Sums]) -> Sums:
-    """The candidates of several, one after the other; where one has fewer points of memory than
-    others, its first stands for the others.
-    """
-    count = max(len(part.points) for part in parts)
-    points = [(*part.points, *part.points[:1] * (count - len(part.points))) for part in parts]
-    return Sums(
-        kernels=Kernels.joined([part.kernels for part in parts]),
-        collectives=Collectives.joined([part.collectives for part in parts]),
-        stored=StoredBytes.joined([part.stored for part in parts]),
-        points=tuple(map(Point.joined, zip(*points, strict=True))),
-        buffer=np.concatenate([part.buffer for part in parts]),
-        stacks=np.concatenate([part.stacks for part in parts], axis=1),
-    )
 
 
 def sums(

@@ -27,10 +27,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Self
 
 import numpy as np
 
@@ -56,6 +55,7 @@ from shardlib.cost.roofline import (
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
+    ArrayTable,
     Compute,
     Heads,
     Item,
@@ -79,28 +79,7 @@ from shardlib.propagation.colours import Choice, Cut, has
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ByCandidate:
-    """Arrays whose last dim is candidates."""
-
-    def take(self, which: Array) -> Self:
-        """Some of the candidates."""
-        return type(self)(
-            **{field.name: getattr(self, field.name)[..., which] for field in fields(self)}
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """The candidates of several, one after the other."""
-        return cls(
-            **{
-                field.name: np.concatenate([getattr(part, field.name) for part in parts], axis=-1)
-                for field in fields(cls)
-            }
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point(_ByCandidate):
+class Point(ArrayTable):
     """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in
     `shardlib.cost.tables.Q`.
     """
@@ -116,7 +95,7 @@ class Point(_ByCandidate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(_ByCandidate):
+class Kernels(ArrayTable):
     """The kernels of a microbatch as arrays.
 
     Attributes:
@@ -134,7 +113,7 @@ class Kernels(_ByCandidate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives(_ByCandidate):
+class Collectives(ArrayTable):
     """Seconds of the collectives of a microbatch by role (`shardlib.cost`), arrays
     [segments, candidates].
 
@@ -160,7 +139,7 @@ class Collectives(_ByCandidate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredBytes(_ByCandidate):
+class StoredBytes(ArrayTable):
     """Bytes as they are stored, arrays [segments, candidates]; those that end in `_cut` are sharded
     by ZeRO. Names as in `shardlib.cost.tables.Q`.
     """

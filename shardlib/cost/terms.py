@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -296,10 +297,93 @@ def named(axes: LogicalAxes) -> frozenset[str]:
 Array = np.ndarray
 #: Keys of rows stay below it.
 LARGEST = 2**62
+#: Metadata of a field that is of all rows of an `ArrayTable`, though it has arrays.
+OF_ALL: dict[str, bool] = {"of_all": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class ArrayTable:
+    """Arrays of equal length along their last dim, the rows. A field is an array, a list with an
+    entry by row, another table, or a mapping or tuple of these; anything else is of all rows.
+    """
+
+    def take(self, which: Array) -> Self:
+        """Some of the rows, by position or by a mask."""
+        return type(self)(
+            **{
+                f.name: (
+                    getattr(self, f.name)
+                    if "of_all" in f.metadata
+                    else _rows(getattr(self, f.name), which)
+                )
+                for f in fields(self)
+                if f.init
+            }
+        )
+
+    @classmethod
+    def joined(cls, parts: Iterable[Self]) -> Self:
+        """The rows of several tables, one after the other."""
+        listed = list(parts)
+        return cls(
+            **{
+                f.name: _joined([getattr(part, f.name) for part in listed])
+                for f in fields(cls)
+                if f.init
+            }
+        )
+
+
+def _rows(value: Any, which: Array) -> Any:
+    if isinstance(value, np.ndarray):
+        array = cast("Array", value)
+        return array[which] if array.ndim == 1 else array[..., which]
+    if isinstance(value, ArrayTable):
+        return value.take(which)
+    if isinstance(value, dict):
+        return {key: _rows(part, which) for key, part in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, tuple):
+        return tuple(_rows(part, which) for part in cast("tuple[Any, ...]", value))
+    if isinstance(value, list):
+        entries = cast("list[Any]", value)
+        return [entries[i] for i in np.arange(len(entries))[which]]
+    return value
+
+
+def _joined(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, ArrayTable):
+        return type(first).joined(values)
+    if isinstance(first, tuple):
+        return tuple(_joined(list(parts)) for parts in zip(*values, strict=True))
+    return np.concatenate(values, axis=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedTable(ArrayTable):
+    """Rows with a lower bound of each."""
+
+    least: Array
+
+    def __len__(self) -> int:
+        return len(self.least)
+
+    def first(self, count: int) -> Self:
+        """The first `count` rows."""
+        return self.take(np.arange(min(count, len(self))))
+
+    def after(self, count: int) -> Self:
+        """All rows but the first `count`."""
+        return self.take(np.arange(min(count, len(self)), len(self)))
+
+    def below(self, limit: float) -> Self:
+        """Rows whose bound is below a limit, the least first."""
+        order = np.argsort(self.least, kind="stable")
+        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes(ArrayTable):
     """Shapes as arrays of equal length.
 
     Attributes:
@@ -316,35 +400,20 @@ class Shapes:
     expert: Array
     fsdp: Array
     parts: dict[tuple[bool, bool, bool, bool], Array] = field(
-        default_factory=dict[tuple[bool, bool, bool, bool], Array], compare=False, repr=False
+        default_factory=dict[tuple[bool, bool, bool, bool], Array],
+        init=False,
+        compare=False,
+        repr=False,
     )
     divides: dict[tuple[int, bool, bool, bool], Array] = field(
-        default_factory=dict[tuple[int, bool, bool, bool], Array], compare=False, repr=False
+        default_factory=dict[tuple[int, bool, bool, bool], Array],
+        init=False,
+        compare=False,
+        repr=False,
     )
 
     def __len__(self) -> int:
         return len(self.batch)
-
-    def take(self, which: Array) -> Shapes:
-        """Some of the shapes."""
-        return Shapes(
-            batch=self.batch[which],
-            context=self.context[which],
-            tensor=self.tensor[which],
-            expert=self.expert[which],
-            fsdp=self.fsdp[which],
-        )
-
-    def and_one(self) -> Shapes:
-        """These, and after them the shape of a program on one device."""
-        single = np.ones(1, dtype=np.int64)
-        return Shapes(
-            batch=np.concatenate([self.batch, single]),
-            context=np.concatenate([self.context, single]),
-            tensor=np.concatenate([self.tensor, single]),
-            expert=np.concatenate([self.expert, single]),
-            fsdp=np.concatenate([self.fsdp, single]),
-        )
 
     def stored_ways(self, cut: Cut) -> Array:
         """Ways that a parameter is stored sharded beside its sharding in compute: over fsdp,
@@ -356,6 +425,11 @@ class Shapes:
     def ones(self) -> Array:
         """1.0 for each shape."""
         return np.ones(len(self))
+
+
+_ONE = np.ones(1, dtype=np.int64)
+#: The shape of a program on one device.
+ONE = Shapes(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
 
 
 def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:

@@ -5,8 +5,8 @@ placed or priced.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -25,7 +25,7 @@ from shardlib.cost.collectives import (
 from shardlib.cost.framework import ends_on_all_stages
 from shardlib.cost.stages import Candidates, in_the_last, once_a_step, scatters
 from shardlib.cost.tables import BYTES, COUNTS, ROWS, Pricer, Q, Tally, Values
-from shardlib.cost.terms import distinct_rows
+from shardlib.cost.terms import ArrayTable, BoundedTable, distinct_rows
 from shardlib.decisions.table import Decisions
 from shardlib.layout import MESH_AXES, STORED_AXES
 from shardlib.planner import space
@@ -64,62 +64,15 @@ def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """Entries under choices, arrays of equal length.
-
-    Attributes:
-        entries: indices of entries.
-        choices: numbers of choices.
-        least: a bound of each.
-    """
+class Pairs(BoundedTable):
+    """Entries under choices, both by number, with a bound of each."""
 
     entries: Array
     choices: Array
-    least: Array
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def take(self, which: Array) -> Pairs:
-        """Some of the pairs."""
-        return Pairs(
-            entries=self.entries[which], choices=self.choices[which], least=self.least[which]
-        )
-
-    def below(self, limit: float) -> Pairs:
-        """Those whose bound is below a limit, the least first."""
-        order = np.argsort(self.least, kind="stable")
-        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
-
-    def first(self, count: int) -> Pairs:
-        """So many of them."""
-        return self.take(np.arange(min(count, len(self))))
-
-    def after(self, count: int) -> Pairs:
-        """All but the first so many."""
-        return self.take(np.arange(min(count, len(self)), len(self)))
 
     def firsts(self) -> Pairs:
         """The first pair of every entry."""
         return self.take(np.sort(np.unique(self.entries, return_index=True)[1]))
-
-
-def joined(parts: Iterable[Pairs]) -> Pairs:
-    """The pairs of several, one after the other."""
-    listed = [
-        Pairs(
-            entries=np.zeros(0, dtype=np.int64),
-            choices=np.zeros(0, dtype=np.int64),
-            least=np.zeros(0),
-        ),
-        *parts,
-    ]
-    return Pairs(
-        **{
-            name: np.concatenate([getattr(part, name) for part in listed])
-            for name in ("entries", "choices", "least")
-        }
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -130,7 +83,7 @@ QUANTITIES = 7
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(ArrayTable):
     """Lower bounds for a microbatch and all stages together.
 
     Attributes:
@@ -184,10 +137,6 @@ class Tick:
         return Tick(
             np.concatenate([self.rows[:3] + more, self.rows[3:5], blocked[None], self.rows[6:]])
         )
-
-    def take(self, which: Array) -> Tick:
-        """Some of the candidates."""
-        return Tick(self.rows[:, which])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,7 +415,7 @@ def breadth_first_seconds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class Moved(ArrayTable):
     """Seconds on the stage that has the most, at least; arrays [candidates].
 
     Attributes:
@@ -500,10 +449,6 @@ class Moved:
         if in_the_last(pricer.profile, decisions):
             return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + updated
         return reduced * np.where(staged, 1, micro) + updated
-
-    def take(self, which: Array) -> Moved:
-        """Some of the candidates."""
-        return Moved(**{field.name: getattr(self, field.name)[which] for field in fields(Moved)})
 
 
 class Traffic:
@@ -1199,7 +1144,9 @@ class Entries:
             self.at(entries),
             self.scope.load.colouring.colours,
         )
-        tensor, fitted = sizes["tensor"], list[Pairs]()
+        none = np.zeros(0, dtype=np.int64)
+        fitted = [Pairs(entries=none, choices=none, least=np.zeros(0))]
+        tensor = sizes["tensor"]
         divides = {
             name: colours[name].divisor % tensor == 0
             for name in {name for choice in self.choices for name in choice.tensor}
@@ -1212,7 +1159,7 @@ class Entries:
             fitted.append(
                 Pairs(entries=rows, choices=np.full(len(rows), number), least=np.zeros(len(rows)))
             )
-        return joined(fitted)
+        return Pairs.joined(fitted)
 
     def _footprint(
         self, row_choices: Under, shape: Array, sizes: Mapping[str, Array]

@@ -17,8 +17,9 @@ import numpy as np
 from shardlib.cost.communication import saved_by_gathering_once
 from shardlib.cost.framework import Abilities
 from shardlib.cost.pricing import Totals, combine, least_bytes, least_seconds
-from shardlib.cost.stages import Candidates, Sums, joined, sums
+from shardlib.cost.stages import Candidates, Sums, sums
 from shardlib.cost.tables import Pricer, Values
+from shardlib.cost.terms import ArrayTable
 from shardlib.cost.variants import (
     NONE,
     Corner,
@@ -326,7 +327,7 @@ class Corners:
                 parts[corner].append(s)
         back = np.argsort(order)
         return {
-            corner: joined(parts[corner]).take(back) if corner in parts else uniform[corner[0]]
+            corner: _joined(parts[corner]).take(back) if corner in parts else uniform[corner[0]]
             for corner in all_corners
         }
 
@@ -362,6 +363,17 @@ class Corners:
         return Tallies(work=work, points=tuple(points), stacks=tuple(stacks))
 
 
+def _joined(parts: Sequence[Sums]) -> Sums:
+    """The candidates of several, one after the other; where one has fewer points of memory than
+    others, its first stands for the others.
+    """
+    count = max(len(part.points) for part in parts)
+    return Sums.joined(
+        replace(part, points=(*part.points, *part.points[:1] * (count - len(part.points))))
+        for part in parts
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # Prices plans whose layer groups follow different remat policies, or a policy with different
 # numbers of their layers.
@@ -373,7 +385,7 @@ class Corners:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Priced:
+class _Priced(ArrayTable):
     """Rows whose corners are priced, under the same decisions.
 
     Attributes:
@@ -387,15 +399,6 @@ class _Priced:
     offer: Offer
     candidates: Array
     c: Candidates
-
-    def take(self, which: Array) -> _Priced:
-        """Some of the rows."""
-        return _Priced(
-            corners={corner: totals.take(which) for corner, totals in self.corners.items()},
-            offer=self.offer.take(which),
-            candidates=self.candidates[which],
-            c=self.c.take(which),
-        )
 
     def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _Priced:
         """The rows with some parts in host memory."""

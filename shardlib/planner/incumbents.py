@@ -37,6 +37,7 @@ import numpy as np
 
 from shardlib.cost.pricing import Totals
 from shardlib.cost.stages import Candidates, Sums
+from shardlib.cost.terms import ArrayTable
 from shardlib.cost.variants import Each
 from shardlib.decisions.lowerings import Gap, along, facts, lowered
 from shardlib.decisions.table import Decisions
@@ -159,7 +160,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class Offer(ArrayTable):
     """The decisions that priced rows stand for.
 
     Attributes:
@@ -174,15 +175,6 @@ class Offer:
     choices: Array
     layers: Array | None = None
     groups: list[Each] | None = None
-
-    def take(self, which: Array) -> Offer:
-        """Some of the rows."""
-        return replace(
-            self,
-            choices=self.choices[which],
-            layers=None if self.layers is None else self.layers[which],
-            groups=None if self.groups is None else [self.groups[i] for i in which],
-        )
 
     def but(self, **changes: object) -> Offer:
         """The same rows under other decisions."""
@@ -271,9 +263,6 @@ def _first_choices(candidates: Array, values: Array, choices: Array) -> Array:
     order = order[values[order] <= minima * (1 + TIE)]
     order = order[np.lexsort((choices[order], candidates[order]))]
     return order[np.unique(_runs(candidates[order]))]
-
-
-#: Decisions that a block of prices has in common.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -618,7 +607,7 @@ def _before(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class Rows(ArrayTable):
     """Candidates under choices.
 
     Attributes:
@@ -643,16 +632,7 @@ class Rows:
 
     def take(self, which: Array) -> Rows:
         """Some of the rows, by ascending position."""
-        if len(which) == len(self):
-            return self
-        return Rows(
-            candidates=self.candidates[which],
-            choices=self.choices[which],
-            c=self.c.take(which),
-            sums={policy: s.take(which) for policy, s in self.sums.items()},
-            ticks={policy: tick.take(which) for policy, tick in self.ticks.items()},
-            kinds={kind: bound[which] for kind, bound in self.kinds.items()},
-        )
+        return self if len(which) == len(self) else super().take(which)
 
     def below(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardlib.cost.pricing import heap_share
 from shardlib.cost.tables import ROWS, Pricer, Q, Tally, Values
+from shardlib.cost.terms import ArrayTable
 from shardlib.layout import TOKEN_AXES
 from shardlib.planner import space
 from shardlib.planner.space import Parts, Scope, Under
@@ -93,7 +94,7 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class Footprint(ArrayTable):
     """Bytes of candidates that no plan undercuts, arrays of equal length.
 
     Attributes:
@@ -129,19 +130,6 @@ class Footprint:
             resting=self.resting + more,
             state=self.state + state if zero == 0 else self.state,
             breadth_first=None,
-        )
-
-    def take(self, which: Array) -> Footprint:
-        """Some of the candidates."""
-        return Footprint(
-            resting=self.resting[which],
-            state=self.state[which],
-            occupied=self.occupied[which],
-            bare=self.bare[which],
-            turns=self.turns[which],
-            whole=tuple(array[which] for array in self.whole),
-            once=self.once[which],
-            breadth_first=None if self.breadth_first is None else self.breadth_first.take(which),
         )
 
     def least(self, offload: tuple[str, ...]) -> Array:

@@ -32,7 +32,7 @@ from shardlib.cost.layers import repeated_calls
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.stages import candidates, distinct, sums
 from shardlib.cost.tables import Pricer, Q, Values
-from shardlib.cost.terms import Shapes
+from shardlib.cost.terms import ONE, BoundedTable, Shapes
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import ANY, ANY_GROUP
@@ -82,43 +82,20 @@ ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
-    """Pairs on places, arrays of equal length.
+class Placed(BoundedTable):
+    """Pairs on places.
 
     Attributes:
         block: the candidates.
         at: number of the candidate.
         choices: number of the choice.
-        least: a bound of each.
-        kinds: bounds of each by kind of plans, as far as they are known.
+        kinds: bounds by kind of plans, as far as they are known.
     """
 
     block: Block
     at: Array
     choices: Array
-    least: Array
     kinds: Mapping[Kind, Array]
-
-    def __len__(self) -> int:
-        return len(self.at)
-
-    def take(self, rows: Array) -> Placed:
-        """Some of them."""
-        return Placed(
-            block=self.block,
-            at=self.at[rows],
-            choices=self.choices[rows],
-            least=self.least[rows],
-            kinds={kind: bound[rows] for kind, bound in self.kinds.items()},
-        )
-
-    def first(self, count: int) -> Placed:
-        """So many of them."""
-        return self.take(np.arange(min(count, len(self))))
-
-    def after(self, count: int) -> Placed:
-        """All but the first so many."""
-        return self.take(np.arange(min(count, len(self)), len(self)))
 
     def alone(self) -> Placed:
         """The same, of a block that has no other candidates."""
@@ -129,11 +106,6 @@ class Placed:
             c=self.block.c.take(used),
         )
         return replace(self, block=block, at=positions.reshape(-1))
-
-    def below(self, limit: float) -> Placed:
-        """Those whose bound is below a limit, the least first."""
-        order = np.argsort(self.least, kind="stable")
-        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -681,10 +653,6 @@ def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple
 # Lower bounds from the step on one device where nothing is sharded: over n devices no plan takes
 # less than an n-th of it.
 
-_ONE = np.ones(1, dtype=np.int64)
-#: The shape of a program on one device.
-ONE = Shapes(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Uncut:
@@ -941,7 +909,7 @@ class Explorer:
             for axis in mesh_sizes[0]
         }
         shapes, shape = distinct(sizes)
-        values = self.pricer.values(self.load.ledger.book, shapes.and_one())
+        values = self.pricer.values(self.load.ledger.book, Shapes.joined([shapes, ONE]))
         self._uncut = replace(self._uncut, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
