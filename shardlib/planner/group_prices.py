@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.cost.communication import saved_by_gathering_once
-from shardlib.cost.framework import Abilities
 from shardlib.cost.pricing import Totals, combine, least_bytes, least_seconds
 from shardlib.cost.stages import Candidates, Sums, sums
 from shardlib.cost.tables import Pricer, Values
@@ -55,23 +54,104 @@ _SLOWER: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupBounds:
-    """Bounds of all mixtures of a row, from the quantities of the policies alone.
-
-    Attributes:
-        load, space: the model and the space.
-        pricer: the machine.
-        capacity: usable bytes of a device.
-        offloads: what may be put in host memory, beside nothing; with a pinned offload, that alone.
-    """
+class Setting:
+    """The model, the space, the machine and the usable bytes of a device that prices are of."""
 
     load: Workload
     space: Space
     pricer: Pricer
     capacity: float
-    offloads: Sequence[tuple[str, ...]]
 
-    def wanted(
+    @cached_property
+    def offloads(self) -> list[tuple[str, ...]]:
+        """The sets of arrays that may be offloaded, beside the empty one, where none is pinned."""
+        pinned = self.space.pins.offload
+        if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
+            return []
+        options = (*((part,) for part in HOSTED), HOSTED)
+        return [parts for parts in options if {*parts} <= {*self.space.limits.able.offload}]
+
+
+# --------------------------------------------------------------------------------------------------
+# Prices of plans whose layer groups follow different remat policies, or a policy with different
+# numbers of their layers.
+#
+# Such plans are between *corners*, see `shardlib.cost.variants`: steps whose layer groups each
+# follow one policy in all their layers. Bounds from the quantities of the policies alone say which
+# rows are worth the trouble; of those all corners are priced. Every mixture's (bytes of
+# activations, seconds) is a weighted average of those of the corners, so Lagrange's bound over the
+# corners is one for all mixtures; for rows that it leaves the best mixture is found exactly.
+
+
+def rates(seconds: Array, sizes: Array) -> Array:
+    """Seconds for a byte that each corner asks for beside the quickest, array [corners, rows]; 0
+    where it is not smaller.
+
+    Args:
+        seconds: of a layer, [corners, rows].
+        sizes: bytes of a layer, [corners, rows].
+    """
+    quickest = np.argmin(seconds, axis=0)[None]
+    slower, smaller = (
+        seconds - np.take_along_axis(seconds, quickest, axis=0),
+        np.take_along_axis(sizes, quickest, axis=0) - sizes,
+    )
+    return np.where(smaller > 0, slower / np.where(smaller > 0, smaller, 1.0), 0.0)
+
+
+def _joined(parts: Sequence[Sums]) -> Sums:
+    """The candidates of several, one after the other; where one has fewer points of memory than
+    others, its first stands for the others.
+    """
+    count = max(len(part.points) for part in parts)
+    return Sums.joined(
+        replace(part, points=(*part.points, *part.points[:1] * (count - len(part.points))))
+        for part in parts
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Priced(ArrayTable):
+    """Rows whose corners are priced, under the same decisions.
+
+    Attributes:
+        corners: prices by corner.
+        offer: the decisions.
+        candidates: position of each row's candidate in its block.
+        c: the candidates of the rows.
+    """
+
+    corners: Mapping[Corner, Totals]
+    offer: Offer
+    candidates: Array
+    c: Candidates
+
+    def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _Priced:
+        """The rows with some parts in host memory."""
+        moved = {
+            corner: offloaded(totals, parts, pricer, self.c)
+            for corner, totals in self.corners.items()
+        }
+        return replace(
+            self,
+            corners=moved if parts else self.corners,
+            offer=self.offer.but(offload=parts),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPricer(Setting):
+    """Prices mixtures of remat policies.
+
+    Attributes:
+        values: measures on all shapes.
+        cuttable: colours that some choice shards.
+    """
+
+    values: Values
+    cuttable: tuple[str, ...]
+
+    def _wanted(
         self,
         sums: Mapping[str, Sums],
         c: Candidates,
@@ -114,7 +194,7 @@ class GroupBounds:
             plain[rows],
         )
         busy = {
-            corner: self._composed(corner, sums)
+            corner: self._busy(corner, sums)
             for corner in corners(self.space.policies, len(self.load.counts))
         }
         minima = {
@@ -142,7 +222,7 @@ class GroupBounds:
             hopeful_rows[decisions] = own_rows[bound < seen.limit]
         return hopeful_rows
 
-    def _composed(self, corner: Corner, sums: Mapping[str, Sums]) -> Sums:
+    def _busy(self, corner: Corner, sums: Mapping[str, Sums]) -> Sums:
         """The quantities of a corner, but for memory and the gradients of weights: what
         `least_seconds` reads.
         """
@@ -261,46 +341,6 @@ class GroupBounds:
             best = np.maximum(best, saved + hidden + price * (resting - self.capacity))
         return best
 
-
-def rates(seconds: Array, sizes: Array) -> Array:
-    """Seconds for a byte that each corner asks for beside the quickest, array [corners, rows]; 0
-    where it is not smaller.
-
-    Args:
-        seconds: of a layer, [corners, rows].
-        sizes: bytes of a layer, [corners, rows].
-    """
-    quickest = np.argmin(seconds, axis=0)[None]
-    slower, smaller = (
-        seconds - np.take_along_axis(seconds, quickest, axis=0),
-        np.take_along_axis(sizes, quickest, axis=0) - sizes,
-    )
-    return np.where(smaller > 0, slower / np.where(smaller > 0, smaller, 1.0), 0.0)
-
-
-# --------------------------------------------------------------------------------------------------
-# Quantities of corners: steps whose layer groups each follow one remat policy, in all their layers
-# (`shardlib.cost.variants`).
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corners:
-    """Makes quantities of corners.
-
-    Attributes:
-        load: the model.
-        policies: remat policies of the space.
-        pricer: the machine.
-        values: measures on all shapes.
-        cuttable: colours that some choice shards.
-    """
-
-    load: Workload
-    policies: tuple[str, ...]
-    pricer: Pricer
-    values: Values
-    cuttable: tuple[str, ...]
-
     @cached_property
     def _accounts(self) -> Accounts:
         return self.load.ledger.accounts(self.cuttable)
@@ -309,7 +349,7 @@ class Corners:
     def _moments(self) -> Accounts:
         return self.load.moments.accounts(self.cuttable)
 
-    def quantities(
+    def _quantities(
         self,
         uniform: Mapping[str, Sums],
         choices: Array,
@@ -317,7 +357,7 @@ class Corners:
         listed: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, Sums]:
         """Quantities of every corner by row."""
-        all_corners = corners(self.policies, len(self.load.counts))
+        all_corners = corners(self.space.policies, len(self.load.counts))
         mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")
         parts: dict[Corner, list[Sums]] = {corner: [] for corner in mixed}
@@ -338,7 +378,9 @@ class Corners:
         shapes = np.unique(c.shape)
         local = replace(c, shape=np.searchsorted(shapes, c.shape))
         segments = [moment.segment for moment in self.load.programs[NONE, routes].moments]
-        parts = {policy: self._tallies(policy, routes, choice, shapes) for policy in self.policies}
+        parts = {
+            policy: self._tallies(policy, routes, choice, shapes) for policy in self.space.policies
+        }
         resting = self._accounts.rest.on(self.values, shapes).columns(
             [(choice, np.arange(len(shapes)))]
         )[0]
@@ -362,74 +404,6 @@ class Corners:
             lists = lists[len(moment.points) :]
         return Tallies(work=work, points=tuple(points), stacks=tuple(stacks))
 
-
-def _joined(parts: Sequence[Sums]) -> Sums:
-    """The candidates of several, one after the other; where one has fewer points of memory than
-    others, its first stands for the others.
-    """
-    count = max(len(part.points) for part in parts)
-    return Sums.joined(
-        replace(part, points=(*part.points, *part.points[:1] * (count - len(part.points))))
-        for part in parts
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# Prices plans whose layer groups follow different remat policies, or a policy with different
-# numbers of their layers.
-#
-# Such plans are between *corners*, see `shardlib.cost.variants`. For each row that is worth the
-# trouble (`shardlib.planner.group_prices`) all corners are priced. Every mixture's (bytes of
-# activations, seconds) is a weighted average of those of the corners, so Lagrange's bound over the
-# corners is one for all mixtures; for rows that it leaves the best mixture is found exactly.
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Priced(ArrayTable):
-    """Rows whose corners are priced, under the same decisions.
-
-    Attributes:
-        corners: prices by corner.
-        offer: the decisions.
-        candidates: position of each row's candidate in its block.
-        c: the candidates of the rows.
-    """
-
-    corners: Mapping[Corner, Totals]
-    offer: Offer
-    candidates: Array
-    c: Candidates
-
-    def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _Priced:
-        """The rows with some parts in host memory."""
-        moved = {
-            corner: offloaded(totals, parts, pricer, self.c)
-            for corner, totals in self.corners.items()
-        }
-        return replace(
-            self,
-            corners=moved if parts else self.corners,
-            offer=self.offer.but(offload=parts),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupPricer:
-    """Prices mixtures.
-
-    Attributes:
-        load, space: the model and the space.
-        pricer: the machine.
-        bounds: of the same model, space and machine.
-        corners: makes the quantities of corners.
-    """
-
-    load: Workload
-    space: Space
-    pricer: Pricer
-    bounds: GroupBounds
-    corners: Corners
-
     @cached_property
     def _patterns(self) -> list[Pattern]:
         return patterns(self.space.policies, len(self.load.counts))
@@ -445,7 +419,7 @@ class GroupPricer:
     ) -> None:
         """Offers the best mixtures of some rows under one schedule."""
         if self.space.pins.remat_layers is None and not self.space.each:
-            rows_by_knob = self.bounds.wanted(uniform, c, knobs, seen)
+            rows_by_knob = self._wanted(uniform, c, knobs, seen)
         else:
             rows_by_knob = {
                 decisions: np.flatnonzero(schedules.legal_zero(self.space, decisions.zero, c))
@@ -454,7 +428,7 @@ class GroupPricer:
         rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows_by_knob.values()]))
         if not len(rows):
             return
-        quantities = self.corners.quantities(
+        quantities = self._quantities(
             {policy: s.take(rows) for policy, s in uniform.items()},
             choices[rows],
             c.take(rows),
@@ -479,7 +453,7 @@ class GroupPricer:
     def _offer(self, priced: _Priced, seen: Seen) -> None:
         """Offers the best mixture of each row, with nothing in host memory and with something."""
         pinned = self.space.pins.offload
-        for parts in [pinned] if pinned is not None else [(), *self.bounds.offloads]:
+        for parts in [pinned] if pinned is not None else [(), *self.offloads]:
             moved = priced.offloaded(parts, self.pricer)
             if self.space.each:
                 self._pinned(moved, seen)
@@ -501,11 +475,11 @@ class GroupPricer:
             np.stack([totals.peak_bytes for totals in prices.values()]),
         )
         return np.where(
-            sizes.min(0) > self.bounds.capacity,
+            sizes.min(0) > self.capacity,
             np.inf,
             np.max(
                 [
-                    (seconds + rate * (sizes - self.bounds.capacity)).min(0)
+                    (seconds + rate * (sizes - self.capacity)).min(0)
                     for rate in rates(seconds, sizes)
                 ],
                 axis=0,
@@ -559,7 +533,7 @@ class GroupPricer:
         where none fits.
         """
         layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
-        total, capacity = self.space.pins.remat_layers, self.bounds.capacity
+        total, capacity = self.space.pins.remat_layers, self.capacity
         best = best_mixture(priced.corners, self._patterns, layers, capacity, total=total)
         if total is not None and (best.pattern < 0).all():
             best = best_mixture(priced.corners, self._patterns, layers, np.inf, total=total)
@@ -574,146 +548,6 @@ class GroupPricer:
 
 
 # --------------------------------------------------------------------------------------------------
-# Variants of a plan that does not fit: arrays offloaded, and where more than enough is
-# rematerialised, less of it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variants:
-    """Offers prices, and what may be better where a plan does not fit.
-
-    Attributes:
-        load, space: the model and the space.
-        pricer: the machine.
-        capacity: usable bytes of a device.
-    """
-
-    load: Workload
-    space: Space
-    pricer: Pricer
-    capacity: float
-
-    def offer(
-        self,
-        offer: Offer,
-        rows: Array,
-        totals: Totals,
-        fast: Totals | None,
-        c: Candidates,
-        seen: Seen,
-    ) -> None:
-        """Offers a price; where it does not fit also with something in host memory, and where more
-        than enough is recomputed with less of it.
-        """
-        pins, pinned_layers = self.space.pins, self.space.pins.remat_layers
-        pinned = pins.offload or ()
-        if pinned:
-            totals = offloaded(totals, pinned, self.pricer, c)
-            fast = fast and offloaded(fast, pinned, self.pricer, c)
-            offer = offer.but(offload=pinned)
-        if not pinned_layers:
-            seen.offer(offer, totals, rows)
-        self._mixed(offer, rows, totals, fast, c, seen)
-        lacking = (totals.step_seconds < seen.limit) & (
-            totals.peak_bytes > self.capacity
-        )  # what follows only adds seconds
-        if fast is not None:  # with something in host memory, fewer layers need to be recomputed
-            lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (
-                fast.peak_bytes > self.capacity
-            )
-        short = np.flatnonzero(lacking)
-        if not len(short) or pinned_layers:
-            return
-        part, c = offer.take(short), c.take(short)
-        for parts in self.offloads():
-            less = offloaded(totals.take(short), parts, self.pricer, c)
-            moved = part.but(offload=parts)
-            seen.offer(moved, less, rows[short])
-            if fast is not None:
-                self._mixed(
-                    moved,
-                    rows[short],
-                    less,
-                    offloaded(fast.take(short), parts, self.pricer, c),
-                    c,
-                    seen,
-                )
-
-    @property
-    def _able(self) -> Abilities:
-        return self.space.limits.able
-
-    def offloads(self) -> list[tuple[str, ...]]:
-        """Lists the sets of arrays that may be offloaded, beside the empty one."""
-        pinned = self.space.pins.offload
-        if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
-            return []
-        options = (*((part,) for part in HOSTED), HOSTED)
-        return [parts for parts in options if {*parts} <= {*self._able.offload}]
-
-    def _mixed(
-        self,
-        offer: Offer,
-        rows: Array,
-        rematerialised: Totals,
-        fast: Totals | None,
-        c: Candidates,
-        seen: Seen,
-    ) -> None:
-        """Offers the plans that recompute no more layers than memory asks for."""
-        pinned_layers = self.space.pins.remat_layers
-        if (
-            fast is None
-            or pinned_layers == 0
-            or self.space.apart
-            or "partly" not in self._able.remat
-        ):
-            return
-        legal = fast.step_seconds < seen.limit
-        legal &= lowered(facts(offer.decisions), along(c.sizes), self.space.gaps)
-        if pinned_layers is None:
-            legal &= (fast.peak_bytes > self.capacity) & (
-                fast.step_seconds < rematerialised.step_seconds
-            )
-        if not legal.any():
-            return
-        layers = fullest(offer.decisions, self.load.model, c)
-        if pinned_layers:
-            needed = np.where(layers > pinned_layers, float(pinned_layers), 0.0)
-        else:
-            saved, less = (
-                fast.device_bytes["activations"],
-                rematerialised.device_bytes["activations"],
-            )
-            others = sum(
-                (
-                    np.maximum(size, rematerialised.device_bytes[name])
-                    for name, size in fast.device_bytes.items()
-                    if name != "activations"
-                ),
-                np.zeros(len(c)),
-            )
-            needed = np.ceil(
-                (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
-            )
-            needed = np.round(self._share(needed, offer, c) * layers)
-        mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
-        if len(mixed):
-            share = self._share(needed, offer, c)[mixed]
-            seen.offer(
-                replace(offer.take(mixed), layers=needed[mixed].astype(np.int64)),
-                mix(fast.take(mixed), rematerialised.take(mixed), share),
-                rows[mixed],
-            )
-
-    def _share(self, number: Array, offer: Offer, c: Candidates) -> Array:
-        """Part of the layers that rematerialise where so many of the fullest stage are to."""
-        return rematerialised_share(
-            number, offer.decisions, self.load.model, c, self.pricer.profile
-        )
-
-
-# --------------------------------------------------------------------------------------------------
 # Prices of rows: remat policy, ZeRO stage, schedule, time of gathers, and offload, once mesh, place
 # and colours are chosen.
 #
@@ -722,21 +556,11 @@ class Variants:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPricer:
-    """Prices rows whose layer groups are alike.
-
-    Attributes:
-        load, space: the model and the space.
-        pricer: the machine.
-        variants: what is offered beside a price: less that is rematerialised, something offloaded.
-        groups: prices plans whose layer groups follow policies of their own; None where all are
-            alike.
+class RowPricer(Setting):
+    """Prices rows; `groups` prices plans whose layer groups follow policies of their own, None
+    where all are alike.
     """
 
-    load: Workload
-    space: Space
-    pricer: Pricer
-    variants: Variants
     groups: GroupPricer | None = None
 
     def price(self, rows: Rows, seen: Seen) -> None:
@@ -946,7 +770,7 @@ class RowPricer:
         partly = np.zeros(len(rows), dtype=bool)
         if fast is not None and policy != "none":
             partly[fast[0]] = (fast[1].step_seconds < seen.limit) & (
-                (fast[1].peak_bytes > self.variants.capacity) | bool(self.space.pins.remat_layers)
+                (fast[1].peak_bytes > self.capacity) | bool(self.space.pins.remat_layers)
             )
         seen.skip(int(((worth | partly) & ~legal).sum()))
         hopeful = np.flatnonzero(legal & (worth | partly))
@@ -966,7 +790,7 @@ class RowPricer:
             quick.seconds["overhead"][position[hopeful] < 0] = (
                 np.inf
             )  # not priced because it cannot be fast enough
-        self.variants.offer(
+        self._offer(
             Offer(decisions=decisions, choices=rows.choices[hopeful]),
             rows.candidates[hopeful],
             totals,
@@ -975,3 +799,110 @@ class RowPricer:
             seen,
         )
         return hopeful, totals
+
+    def _offer(
+        self,
+        offer: Offer,
+        rows: Array,
+        totals: Totals,
+        fast: Totals | None,
+        c: Candidates,
+        seen: Seen,
+    ) -> None:
+        """Offers a price; where it does not fit also with something in host memory, and where more
+        than enough is recomputed with less of it.
+        """
+        pins, pinned_layers = self.space.pins, self.space.pins.remat_layers
+        pinned = pins.offload or ()
+        if pinned:
+            totals = offloaded(totals, pinned, self.pricer, c)
+            fast = fast and offloaded(fast, pinned, self.pricer, c)
+            offer = offer.but(offload=pinned)
+        if not pinned_layers:
+            seen.offer(offer, totals, rows)
+        self._mixed(offer, rows, totals, fast, c, seen)
+        lacking = (totals.step_seconds < seen.limit) & (
+            totals.peak_bytes > self.capacity
+        )  # what follows only adds seconds
+        if fast is not None:  # with something in host memory, fewer layers need to be recomputed
+            lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (
+                fast.peak_bytes > self.capacity
+            )
+        short = np.flatnonzero(lacking)
+        if not len(short) or pinned_layers:
+            return
+        part, c = offer.take(short), c.take(short)
+        for parts in self.offloads:
+            less = offloaded(totals.take(short), parts, self.pricer, c)
+            moved = part.but(offload=parts)
+            seen.offer(moved, less, rows[short])
+            if fast is not None:
+                self._mixed(
+                    moved,
+                    rows[short],
+                    less,
+                    offloaded(fast.take(short), parts, self.pricer, c),
+                    c,
+                    seen,
+                )
+
+    def _mixed(
+        self,
+        offer: Offer,
+        rows: Array,
+        rematerialised: Totals,
+        fast: Totals | None,
+        c: Candidates,
+        seen: Seen,
+    ) -> None:
+        """Offers the plans that recompute no more layers than memory asks for."""
+        pinned_layers = self.space.pins.remat_layers
+        if (
+            fast is None
+            or pinned_layers == 0
+            or self.space.apart
+            or "partly" not in self.space.limits.able.remat
+        ):
+            return
+        legal = fast.step_seconds < seen.limit
+        legal &= lowered(facts(offer.decisions), along(c.sizes), self.space.gaps)
+        if pinned_layers is None:
+            legal &= (fast.peak_bytes > self.capacity) & (
+                fast.step_seconds < rematerialised.step_seconds
+            )
+        if not legal.any():
+            return
+        layers = fullest(offer.decisions, self.load.model, c)
+        if pinned_layers:
+            needed = np.where(layers > pinned_layers, float(pinned_layers), 0.0)
+        else:
+            saved, less = (
+                fast.device_bytes["activations"],
+                rematerialised.device_bytes["activations"],
+            )
+            others = sum(
+                (
+                    np.maximum(size, rematerialised.device_bytes[name])
+                    for name, size in fast.device_bytes.items()
+                    if name != "activations"
+                ),
+                np.zeros(len(c)),
+            )
+            needed = np.ceil(
+                (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
+            )
+            needed = np.round(self._share(needed, offer, c) * layers)
+        mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
+        if len(mixed):
+            share = self._share(needed, offer, c)[mixed]
+            seen.offer(
+                replace(offer.take(mixed), layers=needed[mixed].astype(np.int64)),
+                mix(fast.take(mixed), rematerialised.take(mixed), share),
+                rows[mixed],
+            )
+
+    def _share(self, number: Array, offer: Offer, c: Candidates) -> Array:
+        """Part of the layers that rematerialise where so many of the fullest stage are to."""
+        return rematerialised_share(
+            number, offer.decisions, self.load.model, c, self.pricer.profile
+        )

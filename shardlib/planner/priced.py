@@ -50,7 +50,7 @@ from shardlib.machines.topology import (
 from shardlib.planner import space as meshes
 from shardlib.planner.assembly import OnMachine, price
 from shardlib.planner.bounds import EACH, ROUNDING, Entries, Fitting, Kind, Pairs
-from shardlib.planner.group_prices import Corners, GroupBounds, GroupPricer, RowPricer, Variants
+from shardlib.planner.group_prices import GroupPricer, RowPricer, Setting
 from shardlib.planner.incumbents import Best, Block, Entry, Place, Ranking, Rows, Seen
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.space import (
@@ -109,30 +109,18 @@ class Placed(BoundedTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairPricer:
+class PairPricer(Setting):
     """Prices pairs: candidates, each under a choice of colours, on their places.
 
     Attributes:
-        variants: the model, the space and the machine.
         cuttable: colours that some choice shards.
         best: takes the results.
         rows: takes the places, where a ranking speaks of them.
     """
 
-    variants: Variants
     cuttable: tuple[str, ...]
     best: Best
     rows: list[Place]
-
-    @property
-    def space(self) -> Space:
-        """The space."""
-        return self.variants.space
-
-    @property
-    def topology(self) -> Topology:
-        """The machine."""
-        return self.variants.pricer.topology
 
     def price(
         self,
@@ -188,7 +176,7 @@ class PairPricer:
         self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
     ) -> None:
         """Prices pairs on places."""
-        seen = Seen(self.best, self.rows, placed.block, self.variants.capacity, reach, ranking)
+        seen = Seen(self.best, self.rows, placed.block, self.capacity, reach, ranking)
         self._priced(entries, placed, seen)
         seen.close()
 
@@ -203,29 +191,18 @@ class PairPricer:
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """Prices rows of some entries; layer groups apart, where the space has such plans."""
-        load, space, pricer = self.variants.load, self.space, self.variants.pricer
+        load, space, pricer, capacity = self.load, self.space, self.pricer, self.capacity
         groups = None
         if space.apart:
-            bounds = GroupBounds(
+            groups = GroupPricer(
                 load=load,
                 space=space,
                 pricer=pricer,
-                capacity=self.variants.capacity,
-                offloads=self.variants.offloads(),
-            )
-            corners = Corners(
-                load=load,
-                policies=space.policies,
-                pricer=pricer,
+                capacity=capacity,
                 values=entries.values,
                 cuttable=self.cuttable,
             )
-            groups = GroupPricer(
-                load=load, space=space, pricer=pricer, bounds=bounds, corners=corners
-            )
-        return RowPricer(
-            load=load, space=space, pricer=pricer, variants=self.variants, groups=groups
-        )
+        return RowPricer(load=load, space=space, pricer=pricer, capacity=capacity, groups=groups)
 
     def _rows(self, entries: Entries, placed: Placed) -> Rows:
         """Candidates under choices, with their quantities."""
@@ -257,9 +234,7 @@ class PairPricer:
         }
         saved = (
             {
-                policy: columns(
-                    self.variants.load.stacks.accounts(self.cuttable).points[policy, routes]
-                )[0]
+                policy: columns(self.load.stacks.accounts(self.cuttable).points[policy, routes])[0]
                 for policy in policies
             }
             if by_group
@@ -270,8 +245,8 @@ class PairPricer:
                 columns(accounts.work[policy, routes])[0],
                 resting,
                 list(columns(accounts.points[policy, routes])),
-                self.variants.load.model,
-                self.variants.pricer,
+                self.load.model,
+                self.pricer,
                 local,
                 stacks=saved.get(policy),
             )
@@ -307,7 +282,7 @@ class PairPricer:
         c = candidates(
             [(mesh, placement) for mesh, _, placement in places],
             [int(m) for m in entries.sizes["micro"][rows]],
-            self.topology,
+            self.pricer.topology,
         )
         block = Block(
             places=places,
@@ -319,15 +294,15 @@ class PairPricer:
 
     def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
         """The places of a mesh; with `usual`, one of them."""
-        pinned = self.space.pins.axis_order
+        pinned, topology = self.space.pins.axis_order, self.pricer.topology
         if pinned is not None:
             order = mesh.in_order(pinned)
-            placement = place(mesh, self.topology, order)
+            placement = place(mesh, topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
         if usual or not self.space.limits.able.free:
-            placement = place(mesh, self.topology)
+            placement = place(mesh, topology)
             return [] if placement is None else [((), placement)]
-        return [*placements(mesh, self.topology)]
+        return [*placements(mesh, topology)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -791,7 +766,10 @@ class Explorer:
             )
         )
         self.pairs = PairPricer(
-            variants=Variants(load=load, space=space, pricer=self.pricer, capacity=capacity),
+            load=load,
+            space=space,
+            pricer=self.pricer,
+            capacity=capacity,
             cuttable=self._cuttable,
             best=self.best,
             rows=self.rows,
@@ -801,7 +779,7 @@ class Explorer:
             space=space,
             pricer=self.pricer,
             capacity=capacity,
-            offloads=(pinned,) if pinned else ((), *self.pairs.variants.offloads()),
+            offloads=(pinned,) if pinned else ((), *self.pairs.offloads),
         )
 
     @property

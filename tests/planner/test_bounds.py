@@ -18,7 +18,7 @@ from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import place, topology
 from shardlib.planner import space as meshes
 from shardlib.planner.assembly import price
-from shardlib.planner.bounds import Entries, Fitting, Pairs, Tick, joined, mixed, step_seconds
+from shardlib.planner.bounds import Entries, Fitting, Pairs, Tick, mixed, step_seconds
 from shardlib.planner.space import Scope, Strategy
 from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
@@ -207,7 +207,7 @@ def test_the_fullest_stage_has_whole_layers() -> None:
 
 
 def test_pairs_come_in_the_order_of_their_bounds() -> None:
-    pairs = joined(
+    pairs = Pairs.joined(
         [
             Pairs(entries=np.array([3, 1]), choices=np.array([0, 1]), least=np.array([2.0, 5.0])),
             Pairs(entries=np.array([3, 2]), choices=np.array([2, 2]), least=np.array([1.0, 4.0])),
