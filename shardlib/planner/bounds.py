@@ -28,11 +28,8 @@ from shardlib.cost.tables import BYTES, COUNTS, ROWS, Pricer, Q, Tally, Values
 from shardlib.cost.terms import ArrayTable, BoundedTable, distinct_rows
 from shardlib.decisions.table import Decisions
 from shardlib.layout import MESH_AXES, STORED_AXES
-from shardlib.planner import space
-from shardlib.planner import space as meshes
-from shardlib.planner import space as schedules
 from shardlib.planner.memory_bounds import Footprint, Footprints
-from shardlib.planner.space import Parts, Scope, Space, Under, alone
+from shardlib.planner.space import FEWEST, Parts, Scope, Space, Under, alone
 from shardlib.propagation.colours import Choice
 from shardlib.schedules import NONE, Pipelines, most_put_off
 
@@ -393,9 +390,7 @@ def breadth_first_seconds(
     if not pinned:
         with np.errstate(divide="ignore", invalid="ignore"):
             best = np.sqrt(groups * (stages - 1) * tick.busy / stages / (micro * passes))
-        chunks = np.clip(
-            np.nan_to_num(best, nan=np.inf), space.FEWEST, np.maximum(chunks, space.FEWEST)
-        )
+        chunks = np.clip(np.nan_to_num(best, nan=np.inf), FEWEST, np.maximum(chunks, FEWEST))
     chunks = np.maximum(chunks, 1)
     return np.where(
         fits,
@@ -667,7 +662,7 @@ class Fitting:
         """The same for every kind of plans; arguments as those of `seconds`."""
         constants = self.pricer.constants
         fixed = constants.step_s + constants.microbatch_s * (
-            sizes["micro"] + schedules.groups(self.space) * (sizes["stage"] - 1)
+            sizes["micro"] + self.space.accumulation_groups * (sizes["stage"] - 1)
         )
         kinds = dict[Kind, Array]()
         for zero, gather, legal in self._ways(sizes):
@@ -735,7 +730,7 @@ class Fitting:
         mixes, and those of breadth first, whose stages gather weights once.
         """
         stages, micro = sizes["stage"], sizes["micro"]
-        space, groups, layers = self.space, schedules.groups(self.space), self.space.limits.layers
+        space, groups, layers = self.space, self.space.accumulation_groups, self.space.limits.layers
         behind = {policy: hiding.get(policy, 0.0) for policy in ticks}
         if not (stages > 1).any():
             return [
@@ -775,10 +770,10 @@ class Fitting:
                 )
             }
             for policy, tick in ticks.items()
-            if any(schedule.backward_in_two for schedule in schedules.of_policy(space, policy))
+            if any(schedule.backward_in_two for schedule in space.schedules(policy))
         ]
         usual = [(times, False) for times in [mixing, *alone]]
-        chunks, pinned = schedules.most_rounds(space, sizes), space.pins.virtual_stages is not None
+        chunks, pinned = space.most_rounds(sizes), space.pins.virtual_stages is not None
         if gather != "once" or not chunks.any():
             return usual
         return [
@@ -806,12 +801,12 @@ class Fitting:
         """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or
         with as many chunks as a stage can have.
         """
-        together = micro // schedules.groups(self.space)
-        limit = schedules.most_chunks(self.space, policy, stages, micro)
+        together = micro // self.space.accumulation_groups
+        limit = self.space.most_chunks(policy, stages, micro)
         return np.minimum.reduce(
             [
                 schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=together))
-                for schedule in schedules.of_policy(self.space, policy) or (NONE,)
+                for schedule in self.space.schedules(policy) or (NONE,)
                 for chunks in (np.ones_like(limit), limit)
             ]
         )
@@ -951,7 +946,7 @@ class Entries:
         scope: the choices.
         pricer: the machine.
         fitting: the capacity.
-        sizes: of every mesh axis and "micro", by entry (`meshes.sizes`).
+        sizes: of every mesh axis and "micro", by entry (`Space.mesh_sizes`).
         values: measures on the shapes of the entries.
         shape: number of the shape of each entry.
     """
@@ -1155,7 +1150,7 @@ class Entries:
             fits = (tensor > 1) == bool(choice.tensor or choice.sequence)
             for name in choice.tensor:
                 fits &= divides[name]
-            rows = entries[fits & meshes.legal(choice, space, self.scope.routes, sizes)]
+            rows = entries[fits & space.legal(choice, self.scope.routes, sizes)]
             fitted.append(
                 Pairs(entries=rows, choices=np.full(len(rows), number), least=np.zeros(len(rows)))
             )

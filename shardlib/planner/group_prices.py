@@ -37,7 +37,6 @@ from shardlib.cost.variants import (
 )
 from shardlib.decisions.lowerings import along, facts, lowered
 from shardlib.decisions.table import HOSTED, Decisions
-from shardlib.planner import space as schedules
 from shardlib.planner.bounds import EACH, passing, step_seconds
 from shardlib.planner.incumbents import Offer, Rows, Seen
 from shardlib.planner.space import Space
@@ -176,7 +175,7 @@ class GroupPricer(Setting):
         )
         alive: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in knobs:
-            legal = np.flatnonzero(hopeful & schedules.legal_zero(self.space, decisions.zero, c))
+            legal = np.flatnonzero(hopeful & self.space.legal_zero(decisions.zero, c))
             none = combine(
                 sums[NONE].take(legal), decisions, self.load.model, self.pricer, c.take(legal)
             )
@@ -422,7 +421,7 @@ class GroupPricer(Setting):
             rows_by_knob = self._wanted(uniform, c, knobs, seen)
         else:
             rows_by_knob = {
-                decisions: np.flatnonzero(schedules.legal_zero(self.space, decisions.zero, c))
+                decisions: np.flatnonzero(self.space.legal_zero(decisions.zero, c))
                 for decisions in knobs
             }
         rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows_by_knob.values()]))
@@ -574,7 +573,7 @@ class RowPricer(Setting):
                 lambda: {policy: [] for policy in self.space.policies}
             )
             for policy in self.space.policies:
-                for decisions in schedules.zeros_and_schedules(self.space, policy, pipelined=piped):
+                for decisions in self.space.zeros_and_schedules(policy, pipelined=piped):
                     by_schedule[decisions.schedule, decisions.virtual_stages][policy].append(
                         decisions
                     )
@@ -588,12 +587,11 @@ class RowPricer(Setting):
         piped = named(schedule).staged
         legal = np.ones(len(rows), dtype=bool)
         if piped:
-            legal = schedules.legal_schedule(
-                self.space,
+            legal = self.space.legal_schedule(
                 Decisions(
                     schedule=schedule,
                     virtual_stages=virtual,
-                    accumulation=schedules.groups(self.space),
+                    accumulation=self.space.accumulation_groups,
                 ),
                 rows.c,
             )
@@ -601,7 +599,7 @@ class RowPricer(Setting):
         if not legal.any():
             return
         zeros = {decisions.zero for listed in knobs.values() for decisions in listed}
-        orders = self._ways(schedule, virtual)
+        orders = self.space.orders(schedule, virtual)
         gathers = {decisions.gather for listed in knobs.values() for decisions in listed}
         fitting = legal & rows.below(zeros, orders, gathers, seen.limit)
         if not fitting.any() and self.groups is None:
@@ -622,22 +620,6 @@ class RowPricer(Setting):
             )
         self._apart(rows, legal, knobs[self.space.policies[-1]], seen)
 
-    @cached_property
-    def _kinds(self) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """Schedules with chunks, but for breadth first, and breadth first."""
-        return schedules.usual(self.space), schedules.first(self.space)
-
-    def _ways(self, schedule: str, chunks: int) -> tuple[bool, ...]:
-        """Returns whether pipelines of a schedule may work breadth first (True), or otherwise
-        (False).
-        """
-        usual, first = self._kinds
-        return tuple(
-            breadth_first
-            for breadth_first, listed in ((False, usual), (True, first))
-            if (schedule, chunks) in listed or (not breadth_first and not named(schedule).staged)
-        )
-
     def _apart(self, rows: Rows, legal: Array, knobs: list[Decisions], seen: Seen) -> None:
         """Offers the plans of one schedule whose layer groups differ."""
         if self.groups is None or not knobs:
@@ -654,7 +636,7 @@ class RowPricer(Setting):
         self,
         less: Rows,
         worth: dict[str, Array],
-        orders: tuple[bool, ...],
+        orders: list[bool],
         knobs: dict[str, list[Decisions]],
         seen: Seen,
     ) -> None:
@@ -673,7 +655,7 @@ class RowPricer(Setting):
             key=lambda pair: (pair[0], pair[1] != "use"),
         ):
             fitting = less.below((zero,), orders, (gather,), seen.limit)
-            legal = schedules.legal_zero(self.space, zero, less.c)
+            legal = self.space.legal_zero(zero, less.c)
             selected = {policy: rows_worth & fitting for policy, rows_worth in worth.items()}
             if (
                 gather == "once"
@@ -714,7 +696,7 @@ class RowPricer(Setting):
         the others are no faster than those that gather at every use, and larger.
         """
         hopeful = np.flatnonzero(
-            np.logical_or.reduce(list(worth.values())) & schedules.legal_zero(self.space, 3, rows.c)
+            np.logical_or.reduce(list(worth.values())) & self.space.legal_zero(3, rows.c)
         )
         less, saving = rows.take(hopeful), np.zeros(len(rows), dtype=bool)
         for policy in worth:
@@ -732,7 +714,7 @@ class RowPricer(Setting):
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
-        groups = schedules.groups(self.space)
+        groups = self.space.accumulation_groups
         shape = Pipelines(
             stages=rows.c.stage,
             chunks=np.full_like(rows.c.stage, virtual),

@@ -637,7 +637,7 @@ class Rows(ArrayTable):
     def below(
         self,
         zeros: Iterable[int],
-        breadth_first: tuple[bool, ...],
+        breadth_first: Iterable[bool],
         gathers: Iterable[str],
         limit: float,
     ) -> Array:

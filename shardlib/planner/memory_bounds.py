@@ -14,8 +14,7 @@ from shardlib.cost.pricing import heap_share
 from shardlib.cost.tables import ROWS, Pricer, Q, Tally, Values
 from shardlib.cost.terms import ArrayTable
 from shardlib.layout import TOKEN_AXES
-from shardlib.planner import space
-from shardlib.planner.space import Parts, Scope, Under
+from shardlib.planner.space import MAX_VIRTUAL, Parts, Scope, Under, forward_first
 from shardlib.planner.workload import Account
 from shardlib.schedules import Pipelines, Schedule, least_in_flight, named, pipelines
 
@@ -197,7 +196,7 @@ class Footprints:
                 ends, by candidate: array [2 x 7, candidates].
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
         """
-        stages, together = sizes["stage"], sizes["micro"] // space.groups(self._space)
+        stages, together = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
 
         def shape(chunks: int) -> Pipelines:
             return Pipelines(
@@ -215,12 +214,12 @@ class Footprints:
         footprint = self._holding(
             resting, points, sizes, in_flight, longest, 0.0 if rounds else 1.0
         )
-        if not space.breadth_first(self._space):
+        if not self._space.breadth_first_chunks:
             return footprint
         longest_in_flight = np.maximum.reduce(
-            [schedule.in_flight(shape(1)) for schedule in space.forward_first()]
+            [schedule.in_flight(shape(1)) for schedule in forward_first()]
         )
-        chunks = space.most_rounds(self._space, sizes)
+        chunks = self._space.most_rounds(sizes)
         whole_share = np.minimum(1.0, 2 / np.maximum(chunks, 1))  # two chunks are whole at a time
         first = self._holding(resting, points, sizes, together, longest_in_flight, whole_share)
         return replace(footprint, breadth_first=first.under(3, "once"))
@@ -291,6 +290,6 @@ class Footprints:
         fewest = min(self._model.counts, default=1)
         return np.where(
             stages > 1,
-            (1 + self._model.head_layers / fewest) / stages + space.MAX_VIRTUAL / fewest,
+            (1 + self._model.head_layers / fewest) / stages + MAX_VIRTUAL / fewest,
             1.0,
         )

@@ -47,7 +47,6 @@ from shardlib.machines.topology import (
     place,
     placements,
 )
-from shardlib.planner import space as meshes
 from shardlib.planner.assembly import OnMachine, price
 from shardlib.planner.bounds import EACH, ROUNDING, Entries, Fitting, Kind, Pairs
 from shardlib.planner.group_prices import GroupPricer, RowPricer, Setting
@@ -60,7 +59,6 @@ from shardlib.planner.space import (
     build,
     explain_empty,
     gaps_of,
-    sizes,
     strategies,
 )
 from shardlib.planner.stored import (
@@ -813,7 +811,7 @@ class Explorer:
 
     def _few(self, devices: int) -> dict[str, Array]:
         """Sizes of meshes of the simplest entries on some number of devices."""
-        sizes = meshes.sizes(self.space, self.load.colouring, devices)
+        sizes = self.space.mesh_sizes(self.load.colouring, devices)
         plain = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
         return {axis: size[plain] for axis, size in sizes.items()}
 
@@ -872,7 +870,7 @@ class Explorer:
 
     def _made(self, counts: Counts, enough: Sequence[int]) -> list[Entries]:
         """See `_entries`."""
-        mesh_sizes = [meshes.sizes(self.space, self.load.colouring, devices) for devices in enough]
+        mesh_sizes = [self.space.mesh_sizes(self.load.colouring, devices) for devices in enough]
         made_entries = self._of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
         if made_entries:
             self._explored[counts] = made_entries
@@ -1401,7 +1399,7 @@ def _counts(space: Space, load: Workload, topology: Topology, device_count: int)
     """
 
     def some(devices: int) -> bool:
-        return len(sizes(space, load.colouring, devices)["micro"]) > 0
+        return len(space.mesh_sizes(load.colouring, devices)["micro"]) > 0
 
     if space.pins.mesh is not None:
         yield device_count

@@ -519,8 +519,8 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 # --------------------------------------------------------------------------------------------------
 # The space of plans.
 #
-# `Space` lists the legal values of every decision under the user's pins; which combinations are
-# legal say its neighbours (`meshes`, `schedules`). The search prices all of them that no bound
+# `Space` lists the legal values of every decision under the user's pins, and says which
+# combinations are legal. The search prices all of them that no bound
 # excludes. Nothing is decided one axis at a time.
 #
 # The space, where pins do not narrow it:
@@ -550,6 +550,13 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 #
 # A program can be made of every plan of it: combinations that have no lowering
 # (`shardlib.decisions.lowerings`) are left out.
+
+
+#: Largest number of chunks of layers on a stage that is tried.
+MAX_VIRTUAL = 8
+#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through
+#: one chunk before the next: two are whole at a time.
+FEWEST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -600,6 +607,188 @@ class Space:
             and len(self.policies) > 1
             and "none" in self.policies
             and self.pins.remat_layers != 0
+        )
+
+    def mesh_sizes(self, colouring: Colouring, devices: int) -> dict[str, Array]:
+        """Every mesh of some number of devices, with every number of microbatches."""
+        names = {*self.tensor, *(name for choice in self.choices for name in choice.tensor)}
+        cuttable = frozenset(colouring.colours[name].divisor for name in names)
+        candidates = _sizes(
+            self.pins, self.limits, cuttable | {self.limits.sequence}, True in self.routes, devices
+        )
+        fits = lowered(facts_of_pins(self.pins), along(candidates), self.gaps)
+        if (contexts := self.strategy.contexts) is not None:
+            fits = fits & ((candidates["context"] > 1) == contexts)
+        return {name: column[fits] for name, column in candidates.items()}
+
+    def legal(self, choice: Choice, routes: bool, sizes: Mapping[str, Array]) -> Array:
+        """Returns which candidates a choice fits, of those that fit their tensor axis, by sizes of mesh
+        axes: the sequence divides, and an expert axis has tokens to route, where that has a lowering.
+        """
+        fits = (
+            self.limits.sequence
+            % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
+            == 0
+        )
+        if self.limits.able.has("experts in sequence") and routes and not choice.sequence:
+            fits &= sizes["tensor"] == 1
+        if routes:
+            return fits & lowered(facts_of_pins(self.pins) | {"routed"}, along(sizes), self.gaps)
+        return fits & (sizes["expert"] == 1)
+
+    @property
+    def accumulation_groups(self) -> int:
+        """Groups of microbatches that go through a pipeline one after the other; more than one only
+        where that is pinned, and then all plans have stages.
+        """
+        return self.pins.accumulation or 1
+
+    def legal_zero(self, zero: int, c: Candidates) -> Array:
+        """Returns which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis
+        shards something, and the framework can do it.
+        """
+        able = self.limits.able
+        if zero:
+            alone = able.has("ZeRO or replicas")
+            return (c.ways(STORED_AXES) > 1) & ((c.ways(("data",)) == 1) | (not alone))
+        return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
+
+    def zeros_and_schedules(self, policy: str, *, pipelined: bool) -> list[Decisions]:
+        """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
+        said here.
+        """
+        pins = self.pins
+        zeros = [zero for zero in self.limits.able.zero if pins.zero in (None, zero)]
+        usual = self._schedules(policy) if pipelined else [(NONE.name, 1)]
+        listed = [
+            (zero, schedule, virtual, gather)
+            for zero in zeros
+            for schedule, virtual in usual
+            for gather in self.gathers
+            if gather == "use" or (zero == 3 and pipelined)
+        ]
+        listed += [
+            (3, schedule.name, virtual, "once")
+            for schedule in forward_first()
+            if pins.schedule in (None, schedule.name)
+            for virtual in (self.breadth_first_chunks if pipelined else ())
+        ]
+        return [
+            replace(
+                self.strategy.decisions,
+                zero=zero,
+                remat=policy,
+                schedule=schedule,
+                virtual_stages=virtual,
+                gather=gather,
+                accumulation=self.accumulation_groups,
+            )
+            for zero, schedule, virtual, gather in listed
+        ]
+
+    def _schedules(self, policy: str) -> list[tuple[str, int]]:
+        """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
+        pins, able = self.pins, self.limits.able
+        tried = [
+            (schedule.name, chunks)
+            for schedule in SCHEDULES.values()
+            if pins.schedule in (None, schedule.name)
+            and (able.free or schedule.name in able.schedules)
+            for chunks in schedule.tried(
+                pinned=pins.schedule is not None or len(able.schedules) == 1,
+                chunks=pins.virtual_stages,
+                policy=policy,
+                limit=MAX_VIRTUAL,
+            )
+        ]
+        return sorted(tried, key=lambda pair: pair[1] > 1)
+
+    def schedules(self, policy: str) -> list[Schedule]:
+        """Schedules of the space under a remat policy, but for `breadth_first`."""
+        return [named(name) for name in dict.fromkeys(name for name, _ in self._schedules(policy))]
+
+    @cached_property
+    def _usual(self) -> set[tuple[str, int]]:
+        return {pair for policy in self.policies for pair in self._schedules(policy)}
+
+    def orders(self, schedule: str, chunks: int) -> list[bool]:
+        """Whether pipelines of a schedule may work breadth first (True), or otherwise (False)."""
+        staged, forward_first = named(schedule).staged, named(schedule).forward_first
+        usual = [False] if not staged or (schedule, chunks) in self._usual else []
+        return usual + ([True] if forward_first and chunks in self.breadth_first_chunks else [])
+
+    @cached_property
+    def breadth_first_chunks(self) -> list[int]:
+        """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before
+        the next, where no schedule is pinned that has them anyway.
+        """
+        pins = self.pins
+        if (
+            "once" not in self.gathers
+            or pins.zero not in (None, 3)
+            or pins.schedule not in (None, *(schedule.name for schedule in forward_first()))
+            or (pins.schedule and pins.virtual_stages)
+            or pins.pipeline == "programs"
+        ):
+            return []
+        if pins.virtual_stages:
+            return [pins.virtual_stages] if pins.virtual_stages > 1 else []
+        return list(_dividing(self.limits.layers))
+
+    def most_rounds(self, sizes: Mapping[str, Array]) -> Array:
+        """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
+        there is none.
+        """
+        stages, micro, other_ways = (
+            sizes["stage"],
+            sizes["micro"],
+            math.prod(sizes[axis] for axis in STORED_AXES),
+        )
+        limit, minimum = self.limits.layers // stages, self.pins.virtual_stages or FEWEST
+        fits = (
+            (stages > 1)
+            & (micro >= stages * self.accumulation_groups)
+            & (other_ways > 1)
+            & (limit >= minimum)
+        )
+        return (
+            np.where(fits, self.pins.virtual_stages or limit, 0)
+            if self.breadth_first_chunks
+            else np.zeros_like(stages)
+        )
+
+    def most_chunks(self, policy: str, stages: Array, micro: Array) -> Array:
+        """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
+        limit = max((virtual for _, virtual in self._schedules(policy)), default=1)
+        return np.where(
+            micro >= stages * self.accumulation_groups,
+            np.maximum(1, np.minimum(limit, self.limits.layers // stages)),
+            1,
+        )
+
+    def legal_schedule(self, decisions: Decisions, c: Candidates) -> Array:
+        """Returns which candidates a schedule fits: a layer for every chunk, and, with several chunks,
+        microbatches for every stage; breadth first, as many layers in every chunk.
+        """
+        layers = self.limits.layers
+        fits = c.stage * decisions.virtual_stages <= layers
+        able, chunks = self.limits.able, decisions.virtual_stages
+        if able.has("equal stages"):
+            fits &= layers % (c.stage * chunks) == 0
+        if able.has("chunked in groups") and chunks > 1:
+            fits &= c.micro % c.stage == 0
+        if able.has("a microbatch a chunk"):
+            fits &= c.micro >= c.stage * chunks
+        schedule = named(decisions.schedule)
+        if schedule.forward_first and decisions.virtual_stages > 1 and not self.pins.virtual_stages:
+            fits &= -(-layers // c.stage) % decisions.virtual_stages == 0
+        return fits & schedule.fits(
+            Pipelines(
+                stages=c.stage,
+                chunks=np.full_like(c.stage, decisions.virtual_stages),
+                microbatches=c.micro // decisions.accumulation,
+                lockstep=self.pins.pipeline != "programs",
+            )
         )
 
 
@@ -742,19 +931,6 @@ _STAGE = MESH_AXES.index("stage")
 _BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
 
 
-def sizes(space: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
-    """Every mesh of some number of devices, with every number of microbatches."""
-    names = {*space.tensor, *(name for choice in space.choices for name in choice.tensor)}
-    cuttable = frozenset(colouring.colours[name].divisor for name in names)
-    candidates = _sizes(
-        space.pins, space.limits, cuttable | {space.limits.sequence}, True in space.routes, devices
-    )
-    fits = lowered(facts_of_pins(space.pins), along(candidates), space.gaps)
-    if (contexts := space.strategy.contexts) is not None:
-        fits = fits & ((candidates["context"] > 1) == contexts)
-    return {name: column[fits] for name, column in candidates.items()}
-
-
 @lru_cache(maxsize=64)
 def _sizes(
     pins: Pins, limits: Limits, cuttable: frozenset[int], routed: bool, devices: int
@@ -859,121 +1035,9 @@ def _microbatches(size: int, degree: int, pins: Pins) -> list[int]:
     )
 
 
-def legal(choice: Choice, space: Space, routes: bool, sizes: Mapping[str, Array]) -> Array:
-    """Returns which candidates a choice fits, of those that fit their tensor axis, by sizes of mesh
-    axes: the sequence divides, and an expert axis has tokens to route, where that has a lowering.
-    """
-    fits = (
-        space.limits.sequence
-        % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
-        == 0
-    )
-    if space.limits.able.has("experts in sequence") and routes and not choice.sequence:
-        fits &= sizes["tensor"] == 1
-    if routes:
-        return fits & lowered(facts_of_pins(space.pins) | {"routed"}, along(sizes), space.gaps)
-    return fits & (sizes["expert"] == 1)
-
-
-# --------------------------------------------------------------------------------------------------
-# ZeRO stages, pipeline schedules and times of gathers in a space, and the candidates that allow
-# them.
-
-#: Largest number of chunks of layers on a stage that is tried.
-MAX_VIRTUAL = 8
-#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through
-#: one chunk before the next: two are whole at a time.
-FEWEST = 3
-
-
-def legal_zero(space: Space, zero: int, c: Candidates) -> Array:
-    """Returns which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis
-    shards something, and the framework can do it.
-    """
-    able = space.limits.able
-    if zero:
-        alone = able.has("ZeRO or replicas")
-        return (c.ways(STORED_AXES) > 1) & ((c.ways(("data",)) == 1) | (not alone))
-    return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
-
-
-def zeros_and_schedules(space: Space, policy: str, *, pipelined: bool) -> list[Decisions]:
-    """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
-    said here.
-    """
-    pins = space.pins
-    zeros = [zero for zero in space.limits.able.zero if pins.zero in (None, zero)]
-    usual = _schedules(space, policy) if pipelined else [(NONE.name, 1)]
-    listed = [
-        (zero, schedule, virtual, gather)
-        for zero in zeros
-        for schedule, virtual in usual
-        for gather in space.gathers
-        if gather == "use" or (zero == 3 and pipelined)
-    ]
-    listed += [
-        (3, schedule.name, virtual, "once")
-        for schedule in forward_first()
-        if pins.schedule in (None, schedule.name)
-        for virtual in (breadth_first(space) if pipelined else ())
-    ]
-    return [
-        replace(
-            space.strategy.decisions,
-            zero=zero,
-            remat=policy,
-            schedule=schedule,
-            virtual_stages=virtual,
-            gather=gather,
-            accumulation=groups(space),
-        )
-        for zero, schedule, virtual, gather in listed
-    ]
-
-
-def _schedules(space: Space, policy: str) -> list[tuple[str, int]]:
-    """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
-    pins, able = space.pins, space.limits.able
-    tried = [
-        (schedule.name, chunks)
-        for schedule in SCHEDULES.values()
-        if pins.schedule in (None, schedule.name) and (able.free or schedule.name in able.schedules)
-        for chunks in schedule.tried(
-            pinned=pins.schedule is not None or len(able.schedules) == 1,
-            chunks=pins.virtual_stages,
-            policy=policy,
-            limit=MAX_VIRTUAL,
-        )
-    ]
-    return sorted(tried, key=lambda pair: pair[1] > 1)
-
-
-def of_policy(space: Space, policy: str) -> list[Schedule]:
-    """Schedules of the space under a remat policy, but for `breadth_first`."""
-    return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(space, policy))]
-
-
 def forward_first() -> list[Schedule]:
     """Schedules that take all microbatches through a chunk of layers before the next."""
     return [schedule for schedule in pipelines() if schedule.forward_first]
-
-
-def breadth_first(space: Space) -> list[int]:
-    """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before
-    the next, where no schedule is pinned that has them anyway.
-    """
-    pins = space.pins
-    if (
-        "once" not in space.gathers
-        or pins.zero not in (None, 3)
-        or pins.schedule not in (None, *(schedule.name for schedule in forward_first()))
-        or (pins.schedule and pins.virtual_stages)
-        or pins.pipeline == "programs"
-    ):
-        return []
-    if pins.virtual_stages:
-        return [pins.virtual_stages] if pins.virtual_stages > 1 else []
-    return list(_dividing(space.limits.layers))
 
 
 @lru_cache(maxsize=256)
@@ -987,78 +1051,6 @@ def _dividing(layers: int) -> tuple[int, ...]:
                 for chunks in divisors(-(-layers // stages))
                 if chunks >= FEWEST
             }
-        )
-    )
-
-
-def usual(space: Space) -> set[tuple[str, int]]:
-    """Every schedule with its chunks of layers on a stage, but for `breadth_first`."""
-    return {pair for policy in space.policies for pair in _schedules(space, policy)}
-
-
-def first(space: Space) -> set[tuple[str, int]]:
-    """Every schedule of `breadth_first` with its chunks."""
-    chunks = breadth_first(space)
-    return {(schedule.name, count) for schedule in forward_first() for count in chunks}
-
-
-def most_rounds(space: Space, sizes: Mapping[str, Array]) -> Array:
-    """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
-    there is none.
-    """
-    stages, micro, other_ways = (
-        sizes["stage"],
-        sizes["micro"],
-        math.prod(sizes[axis] for axis in STORED_AXES),
-    )
-    limit, minimum = space.limits.layers // stages, space.pins.virtual_stages or FEWEST
-    fits = (stages > 1) & (micro >= stages * groups(space)) & (other_ways > 1) & (limit >= minimum)
-    return (
-        np.where(fits, space.pins.virtual_stages or limit, 0)
-        if breadth_first(space)
-        else np.zeros_like(stages)
-    )
-
-
-def groups(space: Space) -> int:
-    """Groups of microbatches that go through a pipeline one after the other; more than one only
-    where that is pinned, and then all plans have stages.
-    """
-    return space.pins.accumulation or 1
-
-
-def most_chunks(space: Space, policy: str, stages: Array, micro: Array) -> Array:
-    """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
-    limit = max((virtual for _, virtual in _schedules(space, policy)), default=1)
-    return np.where(
-        micro >= stages * groups(space),
-        np.maximum(1, np.minimum(limit, space.limits.layers // stages)),
-        1,
-    )
-
-
-def legal_schedule(space: Space, decisions: Decisions, c: Candidates) -> Array:
-    """Returns which candidates a schedule fits: a layer for every chunk, and, with several chunks,
-    microbatches for every stage; breadth first, as many layers in every chunk.
-    """
-    layers = space.limits.layers
-    fits = c.stage * decisions.virtual_stages <= layers
-    able, chunks = space.limits.able, decisions.virtual_stages
-    if able.has("equal stages"):
-        fits &= layers % (c.stage * chunks) == 0
-    if able.has("chunked in groups") and chunks > 1:
-        fits &= c.micro % c.stage == 0
-    if able.has("a microbatch a chunk"):
-        fits &= c.micro >= c.stage * chunks
-    schedule = named(decisions.schedule)
-    if schedule.forward_first and decisions.virtual_stages > 1 and not space.pins.virtual_stages:
-        fits &= -(-layers // c.stage) % decisions.virtual_stages == 0
-    return fits & schedule.fits(
-        Pipelines(
-            stages=c.stage,
-            chunks=np.full_like(c.stage, decisions.virtual_stages),
-            microbatches=c.micro // decisions.accumulation,
-            lockstep=space.pins.pipeline != "programs",
         )
     )
 

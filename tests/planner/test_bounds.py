@@ -16,10 +16,9 @@ from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import place, topology
-from shardlib.planner import space as meshes
 from shardlib.planner.assembly import price
 from shardlib.planner.bounds import Entries, Fitting, Pairs, Tick, mixed, step_seconds
-from shardlib.planner.space import Scope, Strategy
+from shardlib.planner.space import Scope, Strategy, build
 from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
@@ -65,8 +64,8 @@ def _entries(
 ) -> tuple[Entries, Fitting]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
     strategy = Strategy(decisions=Decisions(context=context))
-    room = meshes.build(load, Pins(), None, strategy)
-    sizes = meshes.sizes(room, load.colouring, pricer.topology.devices)
+    room = build(load, Pins(), None, strategy)
+    sizes = room.mesh_sizes(load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
     fitting = Fitting(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
     scope = Scope(

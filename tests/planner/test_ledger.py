@@ -16,9 +16,8 @@ from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
-from shardlib.planner import space as meshes
 from shardlib.planner.bounds import Bounds
-from shardlib.planner.space import Scope, Strategy
+from shardlib.planner.space import Scope, Strategy, build
 from shardlib.planner.workload import components, prepare, subsets
 from tests.planner import worlds
 
@@ -60,8 +59,8 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
         prepare(problem, "nvidia", framework_profile(software)),
         Pricer(topology("2*h100:4"), framework_profile(software)),
     )
-    room = meshes.build(load, Pins(), None, STRATEGY)
-    shapes, _ = distinct(meshes.sizes(room, load.colouring, 8))
+    room = build(load, Pins(), None, STRATEGY)
+    shapes, _ = distinct(room.mesh_sizes(load.colouring, 8))
     scope = Scope(
         load=load,
         space=room,
@@ -95,7 +94,7 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
     load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
     plan = planner.search(load.problem, where, load=load)
     pricer = Pricer(where)
-    room = meshes.build(load, Pins(), None, STRATEGY)
+    room = build(load, Pins(), None, STRATEGY)
     shapes, _ = distinct(
         {
             axis: np.array([plan.mesh[axis]])

@@ -20,7 +20,7 @@ from shardlib.errors import PinError
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
 from shardlib.planner.plan import Plan
-from shardlib.planner.space import build, strategies, zeros_and_schedules
+from shardlib.planner.space import build, strategies
 from shardlib.planner.workload import prepare
 from shardlib.schedules import (
     Array,
@@ -118,7 +118,7 @@ def test_a_pinned_schedule_is_no_other_that_works_breadth_first_too() -> None:
     pins = Pins.parse({"mesh": {"stage": 2, "fsdp": 8}, "schedule": "late"})
     usual, *_ = strategies(load.problem, pins, XLA, topology("h100:8").chip)
     room = build(load, pins, None, usual)
-    tried = zeros_and_schedules(room, "full", pipelined=True)
+    tried = room.zeros_and_schedules("full", pipelined=True)
     assert {one.schedule for one in tried} == {"late"}
     assert {one.virtual_stages for one in tried} > {1}
 
