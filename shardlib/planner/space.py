@@ -654,8 +654,8 @@ class Space:
         return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
 
     def zeros_and_schedules(self, policy: str, *, pipelined: bool) -> list[Decisions]:
-        """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is not
-        said here.
+        """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is
+        not said here.
         """
         pins = self.pins
         zeros = [zero for zero in self.limits.able.zero if pins.zero in (None, zero)]
@@ -719,8 +719,8 @@ class Space:
 
     @cached_property
     def breadth_first_chunks(self) -> list[int]:
-        """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before
-        the next, where no schedule is pinned that has them anyway.
+        """Chunks of layers on a stage of pipelines that take all microbatches through one chunk
+        before the next, where no schedule is pinned that has them anyway.
         """
         pins = self.pins
         if (
@@ -758,7 +758,8 @@ class Space:
         )
 
     def most_chunks(self, policy: str, stages: Array, micro: Array) -> Array:
-        """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
+        """The most chunks of layers on a stage that a schedule of the space may have, by candidate.
+        """
         limit = max((virtual for _, virtual in self._schedules(policy)), default=1)
         return np.where(
             micro >= stages * self.accumulation_groups,
