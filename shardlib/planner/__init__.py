@@ -2,13 +2,11 @@
 
 answers.py        values that answer questions about a plan
 assembly.py       from a priced candidate to a plan
-bounds.py         lower bounds of step time and memory
+bounds.py         lower bounds of memory and step time
 findings.py       rules of thumb about a finished plan
-group_prices.py   prices of plans whose layer groups follow different remat policies
-incumbents.py     prices of rows alike in all layer groups, and the best plans priced so far
+incumbents.py     prices of rows, and the best plans priced so far
 islands.py        plans for several islands, and the traffic between them
 layouts.py        layouts of parameters and main activations
-memory_bounds.py  lower bounds of memory
 plan.py           the plan: a frozen value with JSON
 planner.py        the search with a source of answers on every plan
 priced.py         a space of plans, priced by branch and bound

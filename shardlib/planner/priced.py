@@ -49,8 +49,18 @@ from shardlib.machines.topology import (
 )
 from shardlib.planner.assembly import OnMachine, price
 from shardlib.planner.bounds import EACH, ROUNDING, Entries, Fitting, Kind, Pairs
-from shardlib.planner.group_prices import GroupPricer, RowPricer, Setting
-from shardlib.planner.incumbents import Best, Block, Entry, Place, Ranking, Rows, Seen
+from shardlib.planner.incumbents import (
+    Best,
+    Block,
+    Entry,
+    GroupPricer,
+    Place,
+    Ranking,
+    RowPricer,
+    Rows,
+    Seen,
+    Setting,
+)
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.space import (
     Scope,

@@ -536,7 +536,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 #   (`planner/search.py`);
 # - ZeRO 0 to 3; rematerialisation by policy, of all layers or, where that fits, of some; where
 #   `remat_classes` is "any", for each layer group a policy and a number of them
-#   (`shardlib.planner.group_prices`);
+#   (`shardlib.planner.incumbents`);
 # - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing
 #   is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
 # - sharded weights on stages in lockstep: gathered for every operation, or once for all
@@ -622,8 +622,9 @@ class Space:
         return {name: column[fits] for name, column in candidates.items()}
 
     def legal(self, choice: Choice, routes: bool, sizes: Mapping[str, Array]) -> Array:
-        """Returns which candidates a choice fits, of those that fit their tensor axis, by sizes of mesh
-        axes: the sequence divides, and an expert axis has tokens to route, where that has a lowering.
+        """Returns which candidates a choice fits, of those that fit their tensor axis, by sizes of
+        mesh axes: the sequence divides, and an expert axis has tokens to route, where that has a
+        lowering.
         """
         fits = (
             self.limits.sequence
@@ -644,8 +645,8 @@ class Space:
         return self.pins.accumulation or 1
 
     def legal_zero(self, zero: int, c: Candidates) -> Array:
-        """Returns which candidates a ZeRO stage fits: there is something to shard over, an fsdp axis
-        shards something, and the framework can do it.
+        """Returns which candidates a ZeRO stage fits: there is something to shard over, an fsdp
+        axis shards something, and the framework can do it.
         """
         able = self.limits.able
         if zero:
@@ -758,7 +759,8 @@ class Space:
         )
 
     def most_chunks(self, policy: str, stages: Array, micro: Array) -> Array:
-        """The most chunks of layers on a stage that a schedule of the space may have, by candidate.
+        """The most chunks of layers on a stage that a schedule of the space may have, by
+        candidate.
         """
         limit = max((virtual for _, virtual in self._schedules(policy)), default=1)
         return np.where(
@@ -768,8 +770,8 @@ class Space:
         )
 
     def legal_schedule(self, decisions: Decisions, c: Candidates) -> Array:
-        """Returns which candidates a schedule fits: a layer for every chunk, and, with several chunks,
-        microbatches for every stage; breadth first, as many layers in every chunk.
+        """Returns which candidates a schedule fits: a layer for every chunk, and, with several
+        chunks, microbatches for every stage; breadth first, as many layers in every chunk.
         """
         layers = self.limits.layers
         fits = c.stage * decisions.virtual_stages <= layers
@@ -1061,8 +1063,7 @@ def _dividing(layers: int) -> tuple[int, ...]:
 #
 # The cost of a choice is a sum over components (`planner/workload.py`), so the quantities of a
 # choice are a sum of arrays that exist already, and the least of all choices is the sum of the
-# least of every component. The caller names the quantities: seconds (`planner/bounds.py`) or bytes
-# (`planner/memory_bounds.py`).
+# least of every component. The caller names the quantities: seconds or bytes (`planner/bounds.py`).
 
 #: Turns a tally into quantities on some shapes, by number: array [quantities, shapes].
 Measured = Callable[[Tally, Array], Array]
