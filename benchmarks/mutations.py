@@ -256,7 +256,7 @@ MUTATIONS = (
         'return tuple(_begin(f"{seed} {epoch} {number}") for number in range(_ROUNDS))',
         'return tuple(_begin(f"{seed} {number}") for number in range(_ROUNDS))',
         "long epochs repeat their order",
-        "tests/data/test_dataset.py tests/data/test_packing.py",
+        "tests/data/test_dataset.py tests/data/test_dataset.py",
     ),
     Mutation(
         "targets not shifted",

@@ -27,7 +27,7 @@ def test_tables_name_what_exists():
 @pytest.mark.parametrize(
     ("path", "tier"),
     [
-        ("tests/cost/test_links.py", "unit"),
+        ("tests/cost/test_collectives.py", "unit"),
         ("tests/machines/test_local_machine.py", "processes"),
         ("tests/lowering/test_step.py", "compile"),
         ("tests/attic/test_old.py", None),

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import re
 import time
+import tomllib
+import typing
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from shardlib.cli.commands import app
 from shardlib.cli.inputs import parse_pins
-from shardlib.errors import PinError
+from shardlib.cli.output import writable, write
+from shardlib.errors import ArgumentError, LaunchError, MissingFileError, PinError
+from shardlib.launch.submission import Submission, submit
 from shardlib.planner.plan import Plan
 from shardlib.report.changes import diff
 
@@ -164,3 +170,225 @@ def test_the_cost_of_a_run_is_told(shell):
     for wrong, said in ((("--price", "2"), "--tokens"), (("--tokens", "many"), "no number")):
         code, _, err = shell(*words, *wrong)
         assert code == 2 and said in err
+
+
+# `shardlib plan --framework NAME --emit FILE`.
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ("--framework", "megatron", "--emit", "flags.txt"),
+            "error: framework 'megatron' is unknown; did you mean 'megatron-core'?",
+        ),
+        (
+            ("--framework", "alpa", "--emit", "alpa.yaml"),
+            "error: no configuration of alpa is written\nTry: one of deepspeed, levanter, maxtext,"
+            " megatron-core, torchtitan\n",
+        ),
+        (
+            ("--emit", "flags.txt"),
+            "error: the plan is made for programs of shardlib, which need no configuration\n"
+            "Try: 'jax', for a file of plain JAX, or a framework, one of deepspeed, levanter, maxtext,"
+            " megatron-core, torchtitan\n",
+        ),
+        (
+            ("--framework", "torchtitan", "--refine", "2"),
+            "error: refine is about programs that shardlib makes, and torchtitan runs its own\n",
+        ),
+    ],
+)
+def test_bad_input(
+    shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    card: Path,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", str(card), "-t", "h100:8", "--batch", "16", "--seq", "64")
+    code, out, err = shell(*words, *more)
+    assert (code, out) == (2, "") and err.startswith(message)
+    assert {file.name for file in tmp_path.iterdir()} == {card.name}
+
+
+def test_framework_on_other_chips(shell, card: Path) -> None:
+    words = ("plan", str(card), "-t", "v5e:2x2", "--batch", "16", "--seq", "64")
+    assert shell(*words, "--framework", "deepspeed") == (
+        2,
+        "",
+        "error: framework 'deepspeed' runs on chips of nvidia, and these are of google\n"
+        "Try: levanter or maxtext\n",
+    )
+
+
+def test_chips_without_a_framework(shell, card: Path) -> None:
+    words = ("plan", str(card), "-t", "cpu:8", "--batch", "16", "--seq", "64")
+    assert shell(*words, "--framework", "maxtext") == (
+        2,
+        "",
+        "error: framework 'maxtext' runs on chips of google and nvidia, and these are of cpu\n"
+        "Try: a machine with chips that it runs on, or no framework for programs of shardlib\n",
+    )
+
+
+@pytest.mark.long
+def test_configuration_is_written(shell, card: Path, tmp_path: Path) -> None:
+    emitted, stored = tmp_path / "titan.toml", tmp_path / "plan.json"
+    words = ("plan", str(card), "-t", "h100:8", "--batch", "16", "--seq", "64", "--json")
+    one = [word for axis in ("tensor", "context", "stage") for word in ("--pin", f"mesh.{axis}=1")]
+    written = ("--emit", str(emitted), "--out", str(stored))
+    code, out, _ = shell(*words, *one, "--framework", "torchtitan", *written)
+    assert code == 0
+    plan, found = json.loads(out), tomllib.loads(emitted.read_text())
+    assert plan["framework"]["name"] == "torchtitan"
+    sizes = found["parallelism"]
+    assert sizes["data_parallel_shard_degree"] == plan["mesh"].get("fsdp", 1)
+    assert found["training"]["global_batch_size"] == 16 and found["training"]["seq_len"] == 64
+    code, out, err = shell("explain", str(stored), "--why-not", "zero=0")
+    assert code == 0, err
+    code, _, err = shell("explain", str(stored), "--why-not", "zero=1")
+    assert code == 2 and "framework 'torchtitan' cannot do what is pinned: zero=1" in err
+
+
+@pytest.mark.parametrize(
+    ("emit", "name"), [("jax", "sharded_step.py"), ("jax-explicit:own.py", "own.py")]
+)
+def test_a_plan_as_plain_jax(
+    shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emit: str, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", "tests.cli.perceptron:make", "-t", "cpu:8", "--pin", "mesh.tensor=8")
+    code, _, err = shell(*words, "--emit", emit)
+    assert code == 0 and f"plain JAX: {name}\n" in err
+    text = (tmp_path / name).read_text()
+    compile(text, name, "exec")
+    assert "MESH: Mapping[str, int] = {'tensor': 8}" in text
+    assert f"MODE = {'explicit' if 'explicit' in emit else 'auto'!r}" in text
+    assert "    'up': ((1024, 4096), P(None, 'tensor')," in text
+
+
+def test_a_reference_model_is_not_written_as_plain_jax(
+    shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", str(card), "-t", "cpu:8", "--batch", "16", "--seq", "64", "--emit", "jax")
+    code, out, err = shell(*words)
+    assert (code, out) == (2, "") and not (tmp_path / "sharded_step.py").exists()
+    assert err == (
+        "error: plain JAX cannot express the plan of small:\n"
+        "  - a kernel of attention (attention=blocks)\n"
+        "  - calls of shardlib.attention or shardlib.functions\n"
+        "Try: pin decisions away (what the model itself calls stays); or run the plan with shardlib.compile\n"
+    )
+
+
+# Files that commands write: what cannot be written is said before anything is done.
+
+COMPARE = ("compare", "nowhere", "--tokens", "15T", "--deadline", "30d", "-t", "h100:8")
+#: Every command and option that writes a file. What else the commands are told is not there, so
+#: that they say that if the file does not come first.
+WRITING = (
+    ("plan", "nowhere", "-t", "h100:8", "--out"),
+    ("plan", "nowhere", "-t", "h100:8", "--emit"),
+    ("explain", "nowhere.json", "--html"),
+    ("explain", "nowhere.json", "--svg"),
+    ("diff", "nowhere.json", "--html"),
+    (*COMPARE, "--svg"),
+    (*COMPARE, "--html"),
+    ("fit-model", "-t", "h100:8", "--deadline", "30d", "--out"),
+    ("timeline", "nowhere.json", "--svg"),
+    ("timeline", "nowhere.json", "--perfetto"),
+    ("replan", "nowhere.json", "-t", "h100:8", "--out"),
+    ("scale", "nowhere", "-t", "h100:8", "--svg"),
+    ("verify", "nowhere", "--out"),
+    ("doctor", "-t", "nowhere", "--out"),
+)
+
+
+@pytest.mark.parametrize("words", WRITING, ids=" ".join)
+def test_a_folder_is_refused_before_the_work(shell, tmp_path: Path, words: tuple[str, ...]):
+    assert shell(*words, str(tmp_path)) == (
+        2,
+        "",
+        f"error: {tmp_path} is a folder, and a file is written there\nTry: {tmp_path}/NAME\n",
+    )
+    code, out, err = shell(*words, str(tmp_path / "gone" / "file"))
+    assert (code, out) == (2, "") and "gone for file does not exist" in err
+
+
+def test_no_option_that_writes_is_left_out():
+    commands = typing.cast("typing.Any", typer.main.get_command(app)).commands
+    found = {
+        (name, option.opts[0])
+        for name, command in commands.items()
+        for option in command.params
+        if any(word in (option.help or "") for word in ("rite the", "rite a", "raw "))
+        and "here" in option.help
+    }
+    assert found == {(words[0], words[-1]) for words in WRITING}
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0byte", "file/below"])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str):
+    (tmp_path / "file").write_text("")
+    with pytest.raises((ArgumentError, MissingFileError)):
+        writable(tmp_path / name)
+
+
+def test_a_full_disk_is_one_sentence():
+    with pytest.raises(ArgumentError, match=r"^'/dev/full' cannot be written: No space left"):
+        write(Path("/dev/full"), "text")
+
+
+def test_a_file_that_exists_is_written_again(tmp_path: Path):
+    for text in ("first", "second"):
+        write(tmp_path / "file", text)
+        assert (tmp_path / "file").read_text() == text
+
+
+def test_a_submission_into_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    made = Submission(engine="slurm", files={"job.sh": ""}, commands=(("true",),))
+    with pytest.raises(
+        LaunchError, match=r"cannot be written into .*file: File exists\nTry: --out"
+    ):
+        submit(made, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("plan", "gpt2-small", "--batch", "8", "--seq", "64"),
+            "plan needs --topology / -t: For example 16*h100:8, v5e:16x16, or a .toml file\nTry:"
+            " shardlib plan -h",
+        ),
+        (
+            ("plan", "-t", "h100:8"),
+            "plan needs MODEL: A preset, a Hugging Face config.json, a .toml card, or"
+            " package.module:function\nTry: shardlib plan -h",
+        ),
+        (
+            ("compare", "gpt2-small", "--tokens", "15T", "-t", "h100:8"),
+            "compare needs --deadline: For the whole run\nTry: shardlib compare -h",
+        ),
+        (
+            ("serve", "no/such/folder", "--port", "0"),
+            "there is no model file or folder no/such/folder\nTry: a preset (`shardlib models`), a"
+            " folder that `shardlib train --run` or Hugging Face wrote, or a config.json",
+        ),
+        (
+            ("generate", "no/such/folder", "--prompt", "Once"),
+            "there is no model file or folder no/such/folder\nTry: a preset (`shardlib models`), a"
+            " folder that `shardlib train --run` or Hugging Face wrote, or a config.json",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(shell, words: tuple[str, ...], message: str):
+    assert shell(*words) == (2, "", f"error: {message}\n")
+    if words[0] in ("plan", "compare"):
+        code, out, _ = shell(*words, "--json")
+        assert code == 2 and json.loads(out)["error"]["message"] == message

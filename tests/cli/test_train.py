@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from shardlib.planner.plan import Plan
+from shardlib.report.changes import change
+from tests.planner.fixture_plan import PLAN
 
 
 @pytest.mark.long
@@ -113,3 +119,94 @@ def test_train_refuses_a_seed_that_is_too_large_before_it_makes_a_folder(
         f"error: the training run is not usable: seed is {seed}; it must be below 2147483648\n",
     )
     assert not (tmp_path / "run").exists()
+
+
+# `shardlib diff`: two plans as text, Markdown and a page, limits, and the files to copy.
+
+REVIEW = Path(__file__).parents[2] / "examples" / "review"
+
+
+@pytest.fixture
+def slower(tmp_path: Path) -> Path:
+    """The plan with a tenth more seconds of compute, and one collective more."""
+    estimate = PLAN.estimate
+    seconds = replace(estimate.seconds, compute=estimate.seconds.compute * 1.1)
+    more = replace(estimate.collectives[0], count=estimate.collectives[0].count + 1)
+    changed = replace(estimate, seconds=seconds, collectives=(more, *estimate.collectives[1:]))
+    path = tmp_path / "slower.json"
+    path.write_text(replace(PLAN, estimate=changed).to_json())
+    return path
+
+
+def test_figures_are_the_sums_of_the_plan(slower: Path):
+    figures = {one.word: one.before for one in change(PLAN, PLAN).figures}
+    told = json.loads(PLAN.to_json())["estimate"]
+    assert figures["seconds"] == pytest.approx(told["step_seconds"])
+    assert figures["memory"] == told["device_bytes"]["peak"]
+    assert figures["traffic"] == sum(c["count"] * c["bytes"] for c in told["collectives"])
+    assert figures["collectives"] == sum(c["count"] for c in told["collectives"])
+
+
+def test_the_same_plan_passes_every_limit(shell, plan_file: Path):
+    limits = [f"--max-{word}=0%" for word in ("seconds", "memory", "traffic", "collectives")]
+    code, out, _ = shell("diff", str(plan_file), str(plan_file), *limits)
+    assert code == 0 and "Decisions: the same" in out and "too much" not in out
+
+
+def test_what_is_beyond_a_limit_is_said_and_is_exit_code_one(shell, plan_file, slower):
+    code, out, _ = shell("diff", str(plan_file), str(slower), "--max-collectives", "0%")
+    assert code == 1 and "too much: collectives a step" in out
+    code, out, _ = shell("diff", str(plan_file), str(slower), "--max-seconds", "50%")
+    assert code == 0 and "too much" not in out
+    words = ("diff", str(plan_file), str(slower), "--max-seconds", "1%", "--json")
+    code, out, _ = shell(*words)
+    data = json.loads(out)
+    assert code == 1 and not data["ok"] and data["beyond"][0].startswith("seconds a step: ")
+    assert data["figures"]["seconds"][1] > data["figures"]["seconds"][0]
+    code, out, _ = shell("diff", str(slower), str(plan_file), "--max-collectives", "0%")
+    assert code == 0  # less is no more
+
+
+def test_markdown_and_page(shell, plan_file: Path, slower: Path, tmp_path: Path):
+    page = tmp_path / "diff.html"
+    words = ("diff", str(plan_file), str(slower), "--markdown", "--html", str(page))
+    code, out, _ = shell(*words, "--max-collectives", "0%")
+    rows = [line for line in out.splitlines() if line.startswith("|")]
+    assert code == 1 and ":x:" in out and "| seconds a step | " in out
+    assert len({line.count("|") for line in rows[:4]}) == 1
+    assert "After: the step" in page.read_text() and page.read_text().count("<svg") == 4
+
+
+def test_a_limit_is_a_percentage(shell, plan_file: Path):
+    code, _, err = shell("diff", str(plan_file), str(plan_file), "--max-memory", "much")
+    assert code == 2 and "--max-memory is 'much'; it is a percentage" in err
+
+
+@pytest.mark.long
+def test_the_action_and_the_hook_fail_when_the_model_has_grown(shell, card: Path, tmp_path: Path):
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    words = ("plan", str(card), "-t", "v5e:2x2", "-b", "8", "-s", "32")
+    assert shell(*words, "--out", str(plans / "small.json"))[0] == 0
+    command = tmp_path / "bin" / "shardlib"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shardlib "$@"\n')
+    command.chmod(0o755)
+    summary = tmp_path / "summary.md"
+    root = str(Path(__file__).parents[2])
+    there = {
+        **os.environ,
+        "PATH": f"{command.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": root,
+        "GITHUB_STEP_SUMMARY": str(summary),
+    }
+    steps = yaml.safe_load((REVIEW / "plan.yml").read_text())["jobs"]["plan"]["steps"]
+    compare = next(step["run"] for step in steps if step.get("name") == "Compare")
+    hooks = yaml.safe_load((REVIEW / "pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    commands = (["bash", "-e", "-c", compare], shlex.split(hooks[0]["entry"]))
+    for words in commands:
+        assert subprocess.run(words, cwd=tmp_path, env=there, check=False).returncode == 0
+    card.write_text(card.read_text().replace("mlp = 128", "mlp = 256"))
+    for words in commands:
+        assert subprocess.run(words, cwd=tmp_path, env=there, check=False).returncode == 1
+    assert ":x: peak bytes a device" in summary.read_text()

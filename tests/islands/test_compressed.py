@@ -16,6 +16,7 @@ from shardlib.exchanges import PowerSGD, Quantised, TopK
 from shardlib.lowering.islands.compression import Gradient, largest, low_rank, quantised, signs
 from tests.islands.replicas import close, power_sgd, sign, top_k
 from tests.islands.replicas import compressed as by_loop
+from tests.islands.small import program, stepped
 from tests.islands.test_diloco import (
     AXES,
     STEPS,
@@ -265,3 +266,23 @@ def test_density_falls_over_the_first_steps() -> None:
         state, _ = program.step(state, rows(step))
         left.append(sum(int((np.asarray(one) == 0).sum()) for one in state.exchange.residual))
     assert left[0] > left[1] > left[2] > left[3]
+
+
+# What crosses in few bits is rounded alike by all devices that hold the same.
+
+
+@pytest.mark.parametrize(
+    ("mesh", "wire"), [("zero-3", "int8"), ("tensor", "int8"), ("tensor", "int4")]
+)
+def test_replicas_stay_alike(mesh: str, wire: str) -> None:
+    made = program(mesh, exchange=f"diloco:2:2:fragments=2:wire={wire}")
+    state = stepped(made, made.init(0), 0, 3)
+    trees = (state.exchange, *((one.params, one.opt_state) for one in state.islands))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if not isinstance(leaf, jax.Array):
+            continue
+        first: dict[str, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            mine = np.asarray(shard.data)
+            where = f"{jax.tree_util.keystr(path)} {shard.index}"
+            np.testing.assert_array_equal(mine, first.setdefault(where, mine), where)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.lowering.runtime import TrainState
-from tests.report.test_cards import read
+from tests.report.test_text import read
 
 
 def test_it_says_the_bytes_that_a_device_has():

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from shardlib.errors import TracingError
+from shardlib.tracing.folding import Split, SplitLoop, split
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
-from shardlib.tracing.rewriting import evaluate
+from shardlib.tracing.program import by_elements, flatten, is_element_lookup, subjaxprs
+from shardlib.tracing.rewriting import Walk, evaluate, evaluate_program
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 4)), jnp.float32)
@@ -154,3 +156,154 @@ def test_remat_recomputes_matmuls(name: str) -> None:
 def test_unknown_policy() -> None:
     with pytest.raises(TracingError, match="'half' is no remat policy"):
         evaluate(jax.make_jaxpr(jnp.sin)(X), [X], remat="half")
+
+
+# A program in two parts computes what it computes in one, and multiplies no matrix twice.
+
+WIDTH = 6
+
+
+def layer(carry, weights):
+    x, norm = carry
+    up, down = weights
+    hidden = jnp.tanh(x @ up) * jax.nn.sigmoid(x @ up[:, ::-1])
+    return (x + norm * (hidden @ down), norm), jnp.sum(hidden, -1)
+
+
+def stack(weights, shared, x):
+    (x, _), seen = jax.lax.scan(layer, (x, shared), weights)
+    return (x * shared).sum() + (seen**2).mean()
+
+
+def nested(weights, shared, x):
+    """A loop over layers, each of which works through its input in two blocks."""
+
+    def body(x, weights):
+        def block(total, part):
+            return total + (part @ weights[0]).sum() * shared.sum(), part @ weights[0] @ weights[1]
+
+        total, parts = jax.lax.scan(block, jnp.zeros(()), x.reshape(2, -1, WIDTH))
+        return x + parts.reshape(x.shape) + jnp.tanh(total), None
+
+    return (jax.lax.scan(body, x, weights)[0] ** 2).sum()
+
+
+def remat(weights, shared, x):
+    (x, _), _ = jax.lax.scan(jax.checkpoint(layer), (x, shared), weights)
+    return (x**2).sum()
+
+
+def matmuls(jaxpr, times=1):
+    """Matrix products of a jaxpr, each as often as its loops run."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        found += times * (eqn.primitive.name == "dot_general")
+        found += sum(
+            matmuls(
+                inner.jaxpr if hasattr(inner, "consts") else inner,
+                times * eqn.params.get("length", 1),
+            )
+            for inner in subjaxprs(eqn)
+        )
+    return found
+
+
+def halves(function) -> tuple[Split, list, list]:
+    rng = np.random.default_rng(0)
+    weights = tuple(
+        jnp.asarray(rng.normal(size=(3, WIDTH, WIDTH)) / 3, jnp.float32) for _ in range(2)
+    )
+    shared, x = (
+        jnp.asarray(rng.normal(size=WIDTH), jnp.float32),
+        jnp.asarray(rng.normal(size=(4, WIDTH)), jnp.float32),
+    )
+    _, pull = jax.vjp(function, weights, shared, x)
+    leaves, tree = jax.tree.flatten(pull)
+
+    def backward(leaves, cotangent):
+        return jax.tree.leaves(jax.tree.unflatten(tree, leaves)(cotangent))
+
+    traced = jax.make_jaxpr(backward)(leaves, jnp.ones(()))
+    program = flatten(traced, remat=True)
+    inputs = [*leaves, jnp.ones(())]
+    return (
+        split(program, program.outputs[3:], program.outputs[:3], program.inputs[:-1]),
+        inputs,
+        [traced, jax.jit(backward)(leaves, jnp.ones(()))],
+    )
+
+
+@pytest.mark.parametrize("function", [stack, nested, remat])
+def test_both_parts_together_are_the_whole(function):
+    parts, inputs, (traced, wanted) = halves(function)
+    early, passed = parts.run_first(inputs)
+    junk = [*inputs[:-1], jnp.full((), jnp.nan)]  # the cotangent is gone by then
+    late = parts.run_second(junk, passed)
+    for found, gradient in zip([*late, *early], wanted, strict=True):
+        assert np.abs(found - gradient).max() <= 2e-6 * np.abs(gradient).max()
+    first, second = (
+        jax.make_jaxpr(parts.run_first)(inputs).jaxpr,
+        jax.make_jaxpr(parts.run_second)(junk, passed).jaxpr,
+    )
+    assert matmuls(first) + matmuls(second) == matmuls(traced.jaxpr)
+    assert matmuls(second) >= 6  # two products in each of three layers
+    assert any(isinstance(step, SplitLoop) for step in parts.second)
+
+
+def test_what_is_wanted_early_alone_leaves_nothing_for_later():
+    program = flatten(
+        jax.make_jaxpr(lambda x, w: (x @ w, jnp.tanh(x @ w)))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+    )
+    parts = split(program, program.outputs, (), program.inputs)
+    assert parts.second == () == parts.passed and len(parts.first) == len(program.equations)
+
+
+# Elements that are looked up in rows are what JAX's own gather finds, and so are gradients.
+
+MODES = ("fill", "clip", "promise_in_bounds")
+
+
+def lookups(function, *arrays):
+    """The gathers of a function that are lookups of elements."""
+    program = flatten(jax.make_jaxpr(function)(*arrays))
+    return [one for one in program.equations if is_element_lookup(one)], program
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(3, 11), (2, 5, 40)])
+@pytest.mark.parametrize("each", [1, 3])
+def test_values_and_gradients_are_those_of_the_gather(mode, shape, each):
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    low, high = (0, shape[-1]) if mode == "promise_in_bounds" else (-shape[-1] - 3, shape[-1] + 3)
+    indices = jnp.asarray(rng.integers(low, high, (*shape[:-1], each)))
+    weights = jnp.asarray(rng.standard_normal(indices.shape), jnp.float32)
+
+    def looked_up(rows):
+        return jnp.take_along_axis(rows, indices, axis=-1, mode=mode)
+
+    found, program = lookups(looked_up, rows)
+    assert found
+
+    def picked(rows):
+        return evaluate_program(program, [rows], Walk(run=by_elements))[0]
+
+    np.testing.assert_array_equal(picked(rows), looked_up(rows))
+    gradients = [
+        jax.grad(lambda rows, f=f: jnp.nansum(f(rows) * weights))(rows) for f in (looked_up, picked)
+    ]
+    np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: x[i[:, 0]],  # rows of a table
+        lambda x, i: jnp.take_along_axis(x, i, axis=0),
+        lambda x, i: jnp.take_along_axis(x, jnp.tile(i, (1, 9)), axis=1),  # too many in a row
+        lambda x, i: x[:, 3],
+    ],
+)
+def test_other_lookups_stay_as_they_are(function):
+    x, i = jnp.zeros((4, 12)), jnp.zeros((4, 1), jnp.int32)
+    assert not lookups(function, x, i)[0]

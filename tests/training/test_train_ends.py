@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardlib.processes.place import HUNG, Heartbeat, Observer, Watchdog, read_heartbeat
 from shardlib.training.measures import read_lines
 from shardlib.training.run import RunFolder
+from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
 from tests.processes import ROOT
 
 CARD = (
@@ -127,3 +130,301 @@ def test_without_a_folder_ctrl_c_leaves_no_error(tmp_path: Path):
 def _threads(pid: int) -> bool:
     """Whether JAX runs: its devices have threads."""
     return len(os.listdir(f"/proc/{pid}/task")) > 8
+
+
+HANG = """
+import sys, threading, time
+from pathlib import Path
+from shardlib.processes.place import Watchdog
+
+def stuck_in_a_collective():
+    threading.Event().wait()
+
+with Watchdog(Path(sys.argv[1]), rank=3, seconds=0.5).phase("step", 41):
+    stuck_in_a_collective()
+"""
+
+
+def test_a_hang_ends_the_process_and_says_where(tmp_path: Path):
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", HANG, str(tmp_path / "rank-3.json")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == HUNG and time.monotonic() - begin < 30
+    assert (
+        "error: rank 3 (process " in done.stderr
+        and "has been in the phase 'step' of step 42 for " in done.stderr
+    )
+    assert "stuck_in_a_collective" in done.stderr
+    beat = read_heartbeat(tmp_path / "rank-3.json")
+    assert beat is not None and (beat.rank, beat.step, beat.phase) == (3, 41, "step")
+
+
+@pytest.mark.long
+def test_phases_and_patience(tmp_path: Path):
+    told: list[str] = []
+    watchdog = Watchdog(tmp_path / "rank-0.json", seconds=2.0, on_hang=told.append)
+    with watchdog.phase("compile", patience=10):
+        time.sleep(2.6)
+        beat = read_heartbeat(tmp_path / "rank-0.json")
+        assert (
+            beat is not None
+            and beat.phase == "compile"
+            and beat.pid == os.getpid()
+            and 0 < beat.lasts < 5
+            and beat.number >= 2
+        )
+    for step in range(4):
+        with watchdog.phase("step", step):
+            time.sleep(0.6)
+    assert told == []
+    with watchdog.phase("step", 4):
+        time.sleep(4.0)
+    watchdog.close()
+    ended = read_heartbeat(tmp_path / "rank-0.json")
+    assert ended is not None and ended.phase == "ended"
+    assert len(told) == 1 and "longer than the 2 s that it may take" in told[0]
+
+
+def test_files_that_are_no_heartbeat(tmp_path: Path):
+    for text in ("", "{", "[]", '{"rank": 0}'):
+        (tmp_path / "beat.json").write_text(text)
+        assert read_heartbeat(tmp_path / "beat.json") is None
+    assert read_heartbeat(tmp_path / "none.json") is None
+
+
+@pytest.mark.long
+def test_a_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor does one that is set back hide a hang."""
+    told: list[str] = []
+    watchdog = Watchdog(tmp_path / "rank-0.json", seconds=3.0, on_hang=told.append)
+    real = time.time
+    with watchdog.phase("step", 1):
+        monkeypatch.setattr(time, "time", lambda: real() + 3600)
+        time.sleep(1.5)
+    assert told == []
+    with watchdog.phase("step", 2):
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        time.sleep(5.5)
+    watchdog.close()
+    assert len(told) == 1 and "of step 3 for " in told[0]
+
+
+def test_whoever_watches_goes_by_its_own_clock():
+    now = [100.0]
+    observer = Observer(lambda: now[0])
+    beat = Heartbeat(
+        rank=0,
+        host="h",
+        pid=1,
+        step=0,
+        phase="step",
+        lasts=0.0,
+        number=1,
+        boot="another",
+        clock=1e9,
+    )
+    assert observer.silent(0, None) == 0 and beat.age() is None
+    now[0] += 7
+    assert observer.silent(0, None) == 7 and observer.silent(0, beat) == 0
+    now[0] += 5
+    assert (
+        observer.silent(0, replace(beat, clock=-1e9)) == 5
+        and observer.silent(0, replace(beat, number=2)) == 0
+    )
+
+
+#: A run without JAX: ten steps, each of which makes a checkpoint; what goes wrong at a step, once
+#: or always, is said on the command line.
+RUN = """
+import os, signal, sys, time
+from pathlib import Path
+from shardlib.processes.place import Watchdog
+folder, fault, at, once = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "once"
+watchdog = Watchdog(folder / "heartbeat" / "rank-3.json", rank=3, seconds=1.0 if fault == "hang" else None)
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+begin = max([int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()], default=0)
+print("begin at", begin, flush=True)
+for step in range(begin, 10):
+    if step == at and not (once and (folder / "done").exists()):
+        (folder / "done").touch()
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "freeze":
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "error":
+            raise SystemExit("RESOURCE_EXHAUSTED: out of memory" if once else "no such luck")
+        if fault == "wait":
+            while not stop:
+                time.sleep(0.05)
+        with watchdog.phase("step", step):
+            time.sleep(1000 if fault == "hang" else 0)
+    if stop:
+        raise SystemExit(75)
+    (folder / "checkpoints" / str(step + 1)).mkdir()
+"""
+
+
+def supervised(
+    tmp_path: Path, fault: str, at: int, once: bool = True, **budget: float
+) -> tuple[int, list[str], RunFolder]:
+    folder = RunFolder(tmp_path / "run")
+    folder.open({"model": "none"})
+    said: list[str] = []
+    code = supervise(
+        [sys.executable, "-c", RUN, str(folder.path), fault, str(at), "once" if once else "always"],
+        folder,
+        say=said.append,
+        budget=Budget(**{"wait_seconds": 0.05, "silent_seconds": 4.0, "restarts": 2, **budget}),
+    )  # pyright: ignore[reportArgumentType]
+    return code, said, folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("kill", "was killed (SIGKILL: by somebody, or by the system for lack of memory)"),
+        ("hang", "hung, and ended itself"),
+        ("freeze", "gave no sign of life for 4 s and was killed"),
+        ("error", "ran out of device memory (exit code 1)"),
+    ],
+)
+def test_it_goes_on_after(tmp_path: Path, fault: str, why: str):
+    code, said, folder = supervised(tmp_path, fault, at=4)
+    assert code == 0 and folder.saved() == tuple(range(1, 11))
+    assert said == [
+        f"the training process {why}; the newest checkpoint is of step 4",
+        "starting it again (1 of 2 without a new checkpoint)",
+    ]
+
+
+def test_a_run_that_cannot_go_on_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    code, said, folder = supervised(tmp_path, "error", at=3, once=False)
+    assert code == 1 and folder.saved() == (1, 2, 3)
+    assert said[-1].splitlines() == [
+        (
+            "it failed 3 times without a new checkpoint, so the run ends; the last lines of the"
+            " process:"
+        ),
+        "no such luck",
+    ]
+    assert capfd.readouterr().out.split() == [
+        "begin",
+        "at",
+        "0",
+        "begin",
+        "at",
+        "3",
+        "begin",
+        "at",
+        "3",
+    ]
+    assert "wait" not in said[0] and len(said) == 6
+
+
+def test_hangs_for_ever_have_the_code_of_a_hang(tmp_path: Path):
+    assert supervised(tmp_path, "hang", at=0, once=False, restarts=0)[0] == HUNG
+
+
+def test_a_stop_is_passed_on(tmp_path: Path):
+    folder = RunFolder(tmp_path / "run")
+    folder.open({"model": "none"})
+    program = (
+        "import sys; from pathlib import Path; from shardlib.training.supervisor import supervise;"
+        " from shardlib.training.run import RunFolder;sys.exit(supervise(sys.argv[2:],"
+        " RunFolder(Path(sys.argv[1]))))"
+    )
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            program,
+            str(folder.path),
+            sys.executable,
+            "-c",
+            RUN,
+            str(folder.path),
+            "wait",
+            "5",
+            "once",
+        ]
+    )
+    end = time.monotonic() + 60
+    while not (folder.path / "done").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == STOPPED
+    beat = folder.heartbeats()
+    assert folder.saved()[-1] == 5 and all(_gone(one.pid) for one in beat)
+
+
+def test_what_is_passed_on_is_what_came():
+    assert [
+        _passed_on(reason) for reason in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT", "a colleague")
+    ] == [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
+def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.Signals):
+    folder = RunFolder(tmp_path / "run")
+    folder.open({"model": "none"})
+    program = (
+        "import sys; from pathlib import Path; from shardlib.training.supervisor import supervise;"
+        " from shardlib.training.run import RunFolder;sys.exit(supervise(sys.argv[2:],"
+        " RunFolder(Path(sys.argv[1]))))"
+    )
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            program,
+            str(folder.path),
+            sys.executable,
+            "-c",
+            RUN,
+            str(folder.path),
+            "wait",
+            "5",
+            "once",
+        ]
+    )
+    end = time.monotonic() + 60
+    while not ((folder.path / "done").exists() and folder.heartbeats()) and time.monotonic() < end:
+        time.sleep(0.05)
+    (beat,) = folder.heartbeats()
+    assert not _gone(beat.pid)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == (-signal.SIGKILL if number == signal.SIGKILL else STOPPED)
+    end = time.monotonic() + 10
+    while not _gone(beat.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert _gone(beat.pid)
+
+
+@pytest.mark.long
+def test_clocks_that_are_set_kill_nobody_and_hide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The wall clock runs an hour ahead, then an hour behind, from one look to the next."""
+    real, jumps = time.time, iter([*([3600.0, -3600.0, 7200.0] * 10_000)])
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    code, said, folder = supervised(tmp_path, "none", at=99)
+    assert code == 0 and said == [] and folder.saved() == tuple(range(1, 11))
+    code, said, folder = supervised(tmp_path / "other", "freeze", at=4)
+    assert code == 0 and said[0].startswith(
+        "the training process gave no sign of life for 4 s and was killed"
+    )
+
+
+def _gone(pid: int) -> bool:
+    """Whether a process has ended, also where nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

@@ -4,17 +4,30 @@ schedule.
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
+import os
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from shardlib.errors import VerificationError
+import shardlib
+from shardlib.errors import MissingFileError, VerificationError
+from shardlib.layout import MeshShape
 from shardlib.report.timelines import BOTH, IDLE, work
 from shardlib.schedules import BACKWARD, FORWARD, Timetable
 from shardlib.verification import timelines
 from shardlib.verification.hlo import parse
-from shardlib.verification.timelines import Event, measure_timeline, stage_devices
-from tests.lowering import models
+from shardlib.verification.recorded_steps import newest_profile, recorded_steps
+from shardlib.verification.timelines import Event, measure_timeline, scheduled, stage_devices
+from tests.lowering import models, small
 from tests.lowering.test_pipeline import program
 
 
@@ -154,3 +167,167 @@ def test_a_profile_that_lacks_ticks_is_refused() -> None:
         ),
     ):
         timelines.timeline(TABLE, parse(HLO), [events[:1] + events[2:]] * 2, title="")
+
+
+# The steps of a plan in a profile of JAX: those that XLA's own converter finds there.
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory):
+    """A program, and the folder of a run that has recorded three steps of it."""
+    program = small.program(optax.sgd(0.1), {"mesh": {"data": 2, "tensor": 4}})
+    run = tmp_path_factory.mktemp("run")
+    state = jax.block_until_ready(program.step(program.init(0), small.batch())[0])
+    with jax.profiler.trace(run / "profiles" / "step-6"):
+        for _ in range(STEPS):
+            state, _ = program.step(state, small.batch())
+        jax.block_until_ready(state)
+    return program, run
+
+
+def converted(run: Path) -> dict[str, list[float]]:
+    """Microseconds of every instruction in the trace that XLA's converter wrote of the profile."""
+    (path,) = run.rglob("*.trace.json.gz")
+    found = defaultdict(list)
+    for one in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+        if "hlo_op" in one.get("args", {}) and "shardlib_step" in one["args"]["hlo_module"]:
+            found[one["args"]["hlo_op"]].append(one["dur"])
+    return found
+
+
+def test_operations_are_those_of_the_converter(recorded):
+    program, run = recorded
+    steps = recorded_steps(newest_profile(run), program.plan.digest)
+    assert [step.name for step in steps] == ["step 6", "step 7", "step 8"]
+    assert all(one.start < other.start for one, other in pairwise(steps))
+    mine = defaultdict(list)
+    for step in steps:
+        assert {one.device for one in step.operations} == set(range(8))
+        for one in step.operations:
+            mine[one.name].append(one.seconds * 1e6)
+    theirs = converted(run)
+    collectives = [name for name in theirs if name.startswith(("all-reduce", "all-gather"))]
+    assert collectives
+    for name in collectives:
+        assert sorted(mine[name]) == pytest.approx(sorted(theirs[name]), abs=0.002)
+
+
+def test_steps_without_numbers_are_parted_where_they_begin(recorded, monkeypatch):
+    from shardlib import _jax_compat
+
+    program, run = recorded
+    profile = newest_profile(run)
+    wanted = [len(step.operations) for step in recorded_steps(profile, program.plan.digest)]
+    read = _jax_compat.profile_events
+
+    def without(content: bytes):
+        return [
+            (*event, {name: value for name, value in stats.items() if name != "run_id"})
+            for *event, stats in read(content)
+        ]
+
+    monkeypatch.setattr(_jax_compat, "profile_events", without)
+    found = recorded_steps(profile, program.plan.digest)
+    assert len(found) == STEPS
+    assert [len(step.operations) for step in found] == wanted
+
+
+def test_what_is_no_profile_of_the_plan_is_said(recorded, tmp_path: Path):
+    program, run = recorded
+    with pytest.raises(VerificationError, match=rf"shows: {program.plan.digest}\nTry: the plan"):
+        recorded_steps(newest_profile(run), "0123456789ab")
+    with pytest.raises(MissingFileError, match="has no profile"):
+        newest_profile(tmp_path)
+    other = tmp_path / "a.xplane.pb"
+    other.write_bytes(b"nothing of the kind" + os.urandom(64))
+    with pytest.raises(VerificationError, match="is no profile of JAX"):
+        recorded_steps(newest_profile(tmp_path), program.plan.digest)
+
+
+# Which collectives of a schedule hide behind matmuls, and options of the compiler.
+
+MESH = MeshShape(data=2, tensor=4)
+TEXT = """HloModule m, is_scheduled=true, num_partitions=8
+
+%multiplied (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  ROOT %dot = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%added (c: f32[8,8]) -> f32[8,8] {
+  %c = f32[8,8]{1,0} parameter(0)
+  ROOT %sum = f32[8,8]{1,0} add(%c, %c)
+}
+
+ENTRY %main (p: f32[8,8], q: f32[2,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  %q = f32[2,8]{1,0} parameter(1)
+  %sent = (f32[8,8]{1,0}, f32[8,8]{1,0}) collective-permute-start(%p), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}, metadata={op_name="first"}
+  %fused = f32[8,8]{1,0} fusion(%p, %p), kind=kOutput, calls=%multiplied, backend_config={"estimated_cycles":"70"}
+  %again = f32[8,8]{1,0} fusion(%fused), kind=kLoop, calls=%added, backend_config={"estimated_cycles":"5"}
+  %came = f32[8,8]{1,0} collective-permute-done(%sent)
+  %gathering = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%q), channel_id=2, replica_groups=[2,4]<=[8], dimensions={0}
+  %between = f32[8,8]{1,0} fusion(%came), kind=kLoop, calls=%added
+  %gathered = f32[8,8]{1,0} all-gather-done(%gathering)
+  %last = f32[8,8]{1,0} custom-call(%gathered, %between), custom_call_target="__cublas$gemm"
+  ROOT %reduced = f32[8,8]{1,0} all-reduce(%last), channel_id=3, replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%added
+}
+"""
+
+
+def test_what_stands_between_start_and_done():
+    sent, gathered, reduced = scheduled(TEXT, MESH)
+    assert (
+        sent.kind,
+        sent.axes,
+        sent.bytes,
+        sent.split,
+        sent.matmuls,
+        sent.cycles,
+        sent.operation,
+    ) == ("collective-permute", ("tensor",), 256, True, 1, 75, "first")
+    assert (gathered.kind, gathered.axes, gathered.bytes, gathered.split, gathered.matmuls) == (
+        "all-gather",
+        ("tensor",),
+        256,
+        True,
+        0,
+    )
+    assert (reduced.kind, reduced.axes, reduced.split, reduced.matmuls) == (
+        "all-reduce",
+        ("data",),
+        False,
+        0,
+    )
+
+
+@pytest.mark.long
+def test_options_reach_the_compiler():
+    init = shardlib.tree(lambda key: {"w": jax.random.normal(key, (8, 4))}, {"w": ("embed", "mlp")})
+    batch = {"x": jax.ShapeDtypeStruct((4, 8), np.float32)}
+    given = {"topology": "cpu:2", "pin": {"mesh": {"data": 2}}}
+    refused = shardlib.verify(
+        init,
+        lambda w, data: jnp.mean((data["x"] @ w["w"]) ** 2),
+        optax.sgd(0.1),
+        batch,
+        **given,
+        options={"xla_no_such_option": True},
+    )
+    assert refused.compiled is None and [one.code for one in refused.findings] == ["compile-error"]
+    assert "xla_no_such_option" in refused.findings[0].message
+    taken = shardlib.verify(
+        init,
+        lambda w, data: jnp.mean((data["x"] @ w["w"]) ** 2),
+        optax.sgd(0.1),
+        batch,
+        **given,
+        options={"xla_cpu_enable_fast_math": True},
+    )
+    assert taken.ok and taken.compiled is not None
+    assert {(one.kind, one.axes) for one in taken.compiled.scheduled} == {
+        (one.kind, one.axes) for one in taken.compiled.collectives
+    }
