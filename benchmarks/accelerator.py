@@ -15,7 +15,6 @@ Nothing is stored for machines that nobody has run it on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -33,7 +32,7 @@ import numpy as np
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
 from shardlib.machines.topology import Topology
 from shardlib.models.config import TransformerConfig
@@ -160,9 +159,7 @@ def run(
 
 def main() -> None:
     """Measures, prints and stores."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("topology", help="what the devices here are, such as h100:1")
     parser.add_argument("--topology-file", type=Path, help="where to write what was measured")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")

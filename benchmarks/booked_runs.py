@@ -10,7 +10,6 @@ failures. So it should be below, by about the ratio of the utilisations.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import optax
 
 import shardlib
-from benchmarks.environment import write
+from benchmarks.environment import command_line, write
 from shardlib.launch import booking
 from shardlib.models import build, example_batch
 from shardlib.models.config import TransformerConfig
@@ -125,9 +124,7 @@ def measure(run: Run, *, fit: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, help="store the figures")
     parser.add_argument("--hours", action="store_true", help="device-hours only, no models fitted")
     options = parser.parse_args()

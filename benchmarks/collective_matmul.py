@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
 from shardlib.machines.topology import topology
 from shardlib.verification.report import CompiledStep
@@ -127,9 +127,7 @@ def over_tensor(step: CompiledStep) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles all forms for one machine and stores them beside those of others."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("topology")
     parser.add_argument("--tensor", type=int, default=8)
     parser.add_argument("--seq", type=int, default=4096)

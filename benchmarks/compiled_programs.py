@@ -17,7 +17,6 @@ fails, is listed with the reason and counts as `failed`. The summary:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -32,7 +31,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import optax
 
 import shardlib
-from benchmarks.environment import environment, source_digest
+from benchmarks.environment import command_line, environment, source_digest
 from shardlib import models
 from shardlib.annotation import tree
 from shardlib.collective import Collective
@@ -219,9 +218,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs the cases of a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("cases", type=Path, help="a JSON list of cases")
     parser.add_argument(
         "--json", action="store_true", help="JSON on stdout, and nothing else there"

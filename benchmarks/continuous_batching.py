@@ -12,7 +12,6 @@ equal, and some are compared with the forward pass without a cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models, serve
 from shardlib.annotation.tree import read
 from shardlib.models.config import TransformerConfig
@@ -81,9 +80,7 @@ def greedy(prompt: Sequence[int], most: int) -> list[int]:
 
 def main() -> None:
     """Runs both in turn and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="runs of each")
     parser.add_argument(
         "--out", type=Path, default=RESULTS / f"continuous_batching_jax-{jax.__version__}.json"

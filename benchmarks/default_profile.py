@@ -19,7 +19,6 @@ plans are priced, whose programs do not ask for it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -37,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import shardlib.cost
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import read
 from benchmarks.published.pricing import Bench
@@ -185,9 +184,7 @@ def line(name: str, found: Mapping[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument(
         "--keep", type=Path, default=Path(tempfile.gettempdir()) / "default_profile_runs"

@@ -11,7 +11,6 @@ one.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import socket
@@ -26,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib.exchanges import Asynchronous
 from shardlib.islands.servers.rounds import RoundService
 from shardlib.islands.servers.server import Listening, Service
@@ -126,9 +125,7 @@ def server(service: Any, kind: str, strangers: int, tries: int) -> dict[str, Any
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, and writes what was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--strangers", type=int, default=100)
     parser.add_argument("--tries", type=int, default=40)
     parser.add_argument("--out", type=Path, default=RESULTS / "dripping_strangers.json")

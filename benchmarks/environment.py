@@ -1,7 +1,8 @@
-"""On what was a benchmark run? Versions, hardware, and the folder that keeps results."""
+"""What benchmarks share: their command line, versions and hardware, and the folder of results."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -12,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the text at the beginning of a script."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def simulate_devices(count: int) -> None:

@@ -13,7 +13,6 @@ programs of one case run in turn, forth and back, in one process; ratios are of 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -134,9 +133,7 @@ def compare(experts: Experts, devices: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs every case and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each program")
     parser.add_argument("--devices", type=int, action="append", help="1 and 8 when left out")
     parser.add_argument("--out", type=Path, default=RESULTS / "expert_layer.json")

@@ -18,7 +18,6 @@ begin there or later. At the end:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -32,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib.training.measures import by_step, read_records
 from shardlib.training.run import RunFolder
 
@@ -156,9 +155,7 @@ def lost(begun: list[int], committed: int) -> int:
 
 def main() -> None:
     """Trains, kills, compares."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)

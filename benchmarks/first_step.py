@@ -11,7 +11,6 @@ is the median of those of neighbours in time. The time of reading and planning i
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -199,9 +198,7 @@ def compare(ours: Callable[[], Any], theirs: Timed, repeats: int) -> dict[str, A
 
 def main() -> None:
     """Runs every case and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--case", choices=[*MESHES, *LOOPS], action="append")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS / "first_step.json")

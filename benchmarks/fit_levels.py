@@ -13,7 +13,6 @@ was fitted to ("unseen", of `benchmarks/published_unseen.py --method levels`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import shardlib.cost
-from benchmarks.environment import RESULTS
+from benchmarks.environment import RESULTS, command_line
 from benchmarks.published.unseen.levels import SOURCED, Fit, Level, by_level, figures_of
 from benchmarks.published.unseen.runs import PRODUCTS, Figures, Run, complete, runs_of
 from shardlib.cost.roofline import curves, efficiency
@@ -164,9 +163,7 @@ def median(values: Any) -> float | None:
 
 def main() -> None:
     """Fits all pairs of some files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "published_runs")
     parser.add_argument("--unseen", type=Path, default=RESULTS / "published_unseen.json")

@@ -15,7 +15,6 @@ or more than `MEMORY` bytes above what the process had is a fault. The number th
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import json
@@ -31,7 +30,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from benchmarks.fuzz_formats import FORMATS, Format
 from shardlib.errors import ShardlibError
 
@@ -246,9 +245,7 @@ def run(form: Format, count: int, seed: int) -> Tally:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=10_000, help="files, of all formats together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

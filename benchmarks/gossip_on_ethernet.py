@@ -11,7 +11,6 @@ hours that the plans predict and the parts of a step.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from dataclasses import replace
@@ -28,7 +27,7 @@ import optax
 from flax import nnx
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib.machines.topology import Topology
 
 NODES, GPUS, ROWS = 32, 8, 256
@@ -134,9 +133,7 @@ def loss(model: ResNet50, batch: dict[str, jax.Array]) -> jax.Array:
 
 def main() -> None:
     """Plans both and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "gossip_on_ethernet.json")
     args = parser.parse_args()
     rows = NODES * ROWS

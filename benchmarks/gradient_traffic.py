@@ -13,7 +13,6 @@ wire bytes what it sends, by ring algorithms.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import shardlib
 from benchmarks.compiled_programs import inputs
-from benchmarks.environment import RESULTS, environment
+from benchmarks.environment import RESULTS, command_line, environment
 from shardlib.verification.isolation import Limits
 
 #: MaxText 0.2, configs/tpu/v5e/llama2_7b.sh (fsdp 256, per-device batch 4, sequences of 2048, remat
@@ -143,9 +142,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures every job and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "gradient_traffic.json")
     args = parser.parse_args()
     print(

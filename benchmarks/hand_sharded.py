@@ -12,7 +12,6 @@ stored beside it. Collectives are read from the compiled programs.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -191,9 +190,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> float:
 
 def main() -> None:
     """Runs every mesh and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--mesh", choices=MESHES, action="append", help="a mesh; all of them when left out"
     )

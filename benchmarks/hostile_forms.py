@@ -15,7 +15,6 @@ of the plain requests of both is to be at most 1.5, and the server answers at th
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx2
 import numpy as np
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 
 CARD = """
 name = "small"
@@ -226,9 +225,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs, and writes what was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--forms", type=int, default=FORMS)
     parser.add_argument("--window", type=float, default=WINDOW, help="seconds")
     parser.add_argument("--seconds", type=float, default=math.inf, help="in which forms are sent")

@@ -1,5 +1,5 @@
-"""Figures of the source: import circles, lines, names, words, docstrings and uses of `Any`; the
-public names are imported.
+"""Figures of the source: import circles, lines, names, words, and public parameters without a
+description; the public names are imported.
 
     python benchmarks/house.py [--before OTHER_CLONE] [--out benchmarks/results/house.json]
 
@@ -238,12 +238,6 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return sorted(found, key=lambda group: (-len(group), group))
 
 
-def parameters(node: ast.FunctionDef) -> int:
-    """How many parameters a function has, self apart."""
-    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return sum(one.arg not in ("self", "cls") for one in given)
-
-
 def old_words(text: str) -> dict[str, int]:
     """How often each word is there that the field has others for, broken lines put together."""
     joined = re.sub(r"\n\s*(#:?\s)?\s*", " ", text)
@@ -267,17 +261,6 @@ def told(doc: str | None, *sections: str) -> set[str]:
         elif section in sections and (entry := re.match(r" {4}([*\w][\w, *]*):", line)):
             names |= {name.strip(" *") for name in entry[1].split(",")}
     return names
-
-
-def public(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Functions and methods of a module without an underscore anywhere in their path."""
-    for inner in getattr(node, "body", ()):
-        if isinstance(inner, ast.ClassDef | ast.FunctionDef) and not inner.name.startswith("_"):
-            path = f"{name}.{inner.name}".strip(".")
-            if isinstance(inner, ast.FunctionDef):
-                yield path, inner
-            else:
-                yield from public(inner, path)
 
 
 def untold(of: Any, name: str) -> list[str]:
@@ -316,82 +299,6 @@ def front() -> dict[str, Any]:
         if isinstance(kind, type)
         for word, of in vars(kind).items()
         if not word.startswith("_") and isinstance(of, classmethod | staticmethod | Callable)
-    }
-
-
-def complete(of: Any, name: str) -> bool:
-    """Whether a docstring describes every parameter, and what is returned where that is no class
-    and not None.
-    """
-    if isinstance(of, type) or untold(of, name):
-        return not untold(of, name)
-    returned = inspect.signature(of).return_annotation
-    text = inspect.cleandoc(of.__doc__ or "")
-    short = not inspect.signature(of).parameters.keys() - {"self", "cls"}
-    return returned in (None, "None") or "\nReturns:\n" in text or short
-
-
-def docstrings(modules: dict[str, Path]) -> dict[str, Any]:
-    """How much of what is public is described."""
-    several = [
-        (f"{path.relative_to(ROOT)}:{node.lineno} {name}", node)
-        for path in modules.values()
-        for name, node in public(parsed(path))
-        if parameters(node) > 1
-    ]
-    with_args = [where for where, node in several if told(ast.get_docstring(node), "Args")]
-    front_door = front()
-    whole = [name for name, of in front_door.items() if complete(of, name)]
-    return {
-        "public functions of two parameters or more": len(several),
-        "of these with Args": len(with_args),
-        "public names and their methods": len(front_door),
-        "of these with Args and Returns": len(whole),
-        "parameters of them that are not described": [
-            one for name, of in front_door.items() for one in untold(of, name)
-        ],
-    }
-
-
-def stands_for_any(tree: ast.Module) -> list[str]:
-    """Names that a module gives to `Any` alone: pytrees, plain data, values of other libraries; the
-    comment above each of them says what it stands for.
-    """
-    found: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if node.value.id == "Any" and isinstance(target, ast.Name):
-                found.append(target.id)
-    return found
-
-
-def uses_of_any(modules: dict[str, Path]) -> dict[str, Any]:
-    """How often `Any` stands in the source, and in signatures of public functions and fields; and
-    the names that stand for it.
-    """
-
-    def any_among(found: Iterable[ast.AST]) -> int:
-        return sum(isinstance(one, ast.Name) and one.id == "Any" for one in found)
-
-    def count(*roots: ast.AST | None) -> int:
-        return sum(any_among(ast.walk(root)) for root in roots if root is not None)
-
-    trees = [parsed(path) for path in modules.values()]
-    signatures = sum(count(node.args, node.returns) for tree in trees for _, node in public(tree))
-    in_fields = sum(
-        count(one.annotation)
-        for path in modules.values()
-        for node in nodes(path)
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-        for one in node.body
-        if isinstance(one, ast.AnnAssign)
-    )
-    return {
-        "everywhere": sum(any_among(nodes(path)) for path in modules.values()),
-        "signatures of public functions": signatures,
-        "fields of public classes": in_fields,
-        "names that stand for it": sorted(one for tree in trees for one in stands_for_any(tree)),
     }
 
 
@@ -562,8 +469,9 @@ def house() -> dict[str, Any]:
             len(line) > LINE for one in lines.values() for line in one
         ),
         "old words": old_words(texts),
-        "docstrings": docstrings(modules),
-        "uses of Any": uses_of_any(modules),
+        "parameters of public names that are not described": [
+            parameter for name, of in front().items() for parameter in untold(of, name)
+        ],
     }
 
 
@@ -578,11 +486,7 @@ def main() -> None:
     if options.before is not None:
         found["before"] = form(options.before.resolve())
     for name, value in found.items():
-        if name in ("docstrings", "uses of Any"):
-            for what, figure in value.items():
-                print(f"{name}, {what}: {len(figure) if isinstance(figure, list) else figure}")
-        else:
-            print(f"{name}: {len(value) if isinstance(value, list | dict) else value}")
+        print(f"{name}: {len(value) if isinstance(value, list | dict) else value}")
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -137,9 +137,7 @@ def through_cache(folder: Path, cache: Path) -> dict[str, float]:
 
 def main() -> None:
     """Measures all and stores it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seq", type=int, default=4096)

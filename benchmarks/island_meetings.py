@@ -10,7 +10,6 @@ program. Stored for each version of JAX.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
 from shardlib.exchanges import DiLoCo
 from shardlib.models.config import TransformerConfig
@@ -107,9 +106,7 @@ def row(topology: str, exchange: str, pin: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the cases and stores them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="exchanges with this text; other rows stay")
     args = parser.parse_args()
     out = RESULTS / f"island_meetings_jax-{jax.__version__}.json"

@@ -12,7 +12,6 @@ optimizer of the same kind. Runs that are stored already are not done again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, environment, simulate_devices
+from benchmarks.environment import RESULTS, command_line, environment, simulate_devices
 
 ISLANDS = 4
 simulate_devices(ISLANDS)
@@ -158,9 +157,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Does the runs that are not stored yet."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="ways whose name has this text")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "island_quality.json")

@@ -25,7 +25,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -47,7 +46,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib.processes.console import free_port
 from shardlib.training.measures import by_step, read_records
 from shardlib.training.run import RunFolder
@@ -488,9 +487,7 @@ def overhead(pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the parts, and keeps what other parts have found before."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", choices=("equality", "faults", "overhead", "idle"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=5)

@@ -8,7 +8,6 @@ install 'shardlib[tpu]'`); predicted and compiled memory and collectives are sto
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
 
 
@@ -36,9 +35,7 @@ def value(text: str) -> Any:
 
 def main() -> None:
     """Plans, compiles and stores."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--topology", default="v5p:8x8x8")
     parser.add_argument("--seq", type=int, default=1 << 20)

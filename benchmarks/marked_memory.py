@@ -11,7 +11,6 @@ same loss and optimizer. Compiled ahead of time, in processes of their own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -27,7 +26,7 @@ import numpy as np
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, source_digest, write
+from benchmarks.environment import RESULTS, command_line, source_digest, write
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import Verification
 
@@ -127,9 +126,7 @@ def measured(pin: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 def main() -> int:
     """Compiles the cases and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", choices=list(CASES), help="a case; all when left out")
     parser.add_argument("--seconds", type=float, default=400.0, help="for a compiler")
     given = parser.parse_args()

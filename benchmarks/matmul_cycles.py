@@ -12,7 +12,6 @@ Where a chip has two cores and the compiler did not split a kernel over them, th
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib.verification.isolation import TPU_FLOPS_PER_CYCLE
 
 #: The smallest machine of each generation, as the compiler names it.
@@ -85,9 +84,7 @@ def share(chip: str, rows: int, columns: int, depth: int, backward: bool) -> flo
 
 def main() -> None:
     """Compiles all matmuls for the chips that are named, or all, beside those stored before."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("chips", nargs="*", choices=[*MACHINES, []])
     parser.add_argument("--out", type=Path, default=RESULTS / "matmul_cycles.json")
     args = parser.parse_args()

@@ -47,7 +47,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, source_digest, write
+from benchmarks.environment import RESULTS, command_line, source_digest, write
 from shardlib import models
 from shardlib.layout import STORED_AXES, MeshShape
 from shardlib.models.config import Experts, LatentAttention, RopeScaling
@@ -657,9 +657,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("what", choices=("dumps", "compile"))
     parser.add_argument("--maxtext", type=Path, required=True, help="a checkout of MaxText")
     parser.add_argument("--python", help="Python of an environment with MaxText and libtpu")

@@ -15,7 +15,6 @@ the same.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -27,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, source_digest, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, source_digest, write
 
 simulate_devices(8)
 os.environ["XLA_FLAGS"] = (
@@ -240,9 +239,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the cases that are missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--devices", type=int, nargs="*", default=list(range(1, 9)))
     parser.add_argument("--redo", action="store_true", help="run what is stored too")
     given = parser.parse_args()

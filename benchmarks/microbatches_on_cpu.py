@@ -9,7 +9,6 @@ Stored are predicted and measured seconds, and how much longer the free plan tak
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import jax
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 from benchmarks.pipeline_times import CONFIG, ROWS, SEQ
 from benchmarks.stepping import alternate, random_tokens, stepper
 from shardlib import models
@@ -32,9 +31,7 @@ COUNTS = (1, 2, 4, 8, 16, 32)
 
 def main() -> None:
     """Plans, runs and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each program")
     parser.add_argument(
         "--out", type=Path, default=RESULTS / f"microbatches_on_cpu_jax-{jax.__version__}.json"

@@ -10,7 +10,6 @@ pass is a gap in them: the script ends with 1 and names it. Results are kept, so
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 
 
 @dataclass(frozen=True)
@@ -349,9 +348,7 @@ def tested(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
 
 def main() -> int:
     """Tries mutations, keeps what came of them, and returns 1 where tests pass one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", action="append", help="mutations to try; all when left out")
     parser.add_argument("--changed", action="store_true", help="those without a result")
     parser.add_argument("--seconds", type=float, default=550.0, help="for the tests of a mutation")

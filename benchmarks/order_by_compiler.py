@@ -18,7 +18,6 @@ those that were compiled. *Rank correlation*: Spearman's, where plans differ by 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -37,7 +36,7 @@ import optax
 from flax import nnx
 
 import shardlib
-from benchmarks.environment import RESULTS, source_digest, write
+from benchmarks.environment import RESULTS, command_line, source_digest, write
 from benchmarks.families import FAMILIES
 from benchmarks.order_candidates import Pin, candidates, judged, pins, summary
 from benchmarks.scheduled_wire import waited_seconds
@@ -309,9 +308,7 @@ def line(name: str, row: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Compiles plans of the jobs and adds them to the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--job", choices=JOBS, action="append", help="all of them when left out")
     parser.add_argument("--plans", type=int, default=6, help="plans of a job, at most")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each compilation")

@@ -17,7 +17,6 @@ spread of the lower half of each plan's runs. Constants were chosen on the trans
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 DEVICES = int(sys.argv[sys.argv.index("--devices") + 1]) if "--devices" in sys.argv else 8
 simulate_devices(DEVICES)
@@ -95,9 +94,7 @@ def run(name: str, devices: int, most: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the jobs and adds them to the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--devices", type=int, default=8, help="simulated devices")
     parser.add_argument("--job", choices=JOBS, action="append", help="all of them when left out")
     parser.add_argument("--plans", type=int, default=8, help="plans of a job that are run at most")

@@ -19,7 +19,6 @@ other must be told who has it, and touch nothing. After each race:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -41,7 +40,7 @@ import optax
 from flax import nnx
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib.checkpointing.store import Keep
 from shardlib.errors import OwnedError
 from shardlib.training.fit import fit
@@ -230,9 +229,7 @@ def good(row: dict[str, Any]) -> bool:
 
 def main() -> None:
     """Races, compares, writes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--races", type=int, default=20)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)

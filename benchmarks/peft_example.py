@@ -9,7 +9,6 @@ folder and some tokens alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import simulate_devices, write
+from benchmarks.environment import command_line, simulate_devices, write
 
 #: The example's model in PyTorch, under the names of its folder, with the adapter or without.
 OTHER = """
@@ -104,9 +103,7 @@ print(json.dumps({"torch": torch.__version__, "peft": peft.__version__}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--torch", required=True, help="a Python with torch and peft")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, help="store the figures")

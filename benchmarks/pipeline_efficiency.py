@@ -20,7 +20,6 @@ given their cores by `os.sched_setaffinity` and `/proc`.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -31,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 STAGES = 2
 simulate_devices(STAGES)
@@ -155,9 +154,7 @@ def measure(schedule: str, form: str, width: int, remat: str, repeats: int) -> d
 
 def main() -> None:
     """Runs every schedule and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--schedule",
         choices=SCHEDULES,

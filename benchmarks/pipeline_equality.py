@@ -15,7 +15,6 @@ of the code with which it was run.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -29,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, source_digest, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, source_digest, write
 
 simulate_devices(16)
 os.environ["XLA_FLAGS"] = (
@@ -147,9 +146,7 @@ def measure(name: str, pin: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def main() -> int:
     """Runs what is missing of the grid and writes the table; 1 when some number is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--only",
         action="append",

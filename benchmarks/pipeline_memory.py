@@ -12,7 +12,6 @@ comparison. The batch itself, 32 KiB a sequence, is among the arguments, and is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, source_digest, write
+from benchmarks.environment import RESULTS, command_line, source_digest, write
 from shardlib import models
 from shardlib.verification.isolation import Limits
 
@@ -94,9 +93,7 @@ def main() -> int:
     """Compiles every schedule and writes the table; 1 when the memory of a schedule that should
     stay the same grows.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("topology", help="a machine of eight devices: v5p:2x2x2, h100:8")
     parser.add_argument("--only", help="a schedule; all when left out")
     parser.add_argument(

@@ -15,7 +15,6 @@ that say so, with stages that are programs of their own (`pipeline="programs"`).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -117,9 +116,7 @@ def compare(
 
 def main() -> None:
     """Runs every mesh and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--mesh", choices=MESHES, action="append", help="a mesh; all of them when left out"
     )

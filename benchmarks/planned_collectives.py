@@ -16,7 +16,6 @@ Rows are added to RESULTS.json in the place of those of the same cases; others t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import shardlib
-from benchmarks.environment import environment, source_digest
+from benchmarks.environment import command_line, environment, source_digest
 from benchmarks.families import FAMILIES
 from shardlib.machines.topology import Topology, place
 from shardlib.verification.isolation import Limits
@@ -169,9 +168,7 @@ def _key(case: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs the cases of a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "cases",
         type=Path,

@@ -11,7 +11,6 @@ parameters and batches differ by is the noise.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 simulate_devices(4)
 
@@ -29,7 +28,8 @@ import optax
 
 import shardlib
 from shardlib import models
-from shardlib.training import data
+from shardlib.data.batches import TokenDataset
+from shardlib.data.open import read
 
 BATCH, SEQ, LAST = 8, 64, 20
 PIN = {"mesh": {"data": 2, "fsdp": 2}, "zero": 3, "remat": "none", "microbatches": 1}
@@ -56,7 +56,7 @@ def run(
     guards: shardlib.Guards,
     seed: int,
     steps: int,
-    corpus: data.Corpus,
+    dataset: TokenDataset,
 ) -> dict[str, Any]:
     """One run as plain data."""
     model = replace(models.load("demo"), compute_dtype=dtype)
@@ -77,9 +77,7 @@ def run(
     state, losses, skipped, scales = program.init(seed), list[float](), list[int](), list[float]()
     start = time.perf_counter()
     for step in range(steps):
-        state, metrics = program.step(
-            state, corpus.batch(seed=seed, step=step, batch=BATCH, seq=SEQ)
-        )
+        state, metrics = program.step(state, dataset.batch(step * BATCH, BATCH))
         losses.append(float(metrics["loss"]))
         skipped.append(int(metrics["skipped"]))
         scales.append(float(metrics.get("loss_scale", 1.0)))
@@ -99,20 +97,18 @@ def run(
 
 def main() -> None:
     """Runs everything and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--out", type=Path, default=RESULTS / "precision.json")
     args = parser.parse_args()
-    corpus = data.read(None, seq=SEQ)
+    datasets = {seed: read(seq=SEQ, seed=seed) for seed in {run[-1] for run in RUNS}}
     print(
         f"{'':34s} {'loss':>7s} {'- float32':>10s} {'skipped':>8s} {'scale':>9s}   loss: mean of"
         f" the last {LAST} steps that were done, nats a byte"
     )
     rows: list[dict[str, Any]] = []
     for one in RUNS:
-        rows.append(run(*one, steps=args.steps, corpus=corpus))
+        rows.append(run(*one, steps=args.steps, dataset=datasets[one[-1]]))
         row = rows[-1]
         print(
             f"{row['name']:34s} {row['last']:7.4f} {row['last'] - rows[0]['last']:+10.4f}"

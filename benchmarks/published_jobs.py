@@ -13,7 +13,6 @@ same in both. Beside them stand the step and the MFU that the plan promises. Res
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -28,7 +27,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 
 import shardlib
-from benchmarks.environment import RESULTS, source_digest, write
+from benchmarks.environment import RESULTS, command_line, source_digest, write
 from benchmarks.hand_llama import AXIS, HandLlama
 from benchmarks.hlo_collectives import by_overlap
 from shardlib import models
@@ -142,9 +141,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Compiles the jobs that are named, or all."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     names = [*JOBS, f"llama2-7b{BY_HAND}"]
     parser.add_argument("jobs", nargs="*", choices=[*names, []])
     parser.add_argument("--options", type=json.loads, default={}, help="of the compiler, as JSON")

@@ -10,7 +10,6 @@ chip and stack; none per row.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import read
 from benchmarks.published.freely import Better, better, counts
@@ -193,9 +192,7 @@ def free_text(found: list[Better]) -> str:
 
 def main() -> int:
     """Prices the rows of a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument(
         "--source", action="append", help="rows of this source alone; may be repeated"

@@ -15,7 +15,6 @@ come with shardlib, fitted to all sources.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -33,7 +32,7 @@ import numpy as np
 import yaml
 from scipy.optimize import least_squares
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from benchmarks.published.served_models import served
 from shardlib.cost.collectives import FREE, collective_cost
 from shardlib.layout import MeshShape
@@ -254,9 +253,7 @@ def orders(samples: Sequence[Sample], found: Mapping[str, float]) -> tuple[int, 
 
 def main() -> None:
     """Prices every row and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--fit", action="store_true", help="write the constants of shardlib")
     parser.add_argument(
         "--out", type=Path, nargs="?", const=RESULTS / "published_serving.json", default=None

@@ -15,7 +15,6 @@ of it is fitted.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from benchmarks.published.summary import Result, summary
 from benchmarks.published.unseen.levels import (
     MOST,
@@ -127,9 +126,7 @@ def show(title: str, found: dict[str, Any]) -> None:
 
 def main() -> int:
     """Prices every source as one that nobody has seen."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--source", action="append", help="this source alone; may be repeated")
     parser.add_argument("--method", choices=METHODS, default="levels")

@@ -10,7 +10,6 @@ written beside the figure; the exit code is 1 if one is broken.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 #: Seconds that each may take.
 PROMISES = {
@@ -51,9 +50,7 @@ def timed(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 def main() -> int:
     """Runs all of them and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="llama3-70b")
     parser.add_argument(
         "--topology", default="16*h100:8", help="family of machines, and the one that loses a host"

@@ -11,7 +11,6 @@ which a small batch cannot use them all, or whose numbers of devices are prime, 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import optax
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
 from shardlib.errors import InfeasibleError
 from shardlib.frontend.model import problem
@@ -104,9 +103,7 @@ def told(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Times all and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--many", action="store_true", help="about a million devices")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

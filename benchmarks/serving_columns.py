@@ -9,7 +9,6 @@ process; a step is the median of those that compute eight next tokens.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.continuous_batching import LLAMA, forward
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models, serve
 from shardlib.serve.program import TracedForward
 
@@ -56,9 +55,7 @@ def step_ms(served: serve.Engine) -> float:
 
 def main() -> None:
     """Measures both in turn."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()

@@ -11,7 +11,6 @@ JAX.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models, serve
 from shardlib.models.config import TransformerConfig
 
@@ -78,9 +77,7 @@ def _case(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Compiles all cases and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--only", default="", help="cases in whose JSON this text stands; others are kept"
     )

@@ -11,7 +11,6 @@ and the even cut run in turn; results are compared with those of one process.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.frontend.model import problem
@@ -98,9 +97,7 @@ def even(plan: EdgePlan, init: Any) -> EdgePlan:
 
 def main() -> None:
     """Runs both cuts in turn."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--out", type=Path)

@@ -11,7 +11,6 @@ draws the same weights.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from safetensors.numpy import load_file, save_file
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import environment
+from benchmarks.environment import command_line, environment
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.checkpointing.huggingface import save_weights
@@ -335,9 +334,7 @@ def written_switch(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Compares all families."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--write", action="store_true", help="stores the tokens for the tests")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=sorted(PUBLISHED))

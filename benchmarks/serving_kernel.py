@@ -13,7 +13,6 @@ kernel is interpreted, for a small case.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib.functions.attention import Attention
 from shardlib.layout import MeshShape
 from shardlib.serve.cache import Grid, Where, attending
@@ -197,9 +196,7 @@ def equal() -> float:
 
 def main() -> None:
     """Compiles both forms, compares them, and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument(
         "--out", type=Path, default=RESULTS / f"serving_kernel_jax-{jax.__version__}.json"

@@ -14,7 +14,6 @@ torchvision, torchaudio and torchcodec, with which it does not start.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -37,7 +36,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
 from benchmarks.continuous_batching import LLAMA
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models, serve
 from shardlib.annotation.tree import read
 from shardlib.checkpointing.huggingface import save_weights
@@ -106,9 +105,7 @@ class Vllm:
 
 def main() -> None:
     """Runs all in turn."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM")
     parser.add_argument("--out", type=Path)

@@ -12,7 +12,6 @@ the request that was let in to the first token and to the end; ratios are of nei
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx2
 import numpy as np
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 
 REQUESTS, CLIENTS, SLOTS, WAITING = 1000, 32, 8, 8
 #: Shares of those that go, and of those that hardly read.
@@ -183,9 +182,7 @@ def told(seen: Seen, seconds: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--out", type=Path)

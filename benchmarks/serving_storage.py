@@ -12,7 +12,6 @@ far its logarithm moves from float32, and in how many places the likeliest byte 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from dataclasses import replace
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models, serve
 from shardlib.annotation.tree import read
 from shardlib.serve.loading import TrainedRun, trained_run
@@ -84,9 +83,7 @@ def plainly(run: TrainedRun, texts: list[list[int]]) -> np.ndarray:
 
 def main() -> None:
     """Scores and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("run", type=Path, help="folder of a run of `shardlib train`")
     parser.add_argument("--out", type=Path, default=RESULTS / "serving_storage.json")
     args = parser.parse_args()

@@ -17,7 +17,6 @@ It needs nvidia-pytriton, tritonclient[all], tokenizers and shardlib in one envi
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import os
@@ -49,7 +48,7 @@ from tritonclient.grpc import (  # pyright: ignore[reportMissingImports]
     model_config_pb2,
 )
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models, serve
 from shardlib.serve.artefacts import embedding_pass, user_pass
 from shardlib.serve.triton.repository import Repository
@@ -309,9 +308,7 @@ def _numpy1(folder: Path) -> str:
 
 def main() -> None:
     """Writes a repository, has it served, and asks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "serving_triton.json")
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument(

@@ -10,7 +10,6 @@ checkpoint is served.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx2
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS, STEPS, EVERY = 6, 200, 20
@@ -62,9 +61,7 @@ def ask(url: str, number: int, end: threading.Event, seen: list[tuple[str, str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

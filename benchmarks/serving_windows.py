@@ -12,7 +12,6 @@ place and to gather no weights.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -26,7 +25,7 @@ os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LI
 
 import jax
 
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.models import huggingface
@@ -73,9 +72,7 @@ def cache_bytes(traced: TracedForward, sizes: Capacity) -> int:
 
 def main() -> None:
     """Counts bytes, and compiles."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--compile", metavar="TOPOLOGY", help="with all its devices a layer")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()

@@ -12,7 +12,6 @@ time. Answers are equal.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -30,7 +29,7 @@ import numpy as np
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models, serve
 from shardlib.models.config import TransformerConfig
 
@@ -95,9 +94,7 @@ def served(
 
 def main() -> None:
     """Learns, serves and writes the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=5, help="of each way")
     parser.add_argument("--steps", type=int, default=250, help="of training")
     parser.add_argument(

@@ -14,7 +14,6 @@ meet.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -28,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 PIN = {"mesh": {"fsdp": 8}, "zero": 3, "remat": "full", "microbatches": 1}
 WHERE = {"memory": {}, "disk": {"offload": ["disk"]}}
@@ -159,9 +158,7 @@ def compared(steps: int, folder: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measures and writes `benchmarks/results/state_on_disk.json`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--disk", default=None)
     parser.add_argument("--only", choices=("compiled", "run"), default=None)

@@ -16,7 +16,6 @@ long as the code of the package is the same.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, simulate_devices, source_digest, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, source_digest, write
 
 simulate_devices(8)
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # they compile, and hardly compute
@@ -148,9 +147,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Runs the cases that are missing; 1 where one differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--marked", action="store_true", help="the steps with marked losses")
     parser.add_argument("--seconds", type=float, help="after which no further case is begun")
     parser.add_argument("--redo", action="store_true", help="run what is stored too")

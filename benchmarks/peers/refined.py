@@ -8,13 +8,12 @@ the compiler made of each, and wire bytes of the plan that it chose.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -28,9 +27,7 @@ TPU = "v5e:2x4"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS / "peers_refined.json")
     options = parser.parse_args()
     job = JOBS["tpu"]

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 
 import shardlib
-from benchmarks.random_programs import case
-from benchmarks.random_programs import errors as random_errors
 from shardlib.lowering.uses import looked_up
 from shardlib.tracing.program import flatten
+from tests.zoo.random_programs import case
+from tests.zoo.random_programs import errors as random_errors
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 AXES = {"w1": ("in", "h1"), "w2": ("h1", "h2"), "w3": ("h2", "out")}
@@ -125,7 +125,7 @@ def test_a_loss_that_is_another_program_for_a_microbatch(batch):
 )
 @given(data=strategies.data())
 def test_random_programs_compute_what_one_device_computes(data):
-    """A sample of `benchmarks/layout_equality.py`."""
+    """Weights used in many forms, on any mesh, under any rules."""
     chosen = case(lambda options: data.draw(strategies.sampled_from(list(options))))
     found = random_errors(chosen)
     assert max(found.values()) < 1e-5, (chosen, found)

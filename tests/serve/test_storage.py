@@ -96,7 +96,7 @@ def test_logarithms_hardly_move_with_a_cache_of_eight_bits(
         found.append(np.asarray([one.logprob for one in request.scores]))
         dtypes = {str(page.dtype) for page in jax.tree.leaves(served.compute.pages)}
         kept = {"model": {"float32"}, "fp8": {"float8_e4m3fn"}, "int8": {"int8", "float32"}}
-        assert dtypes == kept[cache]
+        assert dtypes == kept[kind]
         (answer,) = served.generate([[5, 3, 9, *range(20)]], 4)  # chunks, and tokens after them
         assert len(answer) == 4
     off = np.abs(found[0] - found[1])

@@ -1,5 +1,5 @@
 """Every layer class of `flax.nnx` and `flax.linen` with names, five steps on data 2 x fsdp 2 x
-tensor 2 beside plain JAX; `benchmarks/every_layer.py` does all of them.
+tensor 2 beside plain JAX; all of them with `--every-case`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Does every model compute the same numbers on eight devices as on one?
 
 Each case of the zoo runs under meshes, ZeRO stages and sequence settings that together cover every
-pair of (case, mesh) that matters; `benchmarks/parity.py` runs the complete product.
+pair of (case, mesh) that matters.
 """
 
 from __future__ import annotations
