@@ -19,17 +19,8 @@ ORDER = (
     *("serve", "bench-serve", "models", "topologies"),
 )
 _ALL: Mapping[str, Callable[..., None]] = {
-    "plan": planning.plan_command,
-    "explain": planning.explain_command,
-    "diff": planning.diff_command,
-    "timeline": planning.timeline_command,
-    "replan": planning.replan_command,
-    "scale": planning.scale_command,
-    "verify": planning.verify_command,
-    "train": training.train_command,
-    "status": training.status_command,
-    "models": planning.models_command,
-    "topologies": planning.topologies_command,
+    **planning.COMMANDS,
+    **training.COMMANDS,
     **wings.commands(),
 }
 #: The commands of the core and of the wings, in the order of the help.

@@ -273,35 +273,11 @@ def parse_pins(words: list[str]) -> JsonObject:
     return pins
 
 
-def parse_allow(words: list[str]) -> JsonObject:
-    """Dtypes that the planner may choose, as pins: `what=dtype` or `what=dtype,dtype`."""
-    allowed: dict[str, list[str]] = {}
-    for word in words:
-        key, equals, value = (part.strip() for part in word.partition("="))
-        if not key or not equals or not value:
-            raise PinError(f"--allow {word!r} is no WHAT=DTYPE\nTry: --allow moment_dtype=bfloat16")
-        allowed.setdefault(key, []).extend(part.strip() for part in value.split(","))
-    if not allowed:
-        return {}
-    from shardlib.decisions.pins import Pins
-
-    Pins.parse({"allow": allowed})
-    return {"allow": allowed}
-
-
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def pin_text(pins: JsonObject) -> str:
-    """Pins as they are spelled on a command line."""
-    return ", ".join(
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in pins.items()
-    )
 
 
 #: Quantities below it are spelled with a unit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,7 @@ from shardlib.cli.inputs import (
     inputs_of,
     make_plan,
     origin_sizes,
-    parse_allow,
     parse_pins,
-    pin_text,
     read_plan,
     replanned,
     spread,
@@ -39,7 +37,7 @@ from shardlib.errors import (
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import seconds_text
 from shardlib.report.timelines import Timeline
-from shardlib.untrusted.data import parse_json, shown
+from shardlib.untrusted.data import JsonObject, parse_json, shown
 from shardlib.wings import extension
 
 if TYPE_CHECKING:
@@ -855,3 +853,40 @@ def timeline_of(plan: Plan, *, needed: bool) -> Timeline | None:
         if needed:
             raise
         return None
+
+
+def parse_allow(words: list[str]) -> JsonObject:
+    """Dtypes that the planner may choose, as pins: `what=dtype` or `what=dtype,dtype`."""
+    allowed: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not key or not equals or not value:
+            raise PinError(f"--allow {word!r} is no WHAT=DTYPE\nTry: --allow moment_dtype=bfloat16")
+        allowed.setdefault(key, []).extend(part.strip() for part in value.split(","))
+    if not allowed:
+        return {}
+    from shardlib.decisions.pins import Pins
+
+    Pins.parse({"allow": allowed})
+    return {"allow": allowed}
+
+
+def pin_text(pins: JsonObject) -> str:
+    """Pins as they are spelled on a command line."""
+    return ", ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in pins.items()
+    )
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "plan": plan_command,
+    "explain": explain_command,
+    "diff": diff_command,
+    "timeline": timeline_command,
+    "replan": replan_command,
+    "scale": scale_command,
+    "verify": verify_command,
+    "models": models_command,
+    "topologies": topologies_command,
+}

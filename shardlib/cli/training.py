@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -154,7 +155,7 @@ def train_command(
     pins = parse_pins(task.pin or [])
     from shardlib.errors import StoppedError
     from shardlib.processes.devices import cpu_without_accelerators
-    from shardlib.processes.place import read_place
+    from shardlib.processes.place import STOPPED, read_place
 
     cpu_without_accelerators()
     if read_place(os.environ) is not None:  # one of several processes
@@ -163,7 +164,6 @@ def train_command(
     from shardlib.processes.values import is_first
     from shardlib.training.fit import train
     from shardlib.training.settings import TrainConfig
-    from shardlib.training.supervisor import STOPPED
 
     options = {**vars(task), **vars(keeping)}
     options |= {"profile": _steps(keeping.profile), "allow_changes": _names(keeping.allow_changes)}
@@ -295,3 +295,6 @@ class Run:
             price=None if self.price is None else price(self.price, "--price"),
             mtbf=None if self.mtbf is None else duration(self.mtbf, "--mtbf"),
         )
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {"train": train_command, "status": status_command}

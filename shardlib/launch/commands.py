@@ -1,8 +1,4 @@
-"""From the words of a command line to what an engine makes of them: a submission.
-
-`shardlib compare | fit-model`: what to book.
-
-Options say the work of a run, and its deadline.
+"""`shardlib launch | doctor`, and `shardlib compare | fit-model`: which machines to book.
 
 >>> prices(["h100=2.40,v5p=4.20"])
 {'h100': 2.4, 'v5p': 4.2}

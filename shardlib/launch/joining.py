@@ -5,8 +5,8 @@
 
 `shardlib train` does so by itself, and a process that is alone goes on as it is. Whoever started
 the processes has said in their environment which of them is which (`shardlib.processes.place`).
-First all of them meet without JAX (`roll_call`), then JAX's own coordination service is started,
-with everything that it would otherwise guess: address, numbers, devices.
+First all of them meet without JAX (the roll call, below), then JAX's own coordination service is
+started, with everything that it would otherwise guess: address, numbers, devices.
 
 A process that fails after that must not wait for the others in JAX's orderly end, which waits for
 processes that may wait for this one: it says what is wrong and ends.

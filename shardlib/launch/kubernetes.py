@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launch.job import Job
 from shardlib.launch.submission import (
-    STOPPED,
-    USAGE,
     Engine,
     Submission,
     check_job,
     check_tpu,
-    chips_per_host,
     common_place,
     host_script,
     is_tpu,
@@ -22,7 +19,7 @@ from shardlib.launch.submission import (
     shape_of,
     yaml_text,
 )
-from shardlib.processes.place import AUTO, FIRST_PORT
+from shardlib.processes.place import AUTO, FIRST_PORT, STOPPED, USAGE
 from shardlib.untrusted.data import JsonObject
 
 #: RFC 1123 names of objects, as Secrets, queues and claims have them.
@@ -408,3 +405,8 @@ def _failures(job: Job, settings: KubernetesSettings) -> list[str]:
             f" volumes are {', '.join(settings.volumes) or 'not given'}"
         )
     return failures
+
+
+def chips_per_host(job: Job) -> int:
+    """Chips of a host; a chip can be several JAX devices."""
+    return job.devices_per_host // job.machine.chip.devices_per_chip

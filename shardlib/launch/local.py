@@ -29,6 +29,8 @@ from shardlib.processes.place import (
     ENDED,
     HUNG,
     JOIN_SECONDS,
+    STOPPED,
+    USAGE,
     Observer,
     StopRequest,
     read_heartbeat,
@@ -37,8 +39,6 @@ from shardlib.processes.place import (
 from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import (
     LAST_LINES,
-    STOPPED,
-    USAGE,
     Budget,
     Ended,
     newest,

@@ -29,7 +29,8 @@ from typing import Any
 
 from shardlib.errors import LaunchError, MissingPackageError
 from shardlib.launch.ray import RayHosts
-from shardlib.launch.submission import SAVE_SECONDS, STOPPED, USAGE
+from shardlib.launch.submission import SAVE_SECONDS
+from shardlib.processes.place import STOPPED, USAGE
 
 #: Seconds between two looks at the processes.
 LOOK_EVERY = 0.2

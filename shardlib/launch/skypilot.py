@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launch.job import Job
 from shardlib.launch.submission import (
-    HUNG,
-    STOPPED,
     Engine,
     Submission,
     accelerator_type,
@@ -37,7 +35,7 @@ from shardlib.launch.submission import (
     timed,
     yaml_text,
 )
-from shardlib.processes.place import AUTO, port_of_job
+from shardlib.processes.place import AUTO, HUNG, STOPPED, port_of_job
 from shardlib.untrusted.data import JsonObject
 
 TASK = "task.yaml"

@@ -10,8 +10,6 @@ from pathlib import Path
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launch.job import Job, too_small
 from shardlib.launch.submission import (
-    STOPPED,
-    USAGE,
     Engine,
     Submission,
     check_job,
@@ -21,7 +19,7 @@ from shardlib.launch.submission import (
     exports,
     inside,
 )
-from shardlib.processes.place import FIRST_PORT, PORTS
+from shardlib.processes.place import FIRST_PORT, PORTS, STOPPED, USAGE
 
 #: How GPUs can be asked for; "none" where a partition gives whole nodes without.
 GPUS = ("gpus-per-node", "gres", "none")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from shardlib.errors import LaunchError, MissingPackageError, raise_all
 from shardlib.launch.job import Job
+from shardlib.processes.place import STOPPED
 from shardlib.untrusted.data import JsonMapping, bounded, printable, shown
 
 if TYPE_CHECKING:
@@ -96,15 +97,8 @@ def _unknown(word: str, name: str, kinds: Mapping[str, Any]) -> str:
 # All text that comes from a user is quoted here or checked, so that no name or path can end a line
 # or a word of a script.
 
-#: Exit code of a run that was stopped and has saved (`shardlib.training.supervisor`), which starts
-#: again without counting as a failure.
-STOPPED = 75
-#: Exit code of a process that hung and ended itself (`shardlib.processes.place`).
-HUNG = 86
 #: Seconds that a process has to save and end when its time is over.
 SAVE_SECONDS = 120
-#: Exit code for mistakes of the user, which no start repairs.
-USAGE = 2
 #: Values that stand in a line of a script or manifest as they are.
 PLAIN = re.compile(r"[^\s\"'\\`$;&|<>#]+")
 
@@ -499,11 +493,6 @@ def shape_of(job: Job) -> str:
     """
     torus = next((tier for tier in job.machine.tiers if tier.kind == "torus"), None)
     return "x".join(map(str, torus.shape)) if torus else ""
-
-
-def chips_per_host(job: Job) -> int:
-    """Chips of a host; a chip can be several JAX devices."""
-    return job.devices_per_host // job.machine.chip.devices_per_chip
 
 
 def accelerator_type(job: Job) -> str:

@@ -381,6 +381,11 @@ def write_whole(path: Path, text: str) -> None:
 
 #: Exit code of a process whose watchdog ended it.
 HUNG = 86
+#: Exit code of a run that somebody stopped after it had saved: whoever started it may start it
+#: again (EX_TEMPFAIL of sysexits.h).
+STOPPED = 75
+#: Exit code for mistakes of the user, which no start repairs.
+USAGE = 2
 
 
 class Watchdog:

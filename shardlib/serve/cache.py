@@ -468,12 +468,6 @@ def whole(columns: Columns) -> Value:
     return flat.transpose(*(order.index(dim) for dim in range(len(order))))
 
 
-def converted(columns: Columns, equation: Equation) -> Columns:
-    """Columns in another dtype."""
-    parts = tuple(bind(equation, [part])[0] for part in columns.parts)
-    return Columns(parts=parts, summed=columns.summed, shape=columns.shape)
-
-
 def product(equation: Equation, operands: Sequence[Value | Columns]) -> Value:
     """Returns a product with columns."""
     position = 0 if isinstance(operands[0], Columns) else 1
@@ -823,17 +817,6 @@ def _row(constants: Constants, number: int, row: int) -> Callable[[], Value | No
         return None if value is None else np.asarray(value)[row]
 
     return one
-
-
-def kept_windows(window: int, everywhere: Sequence[Value | None]) -> tuple[int, ...]:
-    """Tokens that each layer of a call keeps; 0 for all.
-
-    Args:
-        everywhere: whether a layer sees all tokens; None where that is not known.
-    """
-    return tuple(
-        window if sees_all is not None and not bool(sees_all) else 0 for sees_all in everywhere
-    )
 
 
 # --------------------------------------------------------------------------------------------------

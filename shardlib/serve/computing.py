@@ -825,11 +825,5 @@ class Sources:
         return Adapted(params=weights[0], stacks=self._stacks), weights[1]
 
 
-def check_longest(longest: int) -> None:
-    """Checks how long a source may be."""
-    if not whole(longest) or longest < 1:
-        raise ArgumentError(f"longest is {longest!r}; a source has at least one token")
-
-
 def _kind(leaf: Leaf) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -35,7 +35,6 @@ from shardlib.serve.computing import (
     Ngrams,
     Sources,
     built,
-    check_longest,
     draft_model,
     shapes,
 )
@@ -51,8 +50,11 @@ from shardlib.serve.requests import (
     Told,
     whole,
 )
-from shardlib.serve.sampling import Guided, Guides
-from shardlib.serve.scheduling import Share, scheduled
+from shardlib.serve.sampling import (
+    Guided,
+    Guides,
+)
+from shardlib.serve.scheduling import Groups, Schedule, Share
 from shardlib.serve.step import Step
 
 #: Seconds that masks of forms are waited for where nothing else is to be done; and otherwise, as a
@@ -164,7 +166,11 @@ class Engine:
         self.capacity, self.forward, self.compute = parts.capacity, parts.forward, parts.compute
         self._placed = parts.place
         self._fresh: tuple[Tree, Tree] | None = None
-        self.schedule = scheduled(data, self.capacity, chunk=parts.chunk)
+        self.schedule = (
+            Schedule(self.capacity, chunk=parts.chunk)
+            if data == 1
+            else Groups(data, self.capacity, chunk=parts.chunk)
+        )
         self._drafts: Drafts = Ngrams()
         self._guided, self._patience = Guided(), 0.0
         self._sources: Sources | None = None
@@ -211,7 +217,8 @@ class Engine:
             encode: (model, int32 source [1, longest], how many of its tokens count) -> arrays by
                 dotted path, in place of variables of the model with a row, [1, ...].
         """
-        check_longest(longest)
+        if not whole(longest) or longest < 1:
+            raise ArgumentError(f"longest is {longest!r}; a source has at least one token")
         if not isinstance(self.compute, Step) or self._adapters.rows:
             raise ArgumentError("a model with adapters, or a cache of its own, has no encoder")
         if self.schedule.running or self.schedule.waiting:

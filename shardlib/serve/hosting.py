@@ -44,7 +44,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -62,7 +62,7 @@ from shardlib.serve.engine import Engine
 from shardlib.serve.layers import base_of
 from shardlib.serve.program import Forward
 from shardlib.serve.requests import STOP, Asked, Capacity, Event, Request, Told
-from shardlib.serve.served import UNKNOWN, Pieces, Served, Text, plain_chat
+from shardlib.serve.served import UNKNOWN, Pieces, Served, Text
 from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
 from shardlib.untrusted.data import JsonMapping
 
@@ -614,17 +614,6 @@ class CallReader:
         return [replace(announced, arguments=new, begins=begins)] if new or begins else []
 
 
-def joined(deltas: Iterable[ToolCall]) -> list[ToolCall]:
-    """Calls, of the pieces that an answer gave."""
-    calls: list[ToolCall] = []
-    for piece in deltas:
-        if piece.begins:
-            calls.append(piece)
-        else:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.arguments)
-    return calls
-
-
 def tagged(names: Collection[str]) -> Splitter:
     """Calls between tags; text before them is given as it comes. Blanks after a call are none."""
 
@@ -1091,3 +1080,16 @@ def spell(engine: Engine, text: Text) -> str:
         return "nothing is known of what the tokens of the model spell"
     engine.spell(spelling, text.ends or NO_END)
     return ""
+
+
+def plain_chat(messages: Sequence[JsonMapping]) -> str:
+    """A conversation for a model that has no template of its own: a line for each message.
+
+    >>> plain_chat([{"role": "user", "content": "Hello."}])
+    'user: Hello.\\nassistant:'
+
+    Args:
+        messages: each with a "role" and a "content".
+    """
+    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    return "".join([*lines, "assistant:"])

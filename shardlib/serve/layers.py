@@ -42,9 +42,7 @@ from shardlib.serve.cache import (
     Pages,
     Token,
     attending,
-    converted,
     is_held,
-    kept_windows,
     plain,
     product,
     written_out,
@@ -837,3 +835,20 @@ def _of(
         first = constants + carried
         uses[first:] = [{use and (ROW, *use) for use in row_uses} for row_uses in uses[first:]]
     return uses
+
+
+def converted(columns: Columns, equation: Equation) -> Columns:
+    """Columns in another dtype."""
+    parts = tuple(bind(equation, [part])[0] for part in columns.parts)
+    return Columns(parts=parts, summed=columns.summed, shape=columns.shape)
+
+
+def kept_windows(window: int, everywhere: Sequence[Value | None]) -> tuple[int, ...]:
+    """Tokens that each layer of a call keeps; 0 for all.
+
+    Args:
+        everywhere: whether a layer sees all tokens; None where that is not known.
+    """
+    return tuple(
+        window if sees_all is not None and not bool(sees_all) else 0 for sees_all in everywhere
+    )

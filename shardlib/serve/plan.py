@@ -13,7 +13,7 @@ from html import escape
 from typing import cast
 
 from shardlib.errors import PlanError
-from shardlib.findings import Finding, diagnostic
+from shardlib.findings import Finding
 from shardlib.machines.topology import TopologyLike
 from shardlib.report.elements import (
     aligned,
@@ -155,46 +155,6 @@ class ServingPoint:
             "output_tokens_per_second_per_chip": self.output_tokens_per_second_per_chip,
             "chips": self.chips,
         }
-
-
-#: Chips of the runs that the constants were learned from.
-LEARNED_ON: frozenset[str] = frozenset({"a100", "h100", "h200", "v4", "v6e"})
-#: Share of the memory above which a plan is called tight.
-TIGHT = 0.98
-
-
-@diagnostic
-def findings(request: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
-    """Findings about a serving plan."""
-    listed: list[Finding] = []
-    if request.topology.chip.name not in LEARNED_ON:
-        listed.append(
-            Finding(
-                code="chip-not-measured",
-                severity="info",
-                where="topology",
-                message=(
-                    f"no published run of a {request.topology.chip.name} was at hand: its seconds"
-                    " follow from its data sheet and from what was learned on"
-                    f" {', '.join(sorted(LEARNED_ON))}."
-                ),
-            )
-        )
-    nbytes = estimate.device_bytes
-    if nbytes.peak > TIGHT * nbytes.limit:
-        listed.append(
-            Finding(
-                code="memory-full",
-                severity="info",
-                where="batch",
-                message=(
-                    f"a device has {bytes_text(nbytes.peak)} of"
-                    f" {bytes_text(nbytes.limit)}, {percent_text(nbytes.peak / nbytes.limit)}: the"
-                    " batch is as large as pages of whole requests allow."
-                ),
-            )
-        )
-    return tuple(listed)
 
 
 # --------------------------------------------------------------------------------------------------

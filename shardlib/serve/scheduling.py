@@ -728,13 +728,6 @@ class Groups:
         }
 
 
-def scheduled(groups: int, capacity: Capacity, chunk: int | None = None) -> Schedule | Groups:
-    """The schedule of some groups of devices."""
-    if groups == 1:
-        return Schedule(capacity, chunk=chunk)
-    return Groups(groups, capacity, chunk)
-
-
 def _load(schedule: Schedule) -> int:
     return sum(
         request.count + request.asked.most for request in (*schedule.running, *schedule.waiting)

@@ -17,9 +17,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.errors import InfeasibleError, PinError, TopologyError
+from shardlib.findings import Finding, diagnostic
 from shardlib.machines.topology import TopologyLike
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.report.elements import bytes_text, count_text, seconds_text
+from shardlib.report.elements import (
+    bytes_text,
+    count_text,
+    percent_text,
+    seconds_text,
+)
 from shardlib.serve.cost import Load, ServingBytes, limit, temporaries
 from shardlib.serve.plan import (
     ServingChoice,
@@ -28,9 +34,15 @@ from shardlib.serve.plan import (
     ServingPoint,
     ServingSearch,
     asked_of,
-    findings,
 )
-from shardlib.serve.space import Asked, Numbers, Priced, ServingPin, ServingPins, all_priced
+from shardlib.serve.space import (
+    Asked,
+    Numbers,
+    Priced,
+    ServingPin,
+    ServingPins,
+    all_priced,
+)
 
 #: Columns of the table of choices.
 _COLUMNS = 9
@@ -410,3 +422,45 @@ def _better(choices: Found, row: int, others: Found, index: int) -> bool:
         return (tpot, served) if choices.asked.workload.objective == "latency" else (served, tpot)
 
     return key(choices, row) < key(others, index)
+
+
+#: Chips of the runs that the constants were learned from.
+LEARNED_ON: frozenset[str] = frozenset({"a100", "h100", "h200", "v4", "v6e"})
+
+
+#: Share of the memory above which a plan is called tight.
+TIGHT = 0.98
+
+
+@diagnostic
+def findings(request: Asked, point: ServingPoint, estimate: ServingEstimate) -> tuple[Finding, ...]:
+    """Findings about a serving plan."""
+    listed: list[Finding] = []
+    if request.topology.chip.name not in LEARNED_ON:
+        listed.append(
+            Finding(
+                code="chip-not-measured",
+                severity="info",
+                where="topology",
+                message=(
+                    f"no published run of a {request.topology.chip.name} was at hand: its seconds"
+                    " follow from its data sheet and from what was learned on"
+                    f" {', '.join(sorted(LEARNED_ON))}."
+                ),
+            )
+        )
+    nbytes = estimate.device_bytes
+    if nbytes.peak > TIGHT * nbytes.limit:
+        listed.append(
+            Finding(
+                code="memory-full",
+                severity="info",
+                where="batch",
+                message=(
+                    f"a device has {bytes_text(nbytes.peak)} of"
+                    f" {bytes_text(nbytes.limit)}, {percent_text(nbytes.peak / nbytes.limit)}: the"
+                    " batch is as large as pages of whole requests allow."
+                ),
+            )
+        )
+    return tuple(listed)

@@ -21,7 +21,6 @@ from shardlib.models.config import TransformerConfig
 from shardlib.serve.engine import Engine
 from shardlib.serve.program import Forward
 from shardlib.serve.requests import Capacity, Sampling
-from shardlib.untrusted.data import JsonMapping
 
 #: What stands in a text for bytes that are not a character, or not yet one.
 UNKNOWN = "\ufffd"
@@ -132,19 +131,6 @@ class Pieces:
     def _keep(self, tokens: int, *, waiting: int) -> None:
         self._tokens = self._tokens[-tokens:]
         self._sent = len(self._text.decode(self._tokens)) - waiting
-
-
-def plain_chat(messages: Sequence[JsonMapping]) -> str:
-    """A conversation for a model that has no template of its own: a line for each message.
-
-    >>> plain_chat([{"role": "user", "content": "Hello."}])
-    'user: Hello.\\nassistant:'
-
-    Args:
-        messages: each with a "role" and a "content".
-    """
-    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-    return "".join([*lines, "assistant:"])
 
 
 #: Weights that are newer than those of a version, and their version; None where there are none.

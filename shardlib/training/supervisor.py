@@ -38,6 +38,8 @@ from shardlib.processes.kin import Guard, finish, start
 from shardlib.processes.place import (
     ENDED,
     HUNG,
+    STOPPED,
+    USAGE,
     Heartbeat,
     Observer,
     StopRequest,
@@ -46,11 +48,6 @@ from shardlib.processes.place import (
 )
 from shardlib.training.run import RunFolder
 
-#: Exit code of a run that somebody stopped after it had saved: whoever started it may start it
-#: again (EX_TEMPFAIL of sysexits.h).
-STOPPED = 75
-#: Exit code for mistakes of the user, which no start repairs.
-USAGE = 2
 #: Lines of a failed process that are shown again at the end.
 LAST_LINES = 20
 #: Seconds between two looks.

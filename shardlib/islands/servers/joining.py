@@ -53,7 +53,7 @@ from shardlib.lowering.islands.program import parts_in_order, trained
 from shardlib.lowering.program import Program
 from shardlib.processes.console import LOOPBACK, Lines, Processes, free_port
 from shardlib.processes.kin import Guard, finish, start
-from shardlib.processes.place import StopRequest, stop_requests
+from shardlib.processes.place import STOPPED, StopRequest, stop_requests
 from shardlib.tracing.trace import describe_batch
 from shardlib.untrusted.data import JsonObject, printable, shown
 
@@ -428,8 +428,6 @@ def _require_free(host: str, port: int) -> None:
 # Each island is a job of its own, started again by itself; the others go on. Islands elsewhere
 # come by hand, with the variables of `shardlib.islands.servers.joining`.
 
-#: Exit code of who was asked to stop (EX_TEMPFAIL).
-STOPPED = 75
 #: Seconds between two looks, and seconds that islands have to end.
 LOOK_SECONDS, STOP_SECONDS = 0.05, 120.0
 

@@ -8,11 +8,15 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    generate_latest,
+)
 
 from shardlib import __version__
 from shardlib.errors import ArgumentError
@@ -32,16 +36,7 @@ from shardlib.serve.http.bodies import (
     tokens_of,
 )
 from shardlib.serve.http.replies import CHAT, COMPLETION, EventStream, Reply, Usage, listening
-from shardlib.serve.http.settings import (
-    PAGE,
-    Catalog,
-    Fault,
-    Guard,
-    Named,
-    Settings,
-    Watching,
-    figures,
-)
+from shardlib.serve.http.settings import Catalog, Fault, Guard, Named, Settings, Watching
 from shardlib.untrusted.data import JsonObject
 
 
@@ -293,3 +288,27 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
     app.include_router(status_routes(models, watching))
     app.add_middleware(Guard, settings=limits)
     return app
+
+
+#: It loads nothing but `/figures`.
+PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
+
+
+def figures(models: Mapping[str, Deployment], watching: Watching) -> JsonObject:
+    """Returns the figures that the page shows."""
+    return {
+        "shardlib": __version__,
+        "models": [
+            {
+                "name": name,
+                "version": deployed.worker.version,
+                "warning": deployed.served.warning,
+                "trouble": deployed.worker.trouble,
+                "slots": deployed.worker.load.slots,
+                "pages": deployed.worker.load.pages,
+                "shared": watching.of[name].shared,
+                "history": list(watching.of[name].history),
+            }
+            for name, deployed in models.items()
+        ],
+    }

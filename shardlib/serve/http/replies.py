@@ -7,8 +7,14 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,11 +29,16 @@ from shardlib.serve.hosting import (
     StreamError,
     ToolCall,
     Written,
-    joined,
     prompt_part,
 )
 from shardlib.serve.http.settings import Named, ended
-from shardlib.serve.requests import BROKEN, CANCELLED, LENGTH, STOP, Asked
+from shardlib.serve.requests import (
+    BROKEN,
+    CANCELLED,
+    LENGTH,
+    STOP,
+    Asked,
+)
 from shardlib.serve.served import UNKNOWN
 from shardlib.untrusted.data import Json, JsonObject
 
@@ -422,3 +433,14 @@ class EventStream(Response):
         finally:
             self._reply.stream.cancel()
             self._close()
+
+
+def joined(deltas: Iterable[ToolCall]) -> list[ToolCall]:
+    """Calls, of the pieces that an answer gave."""
+    calls: list[ToolCall] = []
+    for piece in deltas:
+        if piece.begins:
+            calls.append(piece)
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.arguments)
+    return calls

@@ -22,7 +22,6 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardlib import __version__
 from shardlib.errors import ArgumentError, MissingFileError, raise_all
 from shardlib.serve.hosting import Deployment, FullError, Heard, Stream, StreamError
 from shardlib.untrusted.data import JsonObject, shown
@@ -560,27 +559,3 @@ class Catalog:
                 param="model",
             )
         return self._named[name]
-
-
-#: It loads nothing but `/figures`.
-PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
-
-
-def figures(models: Mapping[str, Deployment], watching: Watching) -> JsonObject:
-    """Returns the figures that the page shows."""
-    return {
-        "shardlib": __version__,
-        "models": [
-            {
-                "name": name,
-                "version": deployed.worker.version,
-                "warning": deployed.served.warning,
-                "trouble": deployed.worker.trouble,
-                "slots": deployed.worker.load.slots,
-                "pages": deployed.worker.load.pages,
-                "shared": watching.of[name].shared,
-                "history": list(watching.of[name].history),
-            }
-            for name, deployed in models.items()
-        ],
-    }

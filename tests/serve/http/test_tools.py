@@ -9,16 +9,8 @@ import jsonschema
 import openai
 import pytest
 
-from shardlib.serve.hosting import (
-    CallReader,
-    Deployment,
-    Part,
-    Splitter,
-    forced,
-    joined,
-    plain,
-    tagged,
-)
+from shardlib.serve.hosting import CallReader, Deployment, Part, Splitter, forced, plain, tagged
+from shardlib.serve.http.replies import joined
 
 PLACE = {
     "type": "object",
