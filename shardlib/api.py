@@ -35,6 +35,7 @@ from shardlib.tracing.layouts import ambient_mesh, freed
 if TYPE_CHECKING:
     from shardlib.lowering.program import Options, Program
     from shardlib.lowering.step import Guards
+    from shardlib.lowering.training_program import TrainingProgram
     from shardlib.verification.isolation import Limits
     from shardlib.verification.report import Verification
 
@@ -279,7 +280,7 @@ def _verified(program: Program, limits: Limits | None, options: Options | None) 
 
 
 def verify(
-    init: Init | Program,
+    init: Init | TrainingProgram,
     loss: Loss | None = None,
     optimizer: optax.GradientTransformation | None = None,
     batch: Tree = None,
@@ -326,15 +327,10 @@ def verify(
         VerificationError: the loss or the optimizer is missing, or the plan was made for another
             topology.
     """
-    from shardlib.frontend.step_program import StepProgram
     from shardlib.frontend.verified import verified, verified_program, with_compiler
-    from shardlib.lowering.islands.program import IslandsProgram
-    from shardlib.lowering.program import Program
+    from shardlib.lowering.training_program import is_program
 
-    if isinstance(init, StepProgram):
-        machine_of_plan(topology, init.plan)
-        return init.verify(limits=limits, options=options)
-    if isinstance(init, Program | IslandsProgram):
+    if is_program(init):
         return verified_program(init, machine_of_plan(topology, init.plan), limits, options)
     if loss is None or optimizer is None:
         raise VerificationError(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ from shardlib.annotation.trees import Tree
 from shardlib.checkpointing.tree import check_target, named_leaves, shortened
 from shardlib.errors import CheckpointError, MissingFileError, ModelError, raise_all
 from shardlib.findings import Finding
-from shardlib.lowering.islands.program import IslandsProgram, IslandsState, first_of, learned
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.models import huggingface
@@ -728,17 +727,23 @@ class Imported:
     findings: tuple[Finding, ...]
 
 
-def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0) -> Imported:
-    """Reads a model into a program's layout.
+def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
+    """Reads a model into a program's layout; islands all start with the same parameters.
 
     Every process reads what its own devices keep; what is in memory at once is the part of one
     parameter for one device.
     """
-    if isinstance(program, IslandsProgram):
-        return _of_islands(
-            [load(folder, island, seed=seed) for island in program.programs], program
-        )
-    root = Path(folder)
+    imported: list[Imported] = []
+
+    def first(own: Program) -> TrainState:
+        imported.append(_load(Path(folder), own, seed))
+        return imported[-1].state
+
+    state = program.begun(first)
+    return replace(imported[0], state=state)
+
+
+def _load(root: Path, program: Program, seed: int) -> Imported:
     check_target(program.state)
     config, family = read_config(root / "config.json")
     table = names(config, family)
@@ -754,12 +759,6 @@ def load(folder: str | Path, program: Program | IslandsProgram, *, seed: int = 0
         }
         findings += _smaller(files, located, {**params, **state}, spelling)
     return Imported(state=_state(program, arrays, seed), config=config, findings=findings)
-
-
-def _of_islands(parts: Sequence[Imported], program: IslandsProgram) -> Imported:
-    """Islands that all start with the same parameters."""
-    state = program.begun(tuple(part.state for part in parts))
-    return replace(parts[0], state=cast("TrainState", state))
 
 
 def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, str]:
@@ -1087,8 +1086,8 @@ class _Shard:
 
 
 def save(
-    program: Program | IslandsProgram,
-    state: TrainState | IslandsState,
+    program: Program,
+    state: TrainState,
     folder: str | Path,
     *,
     config: str | Path,
@@ -1104,13 +1103,13 @@ def save(
         dtype: "float32", "bfloat16", "float16"; by default what each parameter has.
         max_bytes: size of a file, which only a single tensor may exceed.
     """
-    trained = learned(program, state)
+    trained = program.learned(state)
     read_config(Path(config))
     return _save(
         (trained.params, trained.model_state),
         Path(folder),
         read_json(Path(config), "model configuration", ModelError, limits=CONFIG),
-        gather=Gather(first_of(program).mesh),
+        gather=Gather(program.loss_program.mesh),
         dtype=dtype,
         max_bytes=max_bytes,
     )

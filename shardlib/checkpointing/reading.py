@@ -19,9 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from shardlib.checkpointing.islands import (
-    AnyProgram,
     State,
-    anew,
     form_of,
     is_of_optimizer,
     state_of,
@@ -42,8 +40,8 @@ from shardlib.errors import CheckpointError
 from shardlib.findings import Finding
 from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.mesh import HOST
-from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import by_path
+from shardlib.lowering.training_program import TrainingProgram
 from shardlib.planner.plan import Plan, plan_from_data, plan_to_data
 from shardlib.processes import values
 from shardlib.processes import values as processes
@@ -390,12 +388,18 @@ def try_about(path: epath.Path, step: int) -> About | None:
         return None
 
 
+def on_disk(program: TrainingProgram | None) -> frozenset[str]:
+    """Paths of the arrays of the state of a program that rest on disk."""
+    own = None if program is None else program.loss_program
+    return frozenset() if own is None else own.stored
+
+
 def read_state(
     path: epath.Path,
     about: About,
     wanted: State,
     camera: Camera,
-    program: AnyProgram | None = None,
+    program: Any = None,
     *,
     new_optimizer: bool = False,
 ) -> tuple[State, tuple[Finding, ...]]:
@@ -416,14 +420,13 @@ def read_state(
         p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding)
         for p, leaf in raw.items()
     }
-    disk = program.stored if isinstance(program, Program) else frozenset[str]()
+    disk = on_disk(program)
 
     def read(some: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         return fitted({p: named[p] for p in some}, read_arrays(path, about, some, camera))
 
     arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
     for portion in portions({p: leaf for p, leaf in leaves.items() if p in disk}):
-        assert isinstance(program, Program)
         arrays.update(
             {
                 p: program.stow(array, _sums(array, p, about, camera))
@@ -442,7 +445,7 @@ def read_state(
             f"The optimizer starts anew; the checkpoint of step {about.step} gave the parameters."
         ),
     )
-    return anew(program, state), (*findings, told)
+    return program.anew(state), (*findings, told)
 
 
 def read_arrays(

@@ -34,7 +34,7 @@ from etils import epath
 from shardlib.checkpointing import reading
 from shardlib.checkpointing.elastic import Source, read_other_number
 from shardlib.checkpointing.folder import Folder, Owner
-from shardlib.checkpointing.islands import AnyProgram, State, form_of, is_alike
+from shardlib.checkpointing.islands import State, form_of, is_alike
 from shardlib.checkpointing.reading import About, DamagedError
 from shardlib.checkpointing.tree import (
     Camera,
@@ -48,10 +48,9 @@ from shardlib.checkpointing.tree import (
 )
 from shardlib.errors import CheckpointError, raise_all
 from shardlib.findings import Finding
-from shardlib.frontend.step_program import StepProgram
 from shardlib.lowering.disk import DiskArray
-from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
+from shardlib.lowering.training_program import TrainingProgram, is_program
 from shardlib.planner.plan import Plan
 from shardlib.processes import values
 from shardlib.processes.values import by_owners, owners_of
@@ -86,16 +85,16 @@ class Restored:
 def read_checkpoint(
     folder: Folder,
     step: int,
-    target: State | AnyProgram,
+    target: State | TrainingProgram,
     camera: Camera,
     *,
     parameters_only: bool,
 ) -> Restored:
     """One checkpoint, straight to where its arrays are to live."""
-    wanted = target.state if isinstance(target, AnyProgram) else target
+    program = target if is_program(target) and target.loss_program is not None else None
+    wanted = target.state if is_program(target) else target
     path = folder.checkpoint(step)
     about = reading.read_about(path, step)
-    program = target if isinstance(target, AnyProgram) else None
     if is_alike(about.arrays, wanted):
         state, findings = reading.read_state(
             path, about, wanted, camera, program, new_optimizer=parameters_only
@@ -415,12 +414,13 @@ class Checkpoints:
                 self._owner.release()
             raise
 
-    def prepare(self, target: State | AnyProgram | StepProgram) -> None:
+    def prepare(self, target: State | TrainingProgram) -> None:
         """Compiles what `save` runs on the devices for a program, or for a state, concrete or
         abstract with shardings, so that the first save need not.
         """
-        state = target.state if isinstance(target, AnyProgram | StepProgram) else target
-        stored = target.stored if isinstance(target, Program) else frozenset[str]()
+        program = target if is_program(target) else None
+        state = target if program is None else program.state
+        stored = reading.on_disk(program)
         self._camera.prepare(
             {
                 path: raw_abstract(leaf)
@@ -498,7 +498,7 @@ class Checkpoints:
 
     def restore(
         self,
-        target: State | AnyProgram | StepProgram,
+        target: State | TrainingProgram,
         step: int | None = None,
         *,
         parameters_only: bool = False,
@@ -510,9 +510,9 @@ class Checkpoints:
                 renamed, once a good one is restored, and said.
         """
         self.wait()
-        target = target.state if isinstance(target, StepProgram) else target
-        check_target(target.state if isinstance(target, AnyProgram) else target)
-        if parameters_only and not isinstance(target, AnyProgram):
+        program = target if is_program(target) else None
+        check_target(target if program is None else program.state)
+        if parameters_only and (program is None or program.loss_program is None):
             raise CheckpointError(
                 "parameters_only=True makes a new state of the optimizer, and the target does not"
                 " say which\nTry: restore(program, parameters_only=True)"

@@ -7,39 +7,50 @@ state, metrics = program.step(state, batch)     # donates `state`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.names import Seed, key_of, read_seed_or_key
+from shardlib.annotation.names import (
+    Seed,
+    UserLoss,
+    key_of,
+    loss_and_metrics,
+    read_seed_or_key,
+)
 from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Tree, path_text, static_difference
-from shardlib.errors import PlanError, StateError, raise_all
+from shardlib.errors import BatchError, ModelError, PlanError, StateError, raise_all
 from shardlib.findings import Finding
-from shardlib.jax_types import Value
+from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.checks import require
 from shardlib.lowering.contractions import AsWritten, Pins, by_groups
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, held, named_sharding, physical_parts
 from shardlib.lowering.program import Options
 from shardlib.lowering.random_keys import implementation, is_key
-from shardlib.lowering.runtime import given
+from shardlib.lowering.runtime import given, placed, shapes_of_batch
 from shardlib.lowering.steps import InPlace, LoweredLosses, StepLayouts, layouts
+from shardlib.lowering.uses import LossJaxpr
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import Plan
 from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring
 from shardlib.propagation.contractions import used
 from shardlib.report.text import plan_card, plan_line
+from shardlib.tracing.layouts import NO_MESH, freed
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Walk, bind, evaluate_program
 from shardlib.tracing.steps import TracedStep
+from shardlib.tracing.trace import describe_batch, rows_of
 from shardlib.verification.isolation import (
     Limits,
     compile_apart,
@@ -103,6 +114,37 @@ class StepProgram:
     def rows(self) -> Tree:
         """Abstract global batch, each leaf with its sharding."""
         return self.batch
+
+    @cached_property
+    def source(self) -> LossJaxpr:
+        """The whole step as it was traced."""
+        traced = self.traced
+        structure = jax.tree.structure((traced.state, traced.metrics))
+        return LossJaxpr(closed_jaxpr=traced.closed, out_tree=structure)
+
+    @property
+    def loss_program(self) -> None:
+        """There is none: the step has the model, the loss and the optimizer inside."""
+
+    @property
+    def metrics(self) -> Tree:
+        """Abstract metrics of a step."""
+        return self.traced.metrics
+
+    def learned(self, state: Tree) -> Tree:
+        """The state itself."""
+        return state
+
+    def evaluation(
+        self, loss: UserLoss | None = None, *, batch_axes: Tree = None
+    ) -> StepEvaluation:
+        """An evaluation of a loss of the state; rows are those by convention."""
+        if loss is None:
+            raise ModelError(
+                "a step of your own does not say what a validation computes\nTry:"
+                " Validation(data=..., loss=lambda state, batch: ...)"
+            )
+        return StepEvaluation(program=self, loss=loss)
 
     def init(self, seed: Seed = 0) -> Tree:
         """The state before the first step, each array where it will stay."""
@@ -384,3 +426,92 @@ def _keyed(target: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
     if is_key(target):
         return jax.random.wrap_key_data(jnp.asarray(array), impl=implementation(target.dtype))
     return array
+
+
+# --------------------------------------------------------------------------------------------------
+# A loss of a state of the user's own step, on any number of rows, with nothing updated.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepEvaluation:
+    """A loss to be evaluated on batches of any number of rows, with a state of a step.
+
+    Arrays of the state stay as the plan shards them, and rows are sharded over those axes of the
+    plan's batch that divide them; the rest is left to the compiler.
+
+    Attributes:
+        program: the step.
+        loss: (state, batch) -> scalar or (scalar, metrics).
+        programs: those that have been compiled, by structure, shapes and dtypes of the batch.
+    """
+
+    program: StepProgram
+    loss: Callable[[Tree, Tree], Tree]
+    programs: dict[Any, tuple[Callable[..., dict[str, Any]], Tree]] = field(default_factory=dict)
+
+    @property
+    def pure(self) -> tuple[Callable[..., Any], Tree, Tree]:
+        """(state, (), batch) -> (loss, (metrics, ())), and the abstract first two."""
+
+        def loss(state: Tree, _: Tree, batch: Tree) -> Tree:
+            value, metrics = self.metrics(state, batch)
+            return value, (metrics, ())
+
+        return loss, self.program.traced.state, ()
+
+    def metrics(self, state: Tree, batch: Tree) -> tuple[Value, Metrics]:
+        """The loss and the user's own metrics, to be traced; layouts of their own are left out."""
+        return loss_and_metrics(freed(self.loss, NO_MESH)(state, batch))
+
+    def evaluate(self, state: Tree, batch: Tree) -> dict[str, Tree]:
+        """The metrics of a batch: "loss", and the user's own. The state stays usable."""
+        shapes = shapes_of_batch(batch)
+        leaves, structure = jax.tree.flatten(shapes)
+        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self.programs:
+            self.programs[key] = self._compiled(shapes)
+        call, abstract_batch = self.programs[key]
+        return in_every_process(call(state, placed(batch, abstract_batch)))
+
+    def _compiled(self, shapes: Tree) -> tuple[Callable[..., dict[str, Any]], Tree]:
+        dims, sizes = rows_of(describe_batch(shapes))
+        if not sizes or not all(sizes):
+            raise BatchError("a batch to evaluate has no rows\nTry: at least one row")
+        mesh, axes = self.program.mesh, self._axes(sizes)
+        leaves, structure = jax.tree.flatten(shapes)
+        abstract_batch = structure.unflatten(
+            [
+                jax.ShapeDtypeStruct(
+                    leaf.shape,
+                    leaf.dtype,
+                    sharding=named_sharding(
+                        mesh, Layout(*(axes if index == dim else () for index in range(leaf.ndim)))
+                    ),
+                )
+                for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+        )
+
+        def evaluate(state: Tree, batch: Tree) -> dict[str, Any]:
+            value, metrics = self.metrics(state, batch)
+            return {"loss": value, **metrics}
+
+        with _jax_compat.in_mesh(mesh):
+            call = jax.jit(evaluate, out_shardings=named_sharding(mesh, Layout()))
+            compiled = call.lower(self.program.state, abstract_batch).compile()
+        arguments = (self.program.state, abstract_batch)
+        return _jax_compat.runnable(call, compiled, arguments, mesh), abstract_batch
+
+    def _axes(self, sizes: tuple[int, ...]) -> tuple[str, ...]:
+        """Those axes of the plan's batch that divide all numbers of rows the most ways."""
+        plan = self.program.plan
+        batch_axes = max(
+            (dim for _, layout in plan.batch_layouts for dim in layout), key=len, default=()
+        )
+        subsets = [
+            subset
+            for count in range(len(batch_axes), -1, -1)
+            for subset in itertools.combinations(batch_axes, count)
+            if all(size % plan.mesh.ways(subset) == 0 for size in sizes)
+        ]
+        return max(subsets, key=plan.mesh.ways)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast, overload
+from dataclasses import replace
+from typing import cast, overload
 
 import jax
 from jax.sharding import AbstractMesh
 
-from shardlib import _jax_compat
 from shardlib._jax_compat import names_alone
-from shardlib.annotation.names import loss_and_metrics, stack_dims
+from shardlib.annotation.names import stack_dims
 from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Tree
 from shardlib.decisions.pins import PinMapping, Pins
-from shardlib.errors import ArgumentError, BatchError, TracingError
+from shardlib.errors import ArgumentError, TracingError
 from shardlib.frontend import own_layouts
 from shardlib.frontend.choice import machine_of
 from shardlib.frontend.marked import (
@@ -33,14 +31,9 @@ from shardlib.frontend.model import require_arguments
 from shardlib.frontend.own_layouts import require_honour
 from shardlib.frontend.step_program import StepProgram, build_step, copied
 from shardlib.functions.experts import found_axes, whole_batch
-from shardlib.jax_types import Metrics, Value
-from shardlib.layout import Layout
-from shardlib.lowering.mesh import named_sharding
-from shardlib.lowering.runtime import placed, shapes_of_batch
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan
 from shardlib.planner.planner import Prepared, search
-from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.tracing.layouts import (
     NO_MESH,
@@ -51,7 +44,6 @@ from shardlib.tracing.layouts import (
     names_axes,
 )
 from shardlib.tracing.steps import Step, TracedStep, abstract_leaf, same_form, trace_step
-from shardlib.tracing.trace import describe_batch, rows_of
 
 # --------------------------------------------------------------------------------------------------
 # Any step that a user wrote, planned and compiled for a mesh.
@@ -300,85 +292,6 @@ def _untraced(error: Exception) -> TracingError:
         f"init cannot be traced: {type(error).__name__}: {error}\nTry: init=lambda key: state, or a"
         " state; of an NNX model, lambda key: Model(nnx.Rngs(key))"
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# A loss of a state of the user's own step, on any number of rows, with nothing updated.
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepEvaluation:
-    """A loss to be evaluated on batches of any number of rows, with a state of a step.
-
-    Arrays of the state stay as the plan shards them, and rows are sharded over those axes of the
-    plan's batch that divide them; the rest is left to the compiler.
-
-    Attributes:
-        program: the step.
-        loss: (state, batch) -> scalar or (scalar, metrics).
-        programs: those that have been compiled, by structure, shapes and dtypes of the batch.
-    """
-
-    program: StepProgram
-    loss: Callable[[Tree, Tree], Tree]
-    programs: dict[Any, tuple[Callable[..., dict[str, Any]], Tree]] = field(default_factory=dict)
-
-    def metrics(self, state: Tree, batch: Tree) -> tuple[Value, Metrics]:
-        """The loss and the user's own metrics, to be traced; layouts of their own are left out."""
-        return loss_and_metrics(freed(self.loss, NO_MESH)(state, batch))
-
-    def evaluate(self, state: Tree, batch: Tree) -> dict[str, Tree]:
-        """The metrics of a batch: "loss", and the user's own. The state stays usable."""
-        shapes = shapes_of_batch(batch)
-        leaves, structure = jax.tree.flatten(shapes)
-        key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in self.programs:
-            self.programs[key] = self._compiled(shapes)
-        call, abstract_batch = self.programs[key]
-        return in_every_process(call(state, placed(batch, abstract_batch)))
-
-    def _compiled(self, shapes: Tree) -> tuple[Callable[..., dict[str, Any]], Tree]:
-        dims, sizes = rows_of(describe_batch(shapes))
-        if not sizes or not all(sizes):
-            raise BatchError("a batch to evaluate has no rows\nTry: at least one row")
-        mesh, axes = self.program.mesh, self._axes(sizes)
-        leaves, structure = jax.tree.flatten(shapes)
-        abstract_batch = structure.unflatten(
-            [
-                jax.ShapeDtypeStruct(
-                    leaf.shape,
-                    leaf.dtype,
-                    sharding=named_sharding(
-                        mesh, Layout(*(axes if index == dim else () for index in range(leaf.ndim)))
-                    ),
-                )
-                for leaf, dim in zip(leaves, dims, strict=True)
-            ]
-        )
-
-        def evaluate(state: Tree, batch: Tree) -> dict[str, Any]:
-            value, metrics = self.metrics(state, batch)
-            return {"loss": value, **metrics}
-
-        with _jax_compat.in_mesh(mesh):
-            call = jax.jit(evaluate, out_shardings=named_sharding(mesh, Layout()))
-            compiled = call.lower(self.program.state, abstract_batch).compile()
-        arguments = (self.program.state, abstract_batch)
-        return _jax_compat.runnable(call, compiled, arguments, mesh), abstract_batch
-
-    def _axes(self, sizes: tuple[int, ...]) -> tuple[str, ...]:
-        """Those axes of the plan's batch that divide all numbers of rows the most ways."""
-        plan = self.program.plan
-        batch_axes = max(
-            (dim for _, layout in plan.batch_layouts for dim in layout), key=len, default=()
-        )
-        subsets = [
-            subset
-            for count in range(len(batch_axes), -1, -1)
-            for subset in itertools.combinations(batch_axes, count)
-            if all(size % plan.mesh.ways(subset) == 0 for size in sizes)
-        ]
-        return max(subsets, key=plan.mesh.ways)
 
 
 # --------------------------------------------------------------------------------------------------

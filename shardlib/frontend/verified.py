@@ -19,8 +19,8 @@ from shardlib.frontend.islands import exchange_of, require_carried, rows_of_one
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import Loss, TracedModel, problem, require_arguments
 from shardlib.graph import Problem
-from shardlib.lowering.islands.program import IslandsProgram
-from shardlib.lowering.program import Options, Program
+from shardlib.lowering.program import Options
+from shardlib.lowering.training_program import TrainingProgram
 from shardlib.machines.topology import Topology, TopologyLike, island_of, of_size
 from shardlib.planner.islands import of_one_island, on_islands
 from shardlib.planner.plan import Plan
@@ -195,13 +195,15 @@ def verified(
 
 
 def verified_program(
-    program: Program | IslandsProgram,
+    program: TrainingProgram,
     machine: Topology,
     limits: Limits | None,
     options: Options | None,
 ) -> Verification:
     """The same of a program."""
-    if isinstance(program, IslandsProgram):
-        plan, step = program.plan, program.programs[0]
-        return verify_islands(plan, program.exchange, step, machine, limits, options)
-    return verify_program(program, machine, limits, options)
+    plan, step = program.plan, program.loss_program
+    if step is None:
+        return program.verify(limits=limits, options=options)
+    if isinstance(plan.exchange, Exact):
+        return verify_program(step, machine, limits, options)
+    return verify_islands(plan, plan.exchange, step, machine, limits, options)

@@ -390,6 +390,23 @@ class Program:
         """Abstract global batch, each leaf with its sharding."""
         return self.batch
 
+    @property
+    def loss_program(self) -> Program:
+        """The program itself (`shardlib.lowering.training_program`)."""
+        return self
+
+    @property
+    def metrics(self) -> None:
+        """Nothing is said of them beforehand: "loss" is among them."""
+
+    def learned(self, state: TrainState) -> TrainState:
+        """The state itself."""
+        return state
+
+    def begun(self, first: Callable[[Program], TrainState]) -> TrainState:
+        """The state before the first step, made by a function of the program."""
+        return first(self)
+
     def __repr__(self) -> str:
         return plan_line(self.plan, type(self).__name__)
 

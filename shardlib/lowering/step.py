@@ -117,6 +117,11 @@ class Evaluation:
             )
         )
 
+    @property
+    def pure(self) -> tuple[PureLoss, Tree, Tree]:
+        """The loss, and the abstract parameters and model state that it takes."""
+        return self.loss, self.model.params, self.model.state
+
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of a batch: "loss", and the user's own. The state stays usable and
         unchanged.

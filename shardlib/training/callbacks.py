@@ -12,7 +12,8 @@ from typing import Protocol, runtime_checkable
 
 from shardlib.annotation.trees import Tree
 from shardlib.errors import ModelError
-from shardlib.training.states import AnyProgram, learning_rate
+from shardlib.lowering.training_program import TrainingProgram
+from shardlib.training.states import learning_rate
 from shardlib.untrusted.data import Json, JsonMapping
 
 # --------------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class Moment:
     step: int
     steps: int
     numbers: Mapping[str, float]
-    program: AnyProgram
+    program: TrainingProgram
     state: Tree
     asks: Asks
 
@@ -171,7 +172,7 @@ class Samples:
     """
 
     def __init__(
-        self, make: Callable[[AnyProgram, Tree], str], *, every: int | None = None
+        self, make: Callable[[TrainingProgram, Tree], str], *, every: int | None = None
     ) -> None:
         if every is not None and every < 1:
             raise ModelError(f"every is {every!r}; it must be at least 1")

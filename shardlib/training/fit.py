@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -34,10 +34,9 @@ from shardlib.checkpointing.folder import refuse_where_owned
 from shardlib.data.batches import Rows, TokenDataset
 from shardlib.data.open import read
 from shardlib.errors import ShardlibError, StoppedError, TrainingError
-from shardlib.frontend.step_program import StepProgram
-from shardlib.lowering.islands.program import IslandsProgram, first_of, learned
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
+from shardlib.lowering.training_program import TrainingProgram, is_program
 from shardlib.models.config import TransformerConfig
 from shardlib.processes.values import is_alone, is_first, whole
 from shardlib.training import display, measures
@@ -57,7 +56,7 @@ def _count(value: Any) -> bool:
 #: What the arguments of `fit` must be.
 _KINDS: Mapping[str, Kind] = {
     "program": (
-        lambda value: isinstance(value, Program | IslandsProgram | StepProgram),
+        is_program,
         "program",
         "program=shardlib.compile(init, loss, optimizer, batch), or shardlib.compile_step(...)",
     ),
@@ -109,7 +108,7 @@ class Fitted:
 
 
 def fit(
-    program: Program | StepProgram,
+    program: TrainingProgram,
     data: Rows | BatchOf,
     *,
     steps: int,
@@ -119,7 +118,7 @@ def fit(
     identity: JsonMapping | None = None,
     tokens: int = 0,
     advice: str = "a smaller learning rate, or another seed",
-    later: Sequence[tuple[int, Program]] = (),
+    later: Sequence[tuple[int, TrainingProgram]] = (),
 ) -> Fitted:
     """Trains for a number of steps in all, from the newest checkpoint of the run where there is
     one.
@@ -172,7 +171,7 @@ def fit(
         needed=("program", "data", "steps"),
     )
     task = Task(
-        programs=cast("tuple[tuple[int, Program], ...]", ((0, program), *later)),
+        programs=((0, program), *later),
         data=data,
         steps=steps,
         seed=read_seed(seed),
@@ -360,9 +359,9 @@ def _typical(seconds: Sequence[float]) -> float:
 def _sample(program: Program, state: TrainState, config: TrainConfig) -> str:
     if not config.sample_bytes:
         return ""
-    state = learned(program, state)
+    state = program.learned(state)
     params, model_state = jax.tree.map(whole, (state.params, state.model_state))
-    model = first_of(program).model.rebuild(params, model_state)
+    model = program.loss_program.model.rebuild(params, model_state)
     return generate(
         model, PROMPT.encode(), config.sample_bytes, window=config.seq, seed=config.seed
     ).decode("utf-8", "replace")

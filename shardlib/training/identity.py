@@ -40,13 +40,11 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.checkpointing.folder import Owner, claim
 from shardlib.data.batches import Rows
 from shardlib.errors import ModelError
-from shardlib.frontend.step_program import StepProgram
 from shardlib.jax_types import Function
-from shardlib.lowering.islands.program import first_of
 from shardlib.lowering.program import Program
+from shardlib.lowering.training_program import TrainingProgram
 from shardlib.processes.values import first_decides
 from shardlib.training.run import SHOWN, Difference, Opened, RunFolder, unknown_names
-from shardlib.training.states import AnyProgram
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
 #: Parameters of operations that say where something is, what it is called, or how it is compiled,
@@ -276,13 +274,13 @@ NUMBERS = 64
 
 
 def traced(
-    programs: Sequence[tuple[int, AnyProgram]], data: Rows | Callable[[int], Tree], seed: int
+    programs: Sequence[tuple[int, TrainingProgram]], data: Rows | Callable[[int], Tree], seed: int
 ) -> JsonObject:
     """What is traced, as plain data."""
     program = programs[0][1]
-    if isinstance(program, StepProgram):
+    own = program.loss_program
+    if own is None:
         return _of_step(program, data, seed)
-    model = first_of(program).model
     losses = [_loss(one) for _, one in programs]
     return {
         "loss": {
@@ -293,18 +291,19 @@ def traced(
             "constants": list(losses[0].numbers),
             "untraceable": losses[0].untraceable,
         },
-        **_optimizer(first_of(program)),
+        **_optimizer(own),
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
-        "model": {"digest": _hash(_shapes((model.params, model.state)))},
+        "model": {"digest": _hash(_shapes((own.model.params, own.model.state)))},
         "batch": {"arrays": {str(before): _shapes(one.rows) for before, one in programs}},
         "exchange": {"value": _exchange(program)},
     }
 
 
-def _of_step(program: StepProgram, data: Rows | Callable[[int], Tree], seed: int) -> JsonObject:
+def _of_step(program: TrainingProgram, data: Rows | Callable[[int], Tree], seed: int) -> JsonObject:
     """What is traced of a step that has everything inside."""
-    found = draw(program.traced.closed)
+    assert program.source is not None
+    found = draw(program.source.closed_jaxpr)
     return {
         "loss": {
             "digest": _hash(found.structure),
@@ -316,13 +315,13 @@ def _of_step(program: StepProgram, data: Rows | Callable[[int], Tree], seed: int
         "lr": {"digest": _hash(found.constants), "constants": list(found.numbers[:NUMBERS])},
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
-        "model": {"digest": _hash(_shapes(program.traced.state))},
+        "model": {"digest": _hash(_shapes(program.state))},
         "batch": {"arrays": {"0": _shapes(program.batch)}},
         "exchange": {"value": _exchange(program)},
     }
 
 
-def _exchange(program: AnyProgram) -> str:
+def _exchange(program: TrainingProgram) -> str:
     """How islands meet, however many there are."""
     numbers = program.plan.exchange.to_json()
     kind = str(numbers.pop("kind"))
@@ -342,11 +341,11 @@ class _Loss:
     untraceable: str = ""
 
 
-def _loss(program: AnyProgram) -> _Loss:
-    if isinstance(program, StepProgram) or program.source is None:
+def _loss(program: TrainingProgram) -> _Loss:
+    if program.source is None or program.loss_program is None:
         return _Loss(digests=("not traced",), operations={})
     closed = program.source.closed_jaxpr
-    parameters = len(jax.tree.leaves(first_of(program).model.params))
+    parameters = len(jax.tree.leaves(program.loss_program.model.params))
     first = draw(closed)
     untraceable, second = "", first
     try:
@@ -444,7 +443,7 @@ class Held:
     @staticmethod
     def of(
         folder: RunFolder,
-        programs: Sequence[tuple[int, Program]],
+        programs: Sequence[tuple[int, TrainingProgram]],
         data: Rows | Callable[[int], Tree],
         seed: int,
         identity: JsonMapping,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ import optax
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.checkpointing.tree import is_key, named_leaves, spec_of
 from shardlib.errors import ModelError, StateError, raise_all
-from shardlib.frontend.step_program import StepProgram
 from shardlib.jax_types import Index
-from shardlib.lowering.islands.program import IslandsProgram
 from shardlib.lowering.program import Program, shardings_of
 from shardlib.lowering.runtime import TrainState, require_present
 from shardlib.processes.values import whole
@@ -132,12 +130,6 @@ def averaged(program: Program, state: TrainState) -> TrainState:
 
 def _wide(leaf: Any) -> jax.Array:
     return jnp.asarray(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-# --------------------------------------------------------------------------------------------------
-# Programs that can train: of a loss, of islands, or of a step of the user's own.
-
-AnyProgram: TypeAlias = Program | IslandsProgram | StepProgram
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -36,11 +36,9 @@ from shardlib.errors import (
 )
 from shardlib.exchanges import DiLoCo, Exact
 from shardlib.findings import Finding
-from shardlib.frontend.step_program import StepProgram
-from shardlib.lowering.islands.program import IslandMetrics, IslandsProgram, IslandsState, first_of
-from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.lowering.step import limited
+from shardlib.lowering.training_program import SeveralStates, TrainingProgram
 from shardlib.planner.plan import Plan
 from shardlib.processes.code import user_code, versions
 from shardlib.processes.place import StopRequest, Watchdog, stop_requests
@@ -152,7 +150,7 @@ def is_idle(program: object) -> bool:
     return isinstance(mesh, Mesh) and jax.process_index() in idle_processes(mesh.devices.flat)
 
 
-def idle_text(program: Program | StepProgram) -> str:
+def idle_text(program: TrainingProgram) -> str:
     """Returns which processes own no device of a program's mesh, on which hosts, and the fastest
     plan that leaves none idle; empty where all own one. To be called by all processes.
     """
@@ -218,9 +216,8 @@ def numbers_of(metrics: Tree, judged: str = "loss") -> dict[str, float]:
     }
     if judged in scalars:
         scalars.setdefault("loss", scalars[judged])
-    if isinstance(metrics, IslandMetrics):
-        for number, metrics_of_island in enumerate(metrics.islands, 1):
-            scalars[f"loss_of_island_{number}"] = float(metrics_of_island["loss"])
+    for index, metrics_of_island in enumerate(getattr(metrics, "islands", ()), 1):
+        scalars[f"loss_of_island_{index}"] = float(metrics_of_island["loss"])
     return scalars
 
 
@@ -397,7 +394,7 @@ class Task:
         LayoutError: a program that takes over lays states out otherwise.
     """
 
-    programs: tuple[tuple[int, Program], ...]
+    programs: tuple[tuple[int, TrainingProgram], ...]
     data: Rows | BatchOf
     steps: int
     seed: int
@@ -409,11 +406,11 @@ class Task:
         _check_alike(self.programs)
 
     @property
-    def program(self) -> Program:
+    def program(self) -> TrainingProgram:
         """The first program."""
         return self.programs[0][1]
 
-    def at(self, step: int) -> Program:
+    def at(self, step: int) -> TrainingProgram:
         """The program that does the step after so many."""
         return [program for before, program in self.programs if before <= max(step, 0)][-1]
 
@@ -464,7 +461,7 @@ class Task:
         return f"every {settings.save_every} steps{late}"
 
 
-def _check_alike(programs: Sequence[tuple[int, Program]]) -> None:
+def _check_alike(programs: Sequence[tuple[int, TrainingProgram]]) -> None:
     """Raises where programs that follow one another cannot hand over a state."""
     expected = jax.tree_util.tree_leaves_with_path(programs[0][1].state)
     failures = (
@@ -539,8 +536,6 @@ class Feed:
 # The metric that a policy judges, and the limit above which a step skips its loss, of one island or
 # of several.
 
-S = TypeVar("S", TrainState, IslandsState)
-
 
 def require_judged(task: Task) -> None:
     """Makes sure that a program has what its policy needs."""
@@ -550,11 +545,11 @@ def require_judged(task: Task) -> None:
             "the policy leaves out steps whose loss is a spike, and the program has no guard that"
             " could\nTry: shardlib.compile(..., guards=shardlib.Guards(spike=True))"
         )
-    if not isinstance(program, StepProgram):
+    if program.loss_program is not None:
         return
     names = [
         name
-        for name, metric in named_metrics(program.traced.metrics).items()
+        for name, metric in named_metrics(program.metrics).items()
         if is_metric(metric) or not getattr(metric, "shape", ())
     ]
     if policy.metric not in names:
@@ -566,18 +561,17 @@ def require_judged(task: Task) -> None:
         )
 
 
-def has_limit(program: Program | IslandsProgram | StepProgram) -> bool:
+def has_limit(program: TrainingProgram) -> bool:
     """Returns whether a program has a guard that leaves spikes out."""
-    if isinstance(program, StepProgram):
-        return False
-    guard = first_of(program).state.guard
+    own = program.loss_program
+    guard = None if own is None else own.state.guard
     return guard is not None and guard.limit is not None
 
 
-def limited_to(state: S, limit: float) -> S:
+def limited_to(state: Any, limit: float) -> Any:
     """The state with a limit for the loss of the next step, the same on all islands."""
-    if isinstance(state, IslandsState):
-        return replace(state, islands=tuple(limited(island, limit) for island in state.islands))
+    if isinstance(state, SeveralStates):
+        return state.mapped(lambda island: limited(island, limit))
     return limited(state, limit)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 import jax
@@ -16,17 +17,13 @@ import numpy as np
 from shardlib.annotation.names import UserLoss
 from shardlib.annotation.trees import Tree
 from shardlib.errors import BatchError, ModelError, raise_all
-from shardlib.frontend.step_program import StepProgram
-from shardlib.frontend.steps import StepEvaluation
 from shardlib.functions.losses import WeightedMean
 from shardlib.graph import Dependence, Rows
-from shardlib.lowering.islands.program import first_of, learned
-from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import shapes_of_batch
-from shardlib.lowering.step import Evaluation
+from shardlib.lowering.training_program import TrainingProgram
 from shardlib.tracing.rows import Inputs, prove
 from shardlib.tracing.trace import describe_batch, result_names, rows_of, with_rows
-from shardlib.training.states import AnyProgram, averaged
+from shardlib.training.states import averaged
 
 # --------------------------------------------------------------------------------------------------
 # Settings of validation: data and interval.
@@ -290,6 +287,13 @@ _Rows = tuple[Tree, tuple[int | None, ...], int]
 class Evaluates(Protocol):
     """Anything that evaluates a loss on a batch of any number of rows."""
 
+    @property
+    def pure(self) -> tuple[Callable[..., Any], Tree, Tree]:
+        """(params, model state, batch) -> (loss, (metrics, state)), and the abstract first two of
+        them: what is proven about rows.
+        """
+        ...
+
     def evaluate(self, state: Tree, batch: Tree) -> Mapping[str, Tree]:
         """Metrics of a batch by name, "loss" among them."""
         ...
@@ -303,15 +307,12 @@ class Validator:
         asked: what is validated.
         evaluation: the loss, compiled for each number of rows that comes.
         state_of: state of the training -> what `evaluation` takes.
-        pure: (params, model state, batch) -> (loss, (metrics, state)), and the abstract first two
-            of them: what is proven about rows.
         usual: rows of a batch of the training.
     """
 
     asked: Validation
     evaluation: Evaluates
     state_of: Callable[[Tree], Tree]
-    pure: tuple[Callable[..., Any], Tree, Tree]
     usual: int
 
     def validate(self, state: Tree) -> dict[str, float]:
@@ -327,7 +328,7 @@ class Validator:
         return {f"{self.asked.name}/{name}": value for name, value in combined.items()}
 
     def _proof(self, batch: Tree, dims: tuple[int | None, ...], rows: int) -> Rows:
-        loss, params, state = self.pure
+        loss, params, state = self.evaluation.pure
         number = max(rows, 2)
 
         def at(count: int) -> Any:
@@ -343,53 +344,24 @@ class Validator:
         return prove(at(number), at, inputs, result_names(out), number).rows
 
 
-def validator(asked: Validation, program: AnyProgram) -> Validator:
+def validator(asked: Validation, program: TrainingProgram) -> Validator:
     """Returns what validates states of a program."""
-    if asked.average and not isinstance(program, Program):
+    own = program.loss_program
+    if asked.average and (own is None or own is not program):
         raise ModelError(
             "the average of parameters is validated of programs of shardlib.compile alone\nTry:"
             " of a step of your own, a loss that takes the average from the state"
         )
-    if isinstance(program, StepProgram):
-        return _of_step(asked, program)
-    first = first_of(program)
-    written = asked.loss or first.evaluated.written
-    evaluation: Evaluation = (
-        first.evaluated
+    written = asked.loss or (None if own is None else own.evaluated.written)
+    evaluation = (
+        program.evaluation()
         if written is None
-        else first.evaluation(with_parts(written), batch_axes=asked.batch_axes)
+        else program.evaluation(with_parts(written), batch_axes=asked.batch_axes)
     )
     return Validator(
         asked=asked,
         evaluation=evaluation,
-        state_of=_averaging(first) if asked.average else lambda state: learned(program, state),
-        pure=(evaluation.loss, first.model.params, first.model.state),
-        usual=_rows(program.rows),
-    )
-
-
-def _averaging(program: Program) -> Callable[[Tree], Tree]:
-    return lambda state: averaged(program, state)
-
-
-def _of_step(asked: Validation, program: StepProgram) -> Validator:
-    if asked.loss is None:
-        raise ModelError(
-            "a step of your own does not say what a validation computes\nTry:"
-            " Validation(data=..., loss=lambda state, batch: ...)"
-        )
-    evaluation = StepEvaluation(program=program, loss=with_parts(asked.loss))
-    return Validator(
-        asked=asked,
-        evaluation=evaluation,
-        state_of=lambda state: state,
-        pure=(
-            lambda state, _, batch: (lambda found: (found[0], (found[1], ())))(
-                evaluation.metrics(state, batch)
-            ),
-            program.traced.state,
-            (),
-        ),
+        state_of=partial(averaged, own) if own and asked.average else program.learned,
         usual=_rows(program.rows),
     )
 

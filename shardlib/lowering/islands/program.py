@@ -8,7 +8,7 @@ which takes the islands' parameters as they lie, without copies:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib import _jax_compat
-from shardlib.annotation.names import Seed, UserModule
+from shardlib.annotation.names import Seed, UserLoss, UserModule
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import PinError, StateError, raise_all
 from shardlib.exchanges import Compressed, Meets, Part, Several
@@ -48,7 +48,7 @@ from shardlib.lowering.pipeline.per_stage import Dispatch, Made
 from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
 from shardlib.lowering.random_keys import BatchDims, Fold, is_key
 from shardlib.lowering.runtime import TrainState, require_present
-from shardlib.lowering.step import named, updated
+from shardlib.lowering.step import Evaluation, named, updated
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.planner.plan import Plan
 from shardlib.planner.transfers import FirstUse, first_uses, in_order
@@ -588,6 +588,36 @@ class IslandsState:
     def guard(self) -> None:
         """There is no guard of all islands: each has its own."""
 
+    def mapped(self, function: Callable[[TrainState], TrainState]) -> IslandsState:
+        """The same with a function applied to the state of each island."""
+        return replace(self, islands=tuple(map(function, self.islands)))
+
+    def stored_form(self) -> StoredIslands:
+        """The arrays over the devices of all islands, as a checkpoint has them."""
+        return together(self)
+
+    def of_stored_form(self, form: StoredIslands) -> IslandsState:
+        """A state like this one of such arrays."""
+        return apart(form, self)
+
+    def is_stored_in(self, arrays: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint has as many islands, and outer parameters where these have."""
+        step = arrays.get("islands.step")
+        exchange = self.exchange
+        outer = isinstance(exchange, OuterState) and bool(exchange.params)
+        return (
+            step is not None
+            and step.shape[:1] == (len(self.islands),)
+            and has_outer(arrays, "params") == outer
+            and has_outer(arrays, "residual") == isinstance(exchange, ResidualState)
+            and has_outer(arrays, "sent") == isinstance(exchange, FlyingState)
+        )
+
+
+def has_outer(arrays: Iterable[str], name: str) -> bool:
+    """Whether a checkpoint with arrays of these paths has a part of what is outer."""
+    return any(path.startswith(f"outer.{name}.") for path in arrays)
+
 
 def outer_of(state: IslandsState) -> OuterState:
     """Returns what is outer of a state."""
@@ -803,14 +833,15 @@ class IslandsProgram:
         Raises:
             ArgumentError: the seed is neither an integer from 0 to 2**31 - 1 nor a key.
         """
-        return self.begun(tuple(program.init(seed) for program in self.programs))
+        return self.begun(lambda program: program.init(seed))
 
-    def begun(self, states: tuple[TrainState, ...]) -> IslandsState:
+    def begun(self, first: Callable[[Program], TrainState]) -> IslandsState:
         """The state before the first step: models get random streams of their own.
 
         Args:
-            states: of the islands, alike; they are taken over.
+            first: makes the state of an island, the same for all.
         """
+        states = map(first, self.programs)
         own = tuple(streams_of(number, state) for number, state in enumerate(states))
         return IslandsState(islands=own, exchange=self._first(own), trained=self.trained)
 
@@ -884,6 +915,28 @@ class IslandsProgram:
         """
         mine = zip(self.programs, self._parts(batch), strict=True)
         return IslandBatches(islands=tuple(program.put(rows) for program, rows in mine))
+
+    @property
+    def loss_program(self) -> Program:
+        """The program of the first island."""
+        return self.programs[0]
+
+    @property
+    def metrics(self) -> None:
+        """Nothing is said of them beforehand: "loss" is among them."""
+
+    def learned(self, state: IslandsState) -> TrainState:
+        """The state of the first island with the outer parameters, see `outer`."""
+        return self.outer(state)
+
+    def evaluation(self, loss: UserLoss | None = None, *, batch_axes: Tree = None) -> Evaluation:
+        """An evaluation on the first island, of what `learned` gives; see `Program.evaluation`."""
+        return self.programs[0].evaluation(loss, batch_axes=batch_axes)
+
+    def anew(self, state: IslandsState) -> IslandsState:
+        """A state with the optimizers as before the first step, see `Program.anew`."""
+        pairs = zip(self.programs, state.islands, strict=True)
+        return replace(state, islands=tuple(program.anew(island) for program, island in pairs))
 
     def evaluate(self, state: IslandsState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of rows with the outer parameters, on one island; see `Program.evaluate`.
@@ -1016,27 +1069,6 @@ class IslandsProgram:
         structure = jax.tree.structure(partition.trained(state.params))
         params = partition.joined(jax.tree.unflatten(structure, arrays), state.params)
         return replace(state, params=params)
-
-
-# --------------------------------------------------------------------------------------------------
-# Trained parameters of a run, of one island or several.
-
-
-def learned(program: Program | IslandsProgram, state: TrainState | IslandsState) -> TrainState:
-    """A state with the parameters that a run is about: of islands the outer ones."""
-    if isinstance(program, IslandsProgram):
-        require_islands(state, len(program.programs))
-        assert isinstance(state, IslandsState)
-        return program.outer(state)
-    assert isinstance(state, TrainState)
-    return state
-
-
-def first_of(program: Program | IslandsProgram) -> Program:
-    """The program of the first island, which has the model and the optimizer; the program itself
-    where there is one island.
-    """
-    return program.programs[0] if isinstance(program, IslandsProgram) else program
 
 
 # --------------------------------------------------------------------------------------------------
