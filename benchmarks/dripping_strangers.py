@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, command_line, write
-from shardlib.exchanges import Asynchronous
+from shardlib.islands.exchanges import Asynchronous
 from shardlib.islands.servers.rounds import RoundService
 from shardlib.islands.servers.server import Listening, Service
 from shardlib.islands.servers.wire import Ask, Connection

@@ -26,7 +26,7 @@ import optax
 import shardlib
 from benchmarks.environment import RESULTS, command_line, write
 from shardlib import models
-from shardlib.exchanges import DiLoCo
+from shardlib.islands.exchanges import DiLoCo
 from shardlib.models.config import TransformerConfig
 
 #: (machine, exchange, pins beside it).

@@ -14,7 +14,7 @@ communication is about compute. In turn, in one run:
 
 Efficiency is TicTac's, (sum - step) / (sum - max) of compute and wire. Numbers do not depend on the
 order, bit for bit (`tests/islands/servers/test_stages.py`). With one microbatch the step is also replayed
-(`shardlib.planner.transfers`): a fetch beside the forward pass, and, the other way round in
+(`shardlib.islands.transfers`): a fetch beside the forward pass, and, the other way round in
 time, a push beside the backward pass, which is taken to be two thirds of the compute.
 """
 
@@ -96,7 +96,7 @@ def serve(rate: float) -> None:
     """A server and a relay before it, until the standard input ends."""
     import threading
 
-    from shardlib.exchanges import Asynchronous
+    from shardlib.islands.exchanges import Asynchronous
     from shardlib.islands.servers.relay import Link, Relay
     from shardlib.islands.servers.server import Listening, Service
 
@@ -111,7 +111,7 @@ def serve(rate: float) -> None:
 
 def replayed(compute: float, wire: float, sizes: list[int]) -> float:
     """Seconds of a step in the order of use, whose stages compute as long as each other."""
-    from shardlib.planner.transfers import Load, replay
+    from shardlib.islands.transfers import Load, replay
 
     total = sum(sizes)
 
@@ -125,7 +125,7 @@ def replayed(compute: float, wire: float, sizes: list[int]) -> float:
 
 def measured(name: str, microbatches: int, rows: int, steps: int) -> dict[str, Any]:
     """The times of the steps of all ways over one link."""
-    from shardlib.exchanges import Asynchronous, Part
+    from shardlib.islands.exchanges import Asynchronous, Part
     from shardlib.islands.servers.wire import Connection
     from shardlib.islands.servers.worker import Computing, Landing, OnHost, Orders, Worker
 

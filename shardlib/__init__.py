@@ -73,17 +73,7 @@ if TYPE_CHECKING:
         TrainingError,
         VerificationError,
     )
-    from shardlib.exchanges import (
-        Asynchronous,
-        Compressed,
-        DiLoCo,
-        Exact,
-        Gossip,
-        PowerSGD,
-        Quantised,
-        Sign,
-        TopK,
-    )
+    from shardlib.exchanges import Exact
     from shardlib.findings import Finding
     from shardlib.frontend.gradients import value_and_grad
     from shardlib.frontend.steps import compile_step, parallelize
@@ -92,9 +82,19 @@ if TYPE_CHECKING:
     from shardlib.functions.experts import visit
     from shardlib.functions.losses import WeightedMean
     from shardlib.functions.routing import balance_loss, route
+    from shardlib.islands.exchanges import (
+        Asynchronous,
+        Compressed,
+        DiLoCo,
+        Gossip,
+        PowerSGD,
+        Quantised,
+        Sign,
+        TopK,
+    )
+    from shardlib.islands.program import IslandsProgram
     from shardlib.launch.joining import join
     from shardlib.layout import Layout, MeshShape
-    from shardlib.lowering.islands.program import IslandsProgram
     from shardlib.lowering.program import Program
     from shardlib.lowering.runtime import TrainState
     from shardlib.lowering.step import Guards
@@ -164,16 +164,16 @@ _HOME = {
     "Guards": "shardlib.lowering.step",
     "Program": "shardlib.lowering.program",
     "TrainState": "shardlib.lowering.program",
-    "Asynchronous": "shardlib.exchanges",
-    "Compressed": "shardlib.exchanges",
-    "PowerSGD": "shardlib.exchanges",
-    "Quantised": "shardlib.exchanges",
-    "Sign": "shardlib.exchanges",
-    "TopK": "shardlib.exchanges",
-    "DiLoCo": "shardlib.exchanges",
-    "Gossip": "shardlib.exchanges",
+    "Asynchronous": "shardlib.islands.exchanges",
+    "Compressed": "shardlib.islands.exchanges",
+    "PowerSGD": "shardlib.islands.exchanges",
+    "Quantised": "shardlib.islands.exchanges",
+    "Sign": "shardlib.islands.exchanges",
+    "TopK": "shardlib.islands.exchanges",
+    "DiLoCo": "shardlib.islands.exchanges",
+    "Gossip": "shardlib.islands.exchanges",
     "Exact": "shardlib.exchanges",
-    "IslandsProgram": "shardlib.lowering.islands.program",
+    "IslandsProgram": "shardlib.islands.program",
     "Topology": "shardlib.machines",
     "Collective": "shardlib.collective",
     "Finding": "shardlib.findings",
@@ -271,16 +271,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"shardlib.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
-    module = wings.wing_module(_HOME[name])
-    if module is None:
-        from shardlib.errors import MissingPackageError
-
-        package = ".".join(_HOME[name].split(".")[:2])
-        raise MissingPackageError(
-            f"shardlib.{name} is part of {package}, and that package is missing here\nTry: pip"
-            " install --force-reinstall shardlib"
-        )
-    return getattr(module, name)
+    return getattr(wings.required(_HOME[name], f"shardlib.{name}"), name)
 
 
 def __dir__() -> list[str]:

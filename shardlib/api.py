@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import jax
 import optax
 
+from shardlib import wings
 from shardlib.annotation import tree
 from shardlib.annotation.tree import Init
 from shardlib.annotation.trees import Filter, Tree
@@ -26,7 +27,6 @@ from shardlib.decisions.pins import PinMapping
 from shardlib.errors import VerificationError
 from shardlib.frontend import choice
 from shardlib.frontend.choice import first_devices, machine_of, machine_of_plan
-from shardlib.frontend.islands import exchange_of, lower_all, rows_of_one
 from shardlib.frontend.model import Loss, read_and_trace, require_arguments
 from shardlib.machines.topology import TopologyLike
 from shardlib.planner.plan import Plan
@@ -136,7 +136,7 @@ def plan(
         machine = compiled_choice.with_compiler(machine_of(topology))
     ambient = ambient_mesh()
     with tree.no_mesh():
-        batch = rows_of_one(batch, batch_axes, exchange_of(None, pin))
+        batch = choice.island_batch(batch, batch_axes, None, pin)
         traced = read_and_trace(
             init,
             loss,
@@ -236,11 +236,11 @@ def compile(
         disk=disk,
         evaluation=evaluation,
     )
-    from shardlib.frontend.lowered import evaluated_as_trained
+    from shardlib.frontend.lowered import evaluated_as_trained, lower
 
     ambient = ambient_mesh()
     with tree.no_mesh():
-        batch = rows_of_one(batch, batch_axes, exchange_of(plan, pin))
+        batch = choice.island_batch(batch, batch_axes, plan, pin)
         traced = read_and_trace(
             init,
             loss,
@@ -256,7 +256,10 @@ def compile(
         traced, chosen = choice.given_or_searched(traced, plan, topology, pin)
         if evaluation is None:
             traced = evaluated_as_trained(traced)
-        program = lower_all(
+        lowering = (
+            lower if chosen.exchange.islands == 1 else wings.islands("lowering").lower_islands
+        )
+        program = lowering(
             traced,
             chosen,
             devices=first_devices(topology, devices, chosen.mesh.devices * chosen.exchange.islands),
@@ -350,7 +353,7 @@ def verify(
     machine = with_compiler(machine_of_plan(topology, plan))
     ambient = ambient_mesh()
     with tree.no_mesh():
-        batch = rows_of_one(batch, batch_axes, exchange_of(plan, pin))
+        batch = choice.island_batch(batch, batch_axes, plan, pin)
         traced = read_and_trace(
             init,
             loss,

@@ -277,6 +277,11 @@ class MeshShape(Mapping[str, int]):
         """Number of devices in the mesh."""
         return math.prod(self._sizes)
 
+    @property
+    def of_one_island(self) -> MeshShape:
+        """The mesh of one of several islands."""
+        return MeshShape({axis: size for axis, size in self.items() if axis != ISLAND.name})
+
     def ways(self, axes: Iterable[str]) -> int:
         """Number of shards of a dim that is sharded over `axes`.
 

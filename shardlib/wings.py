@@ -3,7 +3,8 @@
 A wing may have a module `commands`: its `COMMANDS` maps names of commands to functions, and its
 `EXTENSIONS` maps a command of another package to the options that the wing adds to it. Of `launch`
 the core also uses `joining` (the public name `shardlib.join`, and `leave`) and `doctor`
-(`host_findings`).
+(`host_findings`); of `islands`, where a plan or a checkpoint has several, the modules that
+`islands` gives.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from shardlib.errors import MissingPackageError
 
 WINGS = ("launch", "serve", "islands")
 
@@ -74,6 +77,26 @@ def host_findings(*, run: str | None, seconds: float) -> tuple[Any, ...]:
     if doctor is None:
         return ()
     return doctor.examine(run=run, seconds=seconds, measure=False).require().findings
+
+
+def required(name: str, what: str) -> ModuleType:
+    """A module of a wing.
+
+    Args:
+        what: what is part of the wing, for the error where its package is missing.
+    """
+    module = wing_module(name)
+    if module is None:
+        raise MissingPackageError(
+            f"{what} is part of {'.'.join(name.split('.')[:2])}, and that package is missing"
+            " here\nTry: pip install --force-reinstall shardlib"
+        )
+    return module
+
+
+def islands(module: str, what: str = "an exchange between islands") -> Any:
+    """A module of `shardlib.islands`, for a plan or a checkpoint of several islands."""
+    return required(f"shardlib.islands.{module}", what)
 
 
 def commands() -> dict[str, Callable[..., None]]:

@@ -28,7 +28,17 @@ COMMANDS = {
 NAMES = {
     "launch": ("join",),
     "serve": ("plan_serving", "plan_edge", "verify_serving"),
-    "islands": (),
+    "islands": (
+        "Asynchronous",
+        "Compressed",
+        "DiLoCo",
+        "Gossip",
+        "IslandsProgram",
+        "PowerSGD",
+        "Quantised",
+        "Sign",
+        "TopK",
+    ),
 }
 #: A step of SGD of a linear model on two devices, beside the same step in NumPy.
 STEP = """
@@ -149,6 +159,19 @@ def test_plan_command_works(without: tuple[str, Path], tmp_path: Path):
     assert json.loads(done.stdout)["mesh"]["data"] == 64
     text = python(folder, "-m", "shardlib", "explain", str(file))
     assert text.returncode == 0 and "data" in text.stdout, text.stderr
+
+
+def test_islands_say_what_is_missing(without: tuple[str, Path], tmp_path: Path):
+    wing, folder = without
+    if wing != "islands":
+        pytest.skip("only islands exchange")
+    sizes = ("--batch", "64", "--seq", "128", "--pin", "exchange=diloco:2:100")
+    done = python(folder, "-m", "shardlib", "plan", "gpt2-small", "--topology", "8*h100:8", *sizes)
+    assert done.returncode == 2
+    said = " ".join((done.stdout + done.stderr).split())
+    assert (
+        "exchange='diloco:2:100' is part of shardlib.islands, and that package is missing" in said
+    )
 
 
 def test_train_needs_launch_where_it_is_one_of_several_processes(without: tuple[str, Path]):

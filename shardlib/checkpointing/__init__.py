@@ -3,13 +3,10 @@
 `store.Checkpoints` keeps training states in a folder; `huggingface` reads and writes the parameters
 of reference models; `foreign` reads those of a model of one's own, and adapters of PEFT.
 
-elastic.py      checkpoints restored as another number of islands, or as islands with another
-                exchange
 folder.py       the folder of checkpoints, and its owner
 foreign.py      models of one's own beside files of Hugging Face, and adapters in the format of PEFT
 huggingface.py  the parameters of reference models as the safetensors files of Hugging Face, read
                 and written shard by shard
-islands.py      states of several islands in checkpoints
 reading.py      reading of checkpoints
 store.py        checkpoints of training states in a folder
 tree.py         training states as named arrays

@@ -18,23 +18,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from shardlib.checkpointing.islands import (
-    State,
-    form_of,
-    is_of_optimizer,
-    state_of,
-    without_optimizer,
-)
 from shardlib.checkpointing.tree import (
     Camera,
     Spec,
+    State,
     compared,
     fitted,
+    form_of,
+    is_of_optimizer,
     named_leaves,
     raw_abstract,
     said,
     shortened,
     spec_of,
+    state_of,
+    without_optimizer,
 )
 from shardlib.errors import CheckpointError
 from shardlib.findings import Finding

@@ -31,15 +31,17 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from shardlib import wings
 from shardlib.checkpointing import reading
-from shardlib.checkpointing.elastic import Source, read_other_number
 from shardlib.checkpointing.folder import Folder, Owner
-from shardlib.checkpointing.islands import State, form_of, is_alike
 from shardlib.checkpointing.reading import About, DamagedError
 from shardlib.checkpointing.tree import (
     Camera,
     Snapshot,
+    State,
     check_target,
+    form_of,
+    is_alike,
     named_leaves,
     raw_abstract,
     raw_arrays,
@@ -100,8 +102,10 @@ def read_checkpoint(
             path, about, wanted, camera, program, new_optimizer=parameters_only
         )
     else:
-        source = Source(path=path, about=about, camera=camera)
-        state, findings = read_other_number(source, wanted, program, new_optimizer=parameters_only)
+        several = wings.islands("checkpoints", f"the checkpoint of step {step}, of islands,")
+        state, findings = several.read_other_number(
+            path, about, wanted, camera, program, new_optimizer=parameters_only
+        )
     plan, more = about.read_plan()
     return Restored(
         step=step,

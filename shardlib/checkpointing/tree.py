@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import CheckpointError, raise_all
 from shardlib.findings import Finding
 from shardlib.lowering.disk import DiskArray
-from shardlib.lowering.runtime import by_path, sums
+from shardlib.lowering.runtime import TrainState, by_path, sums
+from shardlib.lowering.training_program import SeveralStates
 from shardlib.processes.values import in_every_process
 
 
@@ -61,6 +62,44 @@ def named_leaves(tree: Tree) -> dict[str, Tree]:
             " without dots"
         )
     return named
+
+
+#: A training state; that of a step of the user's own is any tree.
+State: TypeAlias = TrainState | Tree
+#: Names of what an optimizer, and all that comes with it, has in a training state.
+_OPTIMIZER = ("opt_state", "guard", "exchange")
+
+
+def form_of(state: State) -> Tree:
+    """A tree with the arrays of a state as they are stored."""
+    return state.stored_form() if isinstance(state, SeveralStates) else state
+
+
+def state_of(form: Tree, like: State) -> State:
+    """The state of a tree as `form_of` gives it."""
+    return like.of_stored_form(form) if isinstance(like, SeveralStates) else form
+
+
+def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
+    """Whether a checkpoint is of as many islands as a state, which exchange alike."""
+    if isinstance(state, SeveralStates):
+        return state.is_stored_in(arrays)
+    several = any(path.startswith(("islands.", "outer.")) for path in arrays)
+    return not (several and isinstance(state, TrainState))
+
+
+def without_optimizer(state: State) -> State:
+    """A state without that of the optimizer and of what comes with it."""
+    if isinstance(state, SeveralStates):
+        return state.mapped(without_optimizer)
+    return TrainState(
+        step=state.step, params=state.params, model_state=state.model_state, opt_state=()
+    )
+
+
+def is_of_optimizer(path: str) -> bool:
+    """Whether an array is of the state of an optimizer, or of what comes with it."""
+    return path.removeprefix("islands.").partition(".")[0] in _OPTIMIZER
 
 
 def is_key(leaf: Tree) -> bool:

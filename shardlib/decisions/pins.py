@@ -64,6 +64,7 @@ from shardlib.errors import HINT, PinError, PlanError, ShardlibError, hoisted, r
 from shardlib.exchanges import EXACT, Exchange
 from shardlib.layout import (
     INNER_AXES,
+    ISLAND,
     MESH_AXES,
     MESH_AXIS_ALIASES,
     STORED_AXES,
@@ -544,6 +545,17 @@ class Pins:
     def but(self, **changes: PinValue) -> Pins:
         """These pins with others; None, or () of a collection, leaves a decision to the planner."""
         return Pins.of(**{**dict(self.given), **changes})
+
+    @property
+    def of_one_island(self) -> Pins:
+        """The pins of the plan of one of several islands."""
+        order = self.axis_order
+        return self.but(
+            exchange=None,
+            axes=tuple((axis, size) for axis, size in self.axes if axis != ISLAND.name),
+            mesh=None if self.mesh is None else self.mesh.of_one_island,
+            axis_order=None if order is None else tuple(a for a in order if a != ISLAND.name),
+        )
 
     def changed(self, other: Pins) -> Pins:
         """These pins with those that the others set; a mesh or an axis of the others takes the

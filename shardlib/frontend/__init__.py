@@ -1,19 +1,17 @@
 """The steps of the public functions: arguments are checked, a model is read and its loss traced
 (`model`), a plan is chosen for a machine (`choice`; `verified` has the compiler choose) and lowered
-(`lowered`); beside them, steps of the user's own, islands, and plans as plain JAX.
+(`lowered`); beside them, steps of the user's own, and plans as plain JAX.
 
 Planning loads nothing that lowers, compiles or verifies.
 
 choice.py        the choice of a machine and of a plan for a traced model
 gradients.py     `shardlib.value_and_grad`
-islands.py       the batch of one of several islands, and the programs of all
 lowered.py       the program of a plan for a traced loss
 marked.py        a step that marks its losses with `shardlib.value_and_grad`, planned and lowered by
                  them
 model.py         checks of the arguments of the public functions, and the traced model
 own_layouts.py   layouts that a program brings along, as priced hints or as pins
 plain_jax.py     a plan as a file of plain JAX that needs no shardlib
-step_program.py  a step, compiled for the mesh of a plan
 steps.py         steps of the user's own: `compile_step`, `parallelize`
 verified.py      verification of plans and programs with the compiler, for one island or for several
 """

@@ -9,15 +9,16 @@ from typing import cast
 
 import jax
 
+from shardlib import wings
+from shardlib.annotation.trees import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError, PlanError, VerificationError
-from shardlib.exchanges import Exact
+from shardlib.findings import Finding
 from shardlib.frontend import own_layouts
-from shardlib.frontend.islands import problem_on_islands, require_carried
 from shardlib.frontend.model import TracedModel
+from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.planner.islands import islands_instead
 from shardlib.planner.plan import Plan
 from shardlib.planner.planner import Prepared, prepared_for, search
 from shardlib.processes.devices import let_collectives_wait
@@ -78,6 +79,18 @@ def first_devices(
         return devices
     named = devices_of(topology)
     return None if named is None else named[:count]
+
+
+def island_batch(
+    batch: Tree, batch_axes: Tree, plan: Plan | None, pin: PinMapping | Pins | None
+) -> Tree:
+    """The batch of one of the islands of a plan, or else of pins; the batch itself where there is
+    one.
+    """
+    exchange = plan.exchange if plan is not None else Pins.parse(pin).exchange
+    if exchange.islands == 1:
+        return batch
+    return wings.islands("lowering").rows_of_one(batch, batch_axes, exchange)
 
 
 def with_allowed(
@@ -158,15 +171,10 @@ def searched(
         problem = replace(model.traced.problem, rows=rows)
         model = replace(model, traced=replace(model.traced, problem=problem))
         plan = search(problem, machine, pin)
-    if not isinstance(plan.exchange, Exact):
-        require_carried(model, plan, plan.exchange)
+    if plan.exchange.islands > 1:
+        wings.islands("lowering").require_carried(model, plan, plan.exchange)
     plan = with_model(plan, model)
-    rows = [
-        shape[axes.index("batch")]
-        for _, shape, _, axes in model.traced.problem.batch
-        if "batch" in axes
-    ]
-    instead = islands_instead(plan, machine, rows)
+    instead = _islands_instead(model, plan, machine)
     layouts = own_layouts.findings(
         model.traced.layouts,
         model.traced.problem,
@@ -176,6 +184,19 @@ def searched(
         _searcher(model, machine, plan),
     )
     return model, plan.with_findings(*instead, *model.model.findings, *layouts)
+
+
+def _islands_instead(model: TracedModel, plan: Plan, machine: Topology) -> tuple[Finding, ...]:
+    """Advice where steps wait for a network, whose parts could be islands."""
+    if len(machine.tiers) == 1 or machine.tiers[0].kind != "network":
+        return ()
+    planning = wings.wing_module("shardlib.islands.planning")
+    rows = [
+        shape[axes.index("batch")]
+        for _, shape, _, axes in model.traced.problem.batch
+        if "batch" in axes
+    ]
+    return () if planning is None else planning.islands_instead(plan, machine, rows)
 
 
 def honoured(
@@ -211,12 +232,11 @@ def with_model(plan: Plan, model: TracedModel) -> Plan:
 
         return plain_text(model, plan, mode)
 
-    source = replace(
-        plan.source,
-        on_islands=partial(problem_on_islands, model, plan.exchange.islands),
-        written=written,
-    )
-    return replace(plan, source=source)
+    def on_islands(islands: int) -> Problem:
+        before = plan.exchange.islands
+        return wings.islands("lowering").problem_on_islands(model, before, islands)
+
+    return replace(plan, source=replace(plan.source, on_islands=on_islands, written=written))
 
 
 def runnable(plan: Plan) -> Plan:

@@ -16,7 +16,6 @@ import jax
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.errors import PlanError, raise_all
-from shardlib.exchanges import Exact
 from shardlib.frontend.lowered import interleaving_of, placements_of
 from shardlib.frontend.model import TracedModel
 from shardlib.graph import Problem
@@ -138,7 +137,7 @@ def _of_plan(plan: Plan) -> list[str]:
     """Decisions that a plain `jax.jit` of the loss cannot carry out."""
     facts = {
         f"pipeline stages (stage={plan.mesh['stage']})": plan.mesh["stage"] > 1,
-        f"islands (exchange={plan.exchange})": not isinstance(plan.exchange, Exact),
+        f"islands (exchange={plan.exchange})": plan.exchange.islands > 1,
         f"a context axis (context={plan.context})": plan.mesh["context"] > 1,
         f"routed experts (experts={plan.experts})": plan.experts != "none",
         f"a kernel of attention (attention={plan.attention})": plan.attention != "traced",
@@ -196,7 +195,7 @@ def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
 
 
 def _of_program(program: Program | Sequence[Equation], problem: Problem) -> list[str]:
-    equations = _all(program) if isinstance(program, Program) else program
+    equations = program if isinstance(program, Sequence) else _all(program)
     grouped = [
         line_of(equation)
         for equation in equations

@@ -9,25 +9,23 @@ from dataclasses import replace
 
 import optax
 
+from shardlib import wings
 from shardlib.annotation.tree import Init
 from shardlib.annotation.trees import Filter, Tree
 from shardlib.cost.roofline import without_margin
-from shardlib.decisions.pins import PinMapping
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import InfeasibleError, PinError, TopologyError
-from shardlib.exchanges import Exact
-from shardlib.frontend.islands import exchange_of, require_carried, rows_of_one
+from shardlib.frontend.choice import island_batch
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import Loss, TracedModel, problem, require_arguments
 from shardlib.graph import Problem
 from shardlib.lowering.program import Options
 from shardlib.lowering.training_program import TrainingProgram
-from shardlib.machines.topology import Topology, TopologyLike, island_of, of_size
-from shardlib.planner.islands import of_one_island, on_islands
+from shardlib.machines.topology import Topology, TopologyLike, of_size
 from shardlib.planner.plan import Plan
 from shardlib.planner.planner import ranked, search
 from shardlib.planner.questions import pinned, priced_on, roomy
 from shardlib.planner.scaling import Curve, curve
-from shardlib.verification.islands import verify_islands
 from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
 from shardlib.verification.refining import refine as refined
 from shardlib.verification.report import Verification
@@ -85,7 +83,7 @@ def scale(
         name=name,
     )
     machines = [of_size(topology, number) for number in devices]
-    weak, exchange = callable(batch), exchange_of(None, pin)
+    weak, exchange = callable(batch), Pins.parse(pin).exchange
     traced: dict[int, Problem] = {}
     fastest: dict[int, Plan] = {}
 
@@ -96,7 +94,7 @@ def scale(
                 init,
                 loss,
                 optimizer,
-                rows_of_one(batch(key) if callable(batch) else batch, batch_axes, exchange),
+                island_batch(batch(key) if callable(batch) else batch, batch_axes, None, pin),
                 batch_axes=batch_axes,
                 name=name,
                 wrt=wrt,
@@ -182,16 +180,11 @@ def verified(
     options: Options | None,
 ) -> Verification:
     """A plan against what the compiler makes of its step, and of the meetings of its islands."""
-    exchange = plan.exchange
-    if isinstance(exchange, Exact):
-        program = lower(model, priced_as_compiled(model, plan, machine), abstract=True)
-        return verify_program(program, machine, limits, options)
-    require_carried(model, plan, exchange)
-    island = island_of(machine, exchange.islands)
-    inner = priced_as_compiled(model, of_one_island(plan), island)
-    priced = replace(plan, estimate=on_islands(inner, exchange, machine).estimate)
-    step = lower(model, inner, abstract=True)
-    return verify_islands(priced, exchange, step, machine, limits, options)
+    if plan.exchange.islands > 1:
+        several = wings.islands("verification")
+        return several.verified(model, plan, machine, limits, options)
+    program = lower(model, priced_as_compiled(model, plan, machine), abstract=True)
+    return verify_program(program, machine, limits, options)
 
 
 def verified_program(
@@ -204,6 +197,7 @@ def verified_program(
     plan, step = program.plan, program.loss_program
     if step is None:
         return program.verify(limits=limits, options=options)
-    if isinstance(plan.exchange, Exact):
-        return verify_program(step, machine, limits, options)
-    return verify_islands(plan, plan.exchange, step, machine, limits, options)
+    if plan.exchange.islands > 1:
+        several = wings.islands("verification")
+        return several.verify_islands(plan, plan.exchange, step, machine, limits, options)
+    return verify_program(step, machine, limits, options)

@@ -17,7 +17,6 @@ contribution.py       the contribution of a microbatch to the loss of the whole 
 disk.py               optimizer state stored on disk
 experts.py            expert parallelism: dispatch and combination of tokens
 gradients.py          gathered weights, partial sums of gradients, and their reduction
-islands/              islands that train apart, and synchronise in an outer step
 loss.py               the user's loss with the plan's layouts in it
 mesh.py               the device mesh, shardings of parameters and state on it
 offload.py            optimizer state offloaded to host memory
@@ -30,6 +29,7 @@ runtime.py            training state, compiled executables, checksums of arrays,
 step.py               a training step: storage, gradients, guards, loss scale, update; and
                       evaluation
 steps.py              a step that a user wrote, run under a plan
+training_program.py   the protocol of programs that train
 uses.py               uses of the parameters of a traced loss
 weights.py            operations on sharded weights, and the reduction of their gradients
 """

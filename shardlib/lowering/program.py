@@ -400,11 +400,19 @@ class Program:
         """Nothing is said of them beforehand: "loss" is among them."""
 
     def learned(self, state: TrainState) -> TrainState:
-        """The state itself."""
+        """The state that evaluations and exports read: the state itself.
+
+        Args:
+            state: of this program.
+        """
         return state
 
     def begun(self, first: Callable[[Program], TrainState]) -> TrainState:
-        """The state before the first step, made by a function of the program."""
+        """The state before the first step, as `IslandsProgram.begun` makes it.
+
+        Args:
+            first: makes the state of a program.
+        """
         return first(self)
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ from shardlib.compact import compact
 from shardlib.cost.framework import FrameworkProfile, framework, framework_profile
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError
-from shardlib.exchanges import Exact
 from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
@@ -120,7 +119,7 @@ def search(
     source = _source(problem, topology, pin, load, profile)
     preparing = time.perf_counter() - started
     found = searching.search(problem, source.topology, source.pins, load=source.load)
-    if load is None and isinstance(source.pins.exchange, Exact):
+    if load is None and source.pins.exchange.islands == 1:
         first = divided_badly(found, source.load, source.topology, source.pins)
         found = replace(found, findings=(*first, *found.findings))
     return _sourced(found, source, preparing)

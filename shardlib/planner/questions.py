@@ -29,7 +29,6 @@ from shardlib.cost.tables import Pricer, Q
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, local
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
-from shardlib.exchanges import Exact
 from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Op
 from shardlib.layout import BATCH_AXES
@@ -49,7 +48,6 @@ from shardlib.planner.answers import (
     link_name,
 )
 from shardlib.planner.assembly import OnMachine
-from shardlib.planner.islands import inner_mesh, inside
 from shardlib.planner.plan import Plan, Ranked, source_of
 from shardlib.planner.priced import Uncut, priced_space
 from shardlib.planner.space import build, strategies
@@ -349,7 +347,7 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
         abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
     )
     if includes_plan and any(
-        entry.candidate.mesh == inner_mesh(plan.mesh) and entry.make().decisions == plan.decisions
+        entry.candidate.mesh == plan.mesh.of_one_island and entry.make().decisions == plan.decisions
         for entry in ties
     ):
         return None, 0
@@ -517,8 +515,8 @@ def _on_machine(plan: Plan) -> OnMachine:
     """The plan as the search knows it."""
     source = source_of(plan)
     topology, pins = source.topology, pinned(plan)
-    if not isinstance(pins.exchange, Exact):
-        topology, pins = island_of(topology, pins.exchange.islands), inside(pins)
+    if pins.exchange.islands > 1:
+        topology, pins = island_of(topology, pins.exchange.islands), pins.of_one_island
     first = next(source.under(pins).ranked(roomy(topology), slack=1.0), None)
     if first is None:  # it was priced before
         raise InfeasibleError("the plan cannot be priced again")

@@ -652,7 +652,7 @@ def _arrays(
 
 def _keeps_outer(plan: Plan) -> bool:
     """Returns whether parameters are outer, with a momentum."""
-    return bool(getattr(plan.exchange, "keeps", False))
+    return plan.exchange.keeps
 
 
 def _order(plan: Plan, topology: Topology) -> Ints:

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from shardlib import wings
 from shardlib.cost.facts import traits
 from shardlib.cost.framework import XLA, FrameworkProfile, framework_profile
 from shardlib.cost.pricing import Totals
@@ -19,14 +20,12 @@ from shardlib.cost.roofline import fitting_bytes, margin
 from shardlib.decisions.lowerings import along, facts, lowered
 from shardlib.decisions.pins import PinMapping, Pins, require_obeyed
 from shardlib.errors import InfeasibleError, PinError, TopologyError
-from shardlib.exchanges import Exact
 from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, TopologyLike, island_of
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.assembly import assemble, price
 from shardlib.planner.findings import without_effect
 from shardlib.planner.incumbents import Best, Entry, Ranking
-from shardlib.planner.islands import inside, met_in_order, planned_on_islands
 from shardlib.planner.plan import Plan, Ranked, Rejected, Search
 from shardlib.planner.priced import (
     PricedSpace,
@@ -254,13 +253,10 @@ def search(
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    if not isinstance(pins.exchange, Exact):
-        return planned_on_islands(
-            pins.exchange,
-            topology,
-            lambda island: search(
-                problem, island, inside(pins), load=load, profile=profile, all_devices=all_devices
-            ),
+    if pins.exchange.islands > 1:
+        inner = partial(search, problem, pin=pins.of_one_island, load=load, profile=profile)
+        return wings.islands("planning").planned_on_islands(
+            pins.exchange, topology, partial(inner, all_devices=all_devices)
         )
     load = prepared(problem, topology, load, profile, pins)
     if left_open(load, pins):
@@ -342,12 +338,17 @@ def ranked(
     """All plans that fit, the fastest first; none is built before it is asked for."""
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    if not isinstance(pins.exchange, Exact):
-        exchange, island = pins.exchange, island_of(topology, pins.exchange.islands)
+    if pins.exchange.islands > 1:
         inner = ranked(
-            problem, island, inside(pins), load=load, slack=slack, profile=profile, front=front
+            problem,
+            island_of(topology, pins.exchange.islands),
+            pins.of_one_island,
+            load=load,
+            slack=slack,
+            profile=profile,
+            front=front,
         )
-        return met_in_order(inner, exchange, topology)
+        return wings.islands("planning").met_in_order(inner, pins.exchange, topology)
     load = prepared(problem, topology, load, profile, pins)
     if left_open(load, pins):
         return forms_in_order(

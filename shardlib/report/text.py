@@ -21,7 +21,6 @@ from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.decisions.table import TABLE
 from shardlib.errors import MissingFileError, TopologyError
-from shardlib.exchanges import DiLoCo
 from shardlib.graph import ITEMSIZE
 from shardlib.layout import MESH_AXES, Layout, LogicalAxes
 from shardlib.machines.topology import Topology
@@ -419,7 +418,7 @@ def meetings_section(plan: Plan) -> str:
         return ""
     exchange, every = plan.exchange, met[0].every
     waits = "all of it exposed"
-    if isinstance(exchange, DiLoCo) and exchange.delay:
+    if exchange.delay:
         some = seconds_text(plan.estimate.seconds.exchange * every)
         waits = f"of which steps wait for {some}, as {exchange.delay} hide what crosses"
     return f"Every {every} steps a meeting, {waits}: {told}"

@@ -14,13 +14,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from typing import Any
 
+from shardlib import wings
 from shardlib.compact import compact
 from shardlib.errors import PlanError
 from shardlib.graph import Graph
 from shardlib.planner.plan import Plan
 from shardlib.planner.stored import microbatches_text
-from shardlib.planner.transfers import Transfers, transfers
 from shardlib.report.elements import percent_text, seconds_text, style
 from shardlib.schedules import (
     BACKWARD,
@@ -99,7 +100,7 @@ class Timeline:
     slices: tuple[Slice, ...]
     seconds: float
     beside: tuple[tuple[str, float], ...] = ()
-    exchange: Transfers | None = None
+    exchange: Any = None
 
     __repr__ = compact
 
@@ -232,7 +233,9 @@ def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
         forward: the loss as written, which knows the order in which parameters are used; None for
             none of the exchange.
     """
-    exchange = None if forward is None else transfers(plan, forward)
+    exchange = None
+    if forward is not None and plan.exchange.islands > 1:
+        exchange = wings.islands("transfers").transfers(plan, forward)
     if exchange is not None and not named(plan.schedule).staged:
         return Timeline(
             name="predicted",

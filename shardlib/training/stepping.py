@@ -34,7 +34,6 @@ from shardlib.errors import (
     TrainingError,
     raise_all,
 )
-from shardlib.exchanges import DiLoCo, Exact
 from shardlib.findings import Finding
 from shardlib.lowering.runtime import TrainState
 from shardlib.lowering.step import limited
@@ -241,12 +240,7 @@ def meetings(plan: Plan, step: int) -> dict[str, int]:
     """Returns how often islands have met, what they sent having arrived, by name; nothing where
     there is one.
     """
-    exchange = plan.exchange
-    if isinstance(exchange, Exact):
-        return {}
-    if isinstance(exchange, DiLoCo):
-        return {"meetings": max(0, step - exchange.delay) // exchange.between}
-    return {"meetings": step // exchange.every}
+    return {"meetings": plan.exchange.met(step)} if plan.exchange.islands > 1 else {}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 child.py           the process that compiles
 hlo.py             readers of optimised HLO
-islands.py         verification of islands
 isolation.py       compilation in a child process, which a failing compiler ends instead of this one
 recorded_steps.py  steps of a plan in a profile that JAX has recorded
 refining.py        the best of several plans by the compiler's figures

@@ -52,9 +52,6 @@ from shardlib.errors import MissingPackageError, TopologyError, VerificationErro
 from shardlib.findings import Finding
 from shardlib.jax_types import Function, KeyPath
 from shardlib.layout import MeshShape
-from shardlib.lowering.islands.compression import GradientExchange
-from shardlib.lowering.islands.delayed import IslandCall
-from shardlib.lowering.islands.meeting import Meeting
 from shardlib.lowering.mesh import HOST
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology, device_order, slice_of
@@ -361,23 +358,6 @@ def export_step(program: Program, platform: str) -> ExportedStep:
         mesh=program.mesh,
         platform=platform,
         what="the training step",
-    )
-
-
-def export_meeting(meeting: Meeting | GradientExchange | IslandCall, platform: str) -> ExportedStep:
-    """Lowers a meeting of islands for a platform that need not be here."""
-    arguments = meeting.arguments()
-
-    def meet(*arguments: Any) -> tuple[Any, Any]:
-        return meeting.function(*arguments), ()
-
-    return exported(
-        meet,
-        arguments,
-        results=jax.tree.leaves(meeting.results()),
-        mesh=meeting.mesh,
-        platform=platform,
-        what="the meeting of islands",
     )
 
 

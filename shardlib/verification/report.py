@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
-from shardlib.exchanges import DiLoCo, Exchange
 from shardlib.findings import SEVERITIES, Finding, diagnostic
 from shardlib.layout import ISLAND, MESH_AXES, Layout
 from shardlib.machines.topology import Topology, place
@@ -312,7 +311,8 @@ def _collective_lines(verification: Verification) -> list[str]:
     if verification.compiled.meeting is None:
         return lines
     met = tuple(c for c in listed if c.every)
-    copied = _copied(verification.plan.exchange, met)
+    beside = verification.plan.exchange.delay > 0  # what crosses between islands in no program
+    copied = tuple(c for c in met if beside and ISLAND.name in c.axes)
     compiled = verification.compiled.meeting.collectives
     return [
         *lines,
@@ -323,13 +323,6 @@ def _collective_lines(verification: Verification) -> list[str]:
             for collective in copied
         ),
     ]
-
-
-def _copied(exchange: Exchange, met: tuple[Collective, ...]) -> tuple[Collective, ...]:
-    """Returns what crosses between islands in no program."""
-    if not (isinstance(exchange, DiLoCo) and exchange.delay):
-        return ()
-    return tuple(c for c in met if ISLAND.name in c.axes)
 
 
 def _compared(

@@ -59,6 +59,20 @@ def written(config: dict[str, Any], folder: Path) -> Path:
     return folder / "config.json"
 
 
+class StandIn(SimpleNamespace):
+    """What reading and writing of files need of a program."""
+
+    @property
+    def loss_program(self) -> Any:
+        return self
+
+    def begun(self, first: Any) -> Any:
+        return first(self)
+
+    def learned(self, state: TrainState) -> TrainState:
+        return state
+
+
 def program_of(config: dict[str, Any], folder: Path, sizes: tuple[int, int] = (2, 4)) -> Any:
     """What an import asks of a program: its abstract state, its model, its optimizer and its mesh,
     with the last dims that divide cut.
@@ -86,7 +100,7 @@ def program_of(config: dict[str, Any], folder: Path, sizes: tuple[int, int] = (2
         model_state=model.state,
         opt_state=jax.eval_shape(optimizer.init, model.params),
     )
-    return SimpleNamespace(
+    return StandIn(
         state=jax.tree.map(cut, state),
         model=model,
         mesh=on,
@@ -412,7 +426,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path):
 
 def _with_another_path(program: Any) -> Any:
     params = {**program.state.params, "query_bias": program.state.params["norm"]["scale"]}
-    return SimpleNamespace(**{**vars(program), "state": replace(program.state, params=params)})
+    return StandIn(**{**vars(program), "state": replace(program.state, params=params)})
 
 
 def test_a_truncated_file_is_said(tmp_path: Path):

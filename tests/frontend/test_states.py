@@ -18,8 +18,8 @@ from flax.training.train_state import TrainState
 
 import shardlib
 from shardlib.errors import PlanError, StateError
-from shardlib.frontend.step_program import StepProgram
-from shardlib.lowering.islands.program import IslandsProgram
+from shardlib.frontend.steps import StepProgram
+from shardlib.islands.program import IslandsProgram
 from shardlib.lowering.program import Program
 from shardlib.verification.isolation import Limits
 from tests.frontend.examples import drawn

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.exchanges import read_exchange
+from shardlib.islands.exchanges import read_exchange
 from tests.islands.test_diloco import AXES, compiled, loss, rows, weights
 
 ISLANDS = "diloco:2:10"

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardlib
-from shardlib.exchanges import PowerSGD, Quantised, TopK
-from shardlib.lowering.islands.compression import Gradient, largest, low_rank, quantised, signs
+from shardlib.islands.compression import Gradient, largest, low_rank, quantised, signs
+from shardlib.islands.exchanges import PowerSGD, Quantised, TopK
 from tests.islands.replicas import close, power_sgd, sign, top_k
 from tests.islands.replicas import compressed as by_loop
 from tests.islands.small import program, stepped

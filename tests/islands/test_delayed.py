@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardlib
 from shardlib import models
 from shardlib.checkpointing.store import Checkpoints
-from shardlib.lowering.islands.delayed import delivered
+from shardlib.islands.delayed import delivered
 from tests.checkpointing.states import assert_same, numbers
 from tests.islands.replicas import close, diloco
 from tests.islands.small import program as small

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.lowering.islands.program import IslandMetrics
+from shardlib.islands.program import IslandMetrics
 from tests.islands.replicas import diloco
 
 STEPS, ROWS, WIDTH, LAYERS = 20, 16, 16, 2

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.exchanges import padded
-from shardlib.lowering.islands.meeting import packed, unpacked
+from shardlib.islands.exchanges import padded
+from shardlib.islands.meeting import packed, unpacked
 from tests.islands.replicas import close, diloco, gossip
 from tests.islands.test_diloco import (
     AXES,
@@ -222,7 +222,7 @@ def _in_float32(arrays: Any, wire: str, islands: int) -> list[Any]:
 def test_what_a_meeting_moves_beside_its_plan_is_found(
     planted: Any, wire: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardlib.lowering.islands.meeting.means", planted)
+    monkeypatch.setattr("shardlib.islands.meeting.means", planted)
     given = shardlib.tree(wide, AXES), loss, optax.sgd(0.1), rows(0)
     pin = {"exchange": f"diloco:2:10:wire={wire}", "mesh": {"fsdp": 4}, "zero": 3}
     found = shardlib.verify(*given, topology="cpu:8", pin=pin)

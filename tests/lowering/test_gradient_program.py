@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.lowering.islands.program import GradientProgram, by_path, with_trained
+from shardlib.islands.program import GradientProgram, by_path, with_trained
 from tests.islands.test_diloco import AXES, loss, rows, weights
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardlib.exchanges import Compressed, DiLoCo, PowerSGD, TopK
+from shardlib.islands.exchanges import Compressed, DiLoCo, PowerSGD, TopK
+from shardlib.islands.planning import _each, moved
 from shardlib.layout import Layout, MeshShape
-from shardlib.planner.islands import _each, moved
 from shardlib.planner.plan import ParameterLayout
 
 Shape = tuple[int, ...]

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 import shardlib
-from shardlib.exchanges import Part
 from shardlib.graph import Graph
+from shardlib.islands.exchanges import Part
+from shardlib.islands.transfers import first_uses, in_buckets, in_order, work_before
 from shardlib.planner.plan import source_of
-from shardlib.planner.transfers import first_uses, in_buckets, in_order, work_before
 
 SHAPES = {
     "z_embed": (8, 4),

@@ -9,11 +9,11 @@ import pytest
 
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
-from shardlib.exchanges import DiLoCo
+from shardlib.islands.exchanges import DiLoCo
+from shardlib.islands.planning import of_one_island
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import place, topology, used_by
 from shardlib.planner import planner
-from shardlib.planner.islands import of_one_island
 from shardlib.planner.plan import Plan
 from shardlib.planner.questions import pinned
 from tests.planner import worlds

@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.planner.transfers import CROSSING, Load, at_once, replay
+from shardlib.islands.transfers import CROSSING, Load, at_once, replay
 
 _TIMES = st.integers(0, 6).map(float)
 _LOADS = st.builds(Load, forward=_TIMES, backward=_TIMES, wire=_TIMES)

@@ -12,7 +12,8 @@ import pytest
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.roofline import Applied
-from shardlib.exchanges import EXACT, RANK_FOUR, DiLoCo
+from shardlib.exchanges import EXACT
+from shardlib.islands.exchanges import RANK_FOUR, DiLoCo
 from shardlib.layout import Layout, MeshShape
 from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Topology, topology

@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import shardlib
+from shardlib.islands.transfers import CROSSING, Transfers, at_once, replay
 from shardlib.planner.plan import Plan
-from shardlib.planner.transfers import CROSSING, Transfers, at_once, replay
 
 WIDTH, LAYERS, VOCABULARY = 256, 48, 2048
 MACHINE = "2@100gbit-1ms*h100:2"

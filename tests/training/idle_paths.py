@@ -21,12 +21,12 @@ import shardlib
 from shardlib.checkpointing import huggingface
 from shardlib.checkpointing.foreign import read_adapter, write_adapter
 from shardlib.errors import ShardlibError
+from shardlib.lowering.training_program import TrainingProgram
 from shardlib.processes.values import whole
 from shardlib.serve.engine import Engine
 from shardlib.training.callbacks import BestCheckpoint, Samples
 from shardlib.training.fit import fit
 from shardlib.training.settings import Settings
-from shardlib.training.states import AnyProgram
 from shardlib.training.validation import Validation
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 from tests.processes import forked
@@ -76,7 +76,7 @@ def paths(devices: Sequence[jax.Device], folder: Path) -> dict[str, Any]:
     program = compiled(devices, folder, offload=["disk"])
     texts: list[str] = []
 
-    def sample(program: AnyProgram, state: Any) -> str:
+    def sample(program: TrainingProgram, state: Any) -> str:
         texts.append(f"{float(whole(program.module(state).up.kernel[...]).sum()):.4f}")
         return texts[-1]
 

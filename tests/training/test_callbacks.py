@@ -16,7 +16,7 @@ from rich.console import Console
 import shardlib
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ModelError, RunError, TrainingError
-from shardlib.frontend.step_program import StepProgram
+from shardlib.frontend.steps import StepProgram
 from shardlib.training.callbacks import BestCheckpoint, EarlyStop, LearningRate, Moment, Samples
 from shardlib.training.fit import Fitted, fit
 from shardlib.training.measures import Policy, by_step, read_records

@@ -17,8 +17,8 @@ from shardlib.annotation.trees import Filter, Tree, path_text
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import ArgumentError, BatchError, DataError, TrainingError, raise_all
 from shardlib.frontend.model import Loss
+from shardlib.islands.program import by_path, trained, with_trained
 from shardlib.jax_types import Leaf
-from shardlib.lowering.islands.program import by_path, trained, with_trained
 from shardlib.machines.topology import Topology
 from shardlib.untrusted.data import bounded, read_seed, shown
 

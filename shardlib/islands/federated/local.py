@@ -38,7 +38,7 @@ from shardlib.islands.federated.job import (
     with_inner,
     with_mu,
 )
-from shardlib.lowering.islands.program import by_path
+from shardlib.islands.program import by_path
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 
@@ -70,7 +70,7 @@ def _compiled(job: Job, topology: Place, pin: PinMapping | None, *, term: bool) 
         wrt=job.wrt,
         evaluation=job.local.evaluation,
     )
-    if not isinstance(program, Program):
+    if program.plan.exchange.islands > 1:
         raise PinError(
             f"pin of the job has exchange={program.plan.exchange}, and is of one client: how"
             " clients exchange is for the strategy to say"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardlib.errors import ArgumentError, LaunchError, raise_all
-from shardlib.exchanges import BUCKET_BYTES, Asynchronous, wrong_bucket_bytes
+from shardlib.islands.exchanges import BUCKET_BYTES, Asynchronous, wrong_bucket_bytes
 from shardlib.islands.servers.server import write
 from shardlib.islands.servers.server_process import ServerSettings
 from shardlib.islands.servers.wire import STARTER, Ask, Link, joined
@@ -244,7 +244,7 @@ class Trained:
         """A state with these parameters, to be evaluated or exported."""
         from dataclasses import replace
 
-        from shardlib.lowering.islands.program import with_trained
+        from shardlib.islands.program import with_trained
 
         first = program.init(seed)
         return replace(first, params=with_trained(program, first.params, self.params))

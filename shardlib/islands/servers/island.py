@@ -27,8 +27,9 @@ from jax.experimental import multihost_utils
 from shardlib.annotation.names import UserModule
 from shardlib.annotation.trees import Tree
 from shardlib.errors import LaunchError, StateError
-from shardlib.exchanges import BUCKET_BYTES, DiLoCo, Part
 from shardlib.findings import Finding
+from shardlib.islands.exchanges import BUCKET_BYTES, DiLoCo, Part
+from shardlib.islands.program import name_of, streams_of, with_trained
 from shardlib.islands.servers.rounds import Outer, Outline, about, checksum, pack, unpack
 from shardlib.islands.servers.wire import (
     Answer,
@@ -41,11 +42,10 @@ from shardlib.islands.servers.wire import (
     order_text,
 )
 from shardlib.islands.servers.worker import Landing
+from shardlib.islands.transfers import in_buckets
 from shardlib.jax_types import Metrics, Value
-from shardlib.lowering.islands.program import name_of, streams_of, with_trained
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
-from shardlib.planner.transfers import in_buckets
 from shardlib.processes.values import first_decides, is_first, is_process_zero, whole
 from shardlib.processes.wire import FrameError
 

@@ -34,14 +34,15 @@ import jax
 import numpy as np
 
 from shardlib.errors import ArgumentError, LaunchError, PinError, raise_all
-from shardlib.exchanges import (
+from shardlib.exchanges import Exchange
+from shardlib.islands.exchanges import (
     BUCKET_BYTES,
     DiLoCo,
-    Exchange,
     read_exchange,
     whole,
     wrong_bucket_bytes,
 )
+from shardlib.islands.program import parts_in_order, trained
 from shardlib.islands.servers.crew import END_SECONDS, ended, environment
 from shardlib.islands.servers.island import Exchanging, Island, SeveralProcesses
 from shardlib.islands.servers.relay import Link, Relay, meeting_finding, read_link
@@ -49,8 +50,8 @@ from shardlib.islands.servers.rounds import HOLD_SECONDS, Outline, Rounds
 from shardlib.islands.servers.rounds_process import SETTINGS, ServerSettings
 from shardlib.islands.servers.rounds_process import TOKEN as rounds_process_TOKEN
 from shardlib.islands.servers.wire import STARTER, Ask, Connection
-from shardlib.lowering.islands.program import parts_in_order, trained
 from shardlib.lowering.program import Program
+from shardlib.lowering.training_program import is_program
 from shardlib.processes.console import LOOPBACK, Lines, Processes, free_port
 from shardlib.processes.kin import Guard, finish, start
 from shardlib.processes.place import STOPPED, StopRequest, stop_requests
@@ -222,7 +223,7 @@ def _is_positive(value: object) -> bool:
 
 def _require_island(program: Program, exchange: Exchange) -> Outline:
     """The outline of the parameters that meet."""
-    if not isinstance(program, Program):
+    if not is_program(program) or program.loss_program is not program:
         raise PinError(
             "the program has an exchange of its own, whose islands are in this process\nTry:"
             " shardlib.compile without pin={'exchange': ...}, and servers.join(program,"

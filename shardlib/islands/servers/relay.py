@@ -32,8 +32,8 @@ import time
 from dataclasses import dataclass, field
 
 from shardlib.errors import ArgumentError
-from shardlib.exchanges import DiLoCo
 from shardlib.findings import Finding
+from shardlib.islands.exchanges import DiLoCo
 from shardlib.islands.servers.rounds import Outline, packed_bytes
 from shardlib.processes.console import LOOPBACK
 from shardlib.report.elements import bytes_text, seconds_text

@@ -20,7 +20,7 @@ round is over, who comes back or comes late enters again, and begins the next wi
 Islands and the server each have a copy, and do the same sums in the same order.
 
 >>> import numpy as np
->>> from shardlib.exchanges import DiLoCo
+>>> from shardlib.islands.exchanges import DiLoCo
 >>> outer = Outer.first(np.float32([1.0, 1.0]))
 >>> outer.update(0, 2, np.float32([0.5, 0.5]), DiLoCo(rate=1.0, momentum=0.5, every=1))
 >>> outer.theta.tolist(), outer.momentum.tolist()
@@ -40,7 +40,7 @@ which may differ. What the server does is done element by element.
 `pack` makes the wire form of a vector: float32, bfloat16, or int8 and int4 in blocks that have a
 scale each.
 
-Rounding is that of meetings in one process (`shardlib.lowering.islands.meeting`), by arrays
+Rounding is that of meetings in one process (`shardlib.islands.meeting`), by arrays
 of NumPy: blocks are those of one parameter, half of the smallest step rounds to even.
 
 >>> import numpy as np
@@ -89,7 +89,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as packed
 
 from shardlib.errors import ArgumentError, CheckpointError, PinError, ShardlibError, raise_all
-from shardlib.exchanges import (
+from shardlib.islands.exchanges import (
     BLOCK,
     DiLoCo,
     Part,

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from shardlib.errors import CheckpointError, ShardlibError
-from shardlib.exchanges import Asynchronous, Rule
+from shardlib.islands.exchanges import Asynchronous, Rule
 from shardlib.islands.servers.wire import (
     STARTER,
     WHOLE,

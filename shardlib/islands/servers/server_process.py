@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardlib.errors import LaunchError, ShardlibError
-from shardlib.exchanges import Asynchronous, Rule
+from shardlib.islands.exchanges import Asynchronous, Rule
 from shardlib.islands.servers.server import Listening, Service, checkpoint_file, write
 from shardlib.islands.servers.wire import address_file
 from shardlib.untrusted.data import Form, construct, parse_json

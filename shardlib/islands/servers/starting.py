@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from shardlib.checkpointing.folder import claim
 from shardlib.errors import ArgumentError, LaunchError, raise_all
-from shardlib.exchanges import Asynchronous
+from shardlib.islands.exchanges import Asynchronous
 from shardlib.islands.servers import ray_actors, server_process, worker_process
 from shardlib.islands.servers.crew import Asked, Crew, Trained, Upkeep, environment
 from shardlib.islands.servers.server_process import SECRET

@@ -13,7 +13,7 @@ elements. What servers do is done element by element, so that a run may begin an
 
 An order says in which buckets elements cross between a worker and a server.
 
-A worker knows it (`shardlib.planner.transfers`), and says it with what it asks for; a server needs
+A worker knows it (`shardlib.islands.transfers`), and says it with what it asks for; a server needs
 no model. Each bucket is one array, named by its number; what a bucket has of a parameter is said by
 elements of what the server owns of it.
 
@@ -38,8 +38,8 @@ from typing import Protocol
 import numpy as np
 
 from shardlib.errors import LaunchError, ShardlibError
-from shardlib.exchanges import Part
-from shardlib.planner.transfers import Bucket
+from shardlib.islands.exchanges import Part
+from shardlib.islands.transfers import Bucket
 from shardlib.processes.wire import (
     FLOAT32,
     GREETING_SECONDS,

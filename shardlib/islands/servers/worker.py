@@ -25,8 +25,18 @@ from shardlib.annotation.trees import Filter, Tree
 from shardlib.api import compile
 from shardlib.decisions.pins import PinMapping
 from shardlib.errors import ArgumentError, LaunchError, PinError, raise_all
-from shardlib.exchanges import BUCKET_BYTES, Asynchronous, Part
 from shardlib.frontend.model import Loss
+from shardlib.islands.exchanges import BUCKET_BYTES, Asynchronous, Part
+from shardlib.islands.program import (
+    GradientProgram,
+    StagedGradients,
+    Sums,
+    by_path,
+    parts_in_order,
+    placed_as,
+    trained,
+    with_placed,
+)
 from shardlib.islands.servers.wire import (
     ORDER_BYTES,
     WHOLE,
@@ -41,19 +51,9 @@ from shardlib.islands.servers.wire import (
     order_text,
     owned,
 )
-from shardlib.lowering.islands.program import (
-    GradientProgram,
-    StagedGradients,
-    Sums,
-    by_path,
-    parts_in_order,
-    placed_as,
-    trained,
-    with_placed,
-)
+from shardlib.islands.transfers import in_buckets
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import TopologyLike
-from shardlib.planner.transfers import in_buckets
 from shardlib.processes.wire import FrameError, Later, Outgoing
 from shardlib.untrusted.data import shown
 
@@ -392,7 +392,7 @@ class Computing:
             batch_axes=job.batch_axes,
             wrt=job.wrt,
         )
-        if not isinstance(program, Program):
+        if program.plan.exchange.islands > 1:
             raise PinError(
                 f"pin of the job has exchange={program.plan.exchange}, and is of one worker"
             )

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardlib.errors import LaunchError, ShardlibError
-from shardlib.exchanges import Asynchronous, Rule
+from shardlib.islands.exchanges import Asynchronous, Rule
 from shardlib.islands.servers.server import write
 from shardlib.islands.servers.server_process import SECRET
 from shardlib.islands.servers.wire import Connection, Link, listed

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib.exchanges import Asynchronous, Part, read_exchange
+from shardlib.islands.exchanges import Asynchronous, Part, read_exchange
 from shardlib.islands.servers.crew import _first_and_last
 from shardlib.islands.servers.server import Gate, Service
 from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed

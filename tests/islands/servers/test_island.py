@@ -18,10 +18,10 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import shardlib
+from shardlib.islands.meeting import packed, unpacked
 from shardlib.islands.servers.island import Island
 from shardlib.islands.servers.joining import MeetingPlace, join
 from shardlib.islands.servers.rounds import Rounds, RoundService, pack, unpack
-from shardlib.lowering.islands.meeting import packed, unpacked
 from tests.islands.servers.jobs import AXES, loss, rows, weights
 from tests.islands.servers.test_rounds import Direct
 

@@ -11,7 +11,7 @@ import pytest
 
 import shardlib
 from shardlib.errors import ArgumentError
-from shardlib.exchanges import Part
+from shardlib.islands.exchanges import Part
 from shardlib.islands.servers.island import Coming, mean_order
 from shardlib.islands.servers.rounds import Outer, RoundService, pack
 from shardlib.islands.servers.wire import Answer, gathered

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load
 
 from shardlib.errors import ArgumentError
-from shardlib.exchanges import Asynchronous, Part
 from shardlib.islands import servers
+from shardlib.islands.exchanges import Asynchronous, Part
 from shardlib.islands.servers.server import Service
 from shardlib.islands.servers.wire import (
     Answer,

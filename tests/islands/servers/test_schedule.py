@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import CheckpointError
-from shardlib.exchanges import Asynchronous
+from shardlib.islands.exchanges import Asynchronous
 from shardlib.islands.servers.server import Service
 from shardlib.islands.servers.wire import Answer, Ask, divided, joined
 

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.exchanges import Part
+from shardlib.islands.exchanges import Part
+from shardlib.islands.program import Run, StagedGradients
 from shardlib.islands.servers.worker import Computing, Landing, Orders, Worker
-from shardlib.lowering.islands.program import Run, StagedGradients
 from tests.islands.servers.test_worker import Direct, Service, held
 
 WIDTH, VOCABULARY, LAYERS = 8, 12, 4

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save
 
 from shardlib.errors import LaunchError
-from shardlib.exchanges import Asynchronous
+from shardlib.islands.exchanges import Asynchronous
 from shardlib.islands.servers.server import Listening, Service
 from shardlib.islands.servers.wire import (
     Ask,

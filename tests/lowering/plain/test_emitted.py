@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardlib
-from shardlib.frontend.step_program import StepProgram
+from shardlib.frontend.steps import StepProgram
 from shardlib.verification.timelines import read_traffic
 from tests.lowering.plain import models
 

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree, path_text
-from shardlib.exchanges import BLOCK, DiLoCo, Gossip, Meets, blocks, padded, spaces
+from shardlib.islands.exchanges import BLOCK, DiLoCo, Gossip, Meets, blocks, padded, spaces
+from shardlib.islands.planning import fragments_of
 from shardlib.jax_types import Value
 from shardlib.layout import ISLAND
 from shardlib.lowering.mesh import held as mesh_held
 from shardlib.lowering.program import Program
-from shardlib.planner.islands import fragments_of
 
 # --------------------------------------------------------------------------------------------------
 # Layers of a fragment: some rows of the first dim of a stack of layers, on each device its own.

@@ -22,15 +22,9 @@ from shardlib import _jax_compat
 from shardlib.annotation.names import Seed, UserLoss, UserModule
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import PinError, StateError, raise_all
-from shardlib.exchanges import Compressed, Meets, Part, Several
 from shardlib.findings import Finding
-from shardlib.jax_types import Function, Metrics, Value
-from shardlib.layout import ISLAND, Layout
-from shardlib.lowering import mesh
-from shardlib.lowering import mesh as shardings
-from shardlib.lowering.checks import require
-from shardlib.lowering.collectives import like
-from shardlib.lowering.islands.meeting import (
+from shardlib.islands.exchanges import Compressed, Meets, Part, Several
+from shardlib.islands.meeting import (
     Meeting,
     held,
     local,
@@ -43,6 +37,13 @@ from shardlib.lowering.islands.meeting import (
     stacked_sharding,
     unstacked,
 )
+from shardlib.islands.transfers import FirstUse, first_uses, in_order
+from shardlib.jax_types import Function, Metrics, Value
+from shardlib.layout import ISLAND, Layout
+from shardlib.lowering import mesh
+from shardlib.lowering import mesh as shardings
+from shardlib.lowering.checks import require
+from shardlib.lowering.collectives import like
 from shardlib.lowering.mesh import batch_path, constrain
 from shardlib.lowering.pipeline.per_stage import Dispatch, Made
 from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
@@ -51,7 +52,6 @@ from shardlib.lowering.runtime import TrainState, require_present
 from shardlib.lowering.step import Evaluation, named, updated
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.planner.plan import Plan
-from shardlib.planner.transfers import FirstUse, first_uses, in_order
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
 
 # --------------------------------------------------------------------------------------------------
@@ -926,15 +926,27 @@ class IslandsProgram:
         """Nothing is said of them beforehand: "loss" is among them."""
 
     def learned(self, state: IslandsState) -> TrainState:
-        """The state of the first island with the outer parameters, see `outer`."""
+        """The state of the first island with the outer parameters, see `outer`.
+
+        Args:
+            state: of this program; it stays usable.
+        """
         return self.outer(state)
 
     def evaluation(self, loss: UserLoss | None = None, *, batch_axes: Tree = None) -> Evaluation:
-        """An evaluation on the first island, of what `learned` gives; see `Program.evaluation`."""
+        """An evaluation on the first island, of what `learned` gives; see `Program.evaluation`.
+
+        Args:
+            loss, batch_axes: see `Program.evaluation`.
+        """
         return self.programs[0].evaluation(loss, batch_axes=batch_axes)
 
     def anew(self, state: IslandsState) -> IslandsState:
-        """A state with the optimizers as before the first step, see `Program.anew`."""
+        """A state with the optimizers as before the first step, see `Program.anew`.
+
+        Args:
+            state: of this program.
+        """
         pairs = zip(self.programs, state.islands, strict=True)
         return replace(state, islands=tuple(program.anew(island) for program, island in pairs))
 

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
-from shardlib.exchanges import Compressed, DiLoCo, Several
+import jax
+
 from shardlib.findings import Finding, diagnostic
+from shardlib.frontend.lowered import lower
+from shardlib.frontend.model import TracedModel
+from shardlib.frontend.verified import priced_as_compiled
+from shardlib.islands.compression import GradientExchange, exchanges_of
+from shardlib.islands.delayed import IslandCall, checked_calls
+from shardlib.islands.exchanges import Compressed, DiLoCo, Several
+from shardlib.islands.lowering import require_carried
+from shardlib.islands.meeting import Meeting, abstract_mesh_of_all, meetings_of
+from shardlib.islands.planning import of_one_island, on_islands
 from shardlib.layout import ISLAND, MeshShape
-from shardlib.lowering.islands.compression import GradientExchange, exchanges_of
-from shardlib.lowering.islands.delayed import IslandCall, checked_calls
-from shardlib.lowering.islands.meeting import Meeting, abstract_mesh_of_all, meetings_of
-from shardlib.lowering.program import Program
+from shardlib.lowering.program import Options, Program
 from shardlib.machines.topology import Topology, island_of, used_by
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import bytes_text
@@ -25,11 +33,12 @@ from shardlib.verification import report
 from shardlib.verification.hlo import Found, Traffic, parse
 from shardlib.verification.isolation import (
     Compiled,
+    ExportedStep,
     Failure,
     Limits,
     Target,
     compile_apart,
-    export_meeting,
+    exported,
     failed,
     target,
 )
@@ -175,3 +184,37 @@ def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator
                 f" {', '.join(sorted(allowed))}."
             ),
         )
+
+
+def export_meeting(meeting: Meeting | GradientExchange | IslandCall, platform: str) -> ExportedStep:
+    """Lowers a meeting of islands for a platform that need not be here."""
+    arguments = meeting.arguments()
+
+    def meet(*arguments: Any) -> tuple[Any, Any]:
+        return meeting.function(*arguments), ()
+
+    return exported(
+        meet,
+        arguments,
+        results=jax.tree.leaves(meeting.results()),
+        mesh=meeting.mesh,
+        platform=platform,
+        what="the meeting of islands",
+    )
+
+
+def verified(
+    model: TracedModel,
+    plan: Plan,
+    machine: Topology,
+    limits: Limits | None,
+    options: Options | None,
+) -> Verification:
+    """A plan of several islands against what the compiler makes of a step and of the meetings."""
+    exchange = cast("Several", plan.exchange)
+    require_carried(model, plan, exchange)
+    island = island_of(machine, exchange.islands)
+    inner = priced_as_compiled(model, of_one_island(plan), island)
+    priced = replace(plan, estimate=on_islands(inner, exchange, machine).estimate)
+    step = lower(model, inner, abstract=True)
+    return verify_islands(priced, exchange, step, machine, limits, options)

@@ -16,55 +16,49 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
 from shardlib.checkpointing import reading
-from shardlib.checkpointing.islands import (
-    OF_ISLANDS,
-    AnyProgram,
-    State,
-    anew,
-    has_outer,
-    is_of_optimizer,
-    islands_in,
-    islands_of,
-    keeps_outer,
-    without_optimizer,
-)
-from shardlib.checkpointing.reading import About
+from shardlib.checkpointing.reading import About, on_disk
 from shardlib.checkpointing.tree import (
     Camera,
     Spec,
+    State,
     compared,
     fitted,
+    is_of_optimizer,
     named_leaves,
     raw_abstract,
     spec_of,
+    without_optimizer,
 )
 from shardlib.errors import CheckpointError
-from shardlib.exchanges import DiLoCo
 from shardlib.findings import Finding
-from shardlib.layout import ISLAND
-from shardlib.lowering.islands.compression import CompressedProgram
-from shardlib.lowering.islands.meeting import local
-from shardlib.lowering.islands.program import (
+from shardlib.islands.compression import CompressedProgram
+from shardlib.islands.exchanges import DiLoCo
+from shardlib.islands.meeting import local
+from shardlib.islands.program import (
     FlyingState,
     IslandsState,
+    OuterState,
     ResidualState,
+    has_outer,
     mesh_of_islands,
     on_all,
     outer_of,
     streams_of,
     zeros,
 )
-from shardlib.lowering.program import Program
+from shardlib.layout import ISLAND
 from shardlib.lowering.random_keys import is_key
 from shardlib.lowering.runtime import TrainState
+from shardlib.lowering.training_program import TrainingProgram
 from shardlib.processes.values import whole
 
 # --------------------------------------------------------------------------------------------------
 # Sources of the arrays of one island in a checkpoint of another number of islands, and the union of
 # several.
 
-#: What goes before the paths of outer parameters, and of parameters that are not trained.
-OUTER, FROZEN = "outer.params.", "frozen."
+#: What goes before the paths of arrays of islands, of outer parameters, and of parameters that are
+#: not trained.
+OF_ISLANDS, OUTER, FROZEN = "islands.", "outer.params.", "frozen."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +186,13 @@ class Source:
     @property
     def islands(self) -> int:
         """Number of islands that were saved."""
-        return islands_in(self.about.arrays)
+        step = self.about.arrays.get(f"{OF_ISLANDS}step")
+        return step.shape[0] if step is not None and step.shape else 1
 
     @property
     def keeps(self) -> bool:
         """True if parameters are outer in it."""
-        return keeps_outer(self.about.arrays)
+        return has_outer(self.about.arrays, "params")
 
     @property
     def name(self) -> str:
@@ -314,13 +309,15 @@ def _repeated(array: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def keeps(state: State) -> bool:
-    """Returns whether parameters are outer in a state."""
-    return has_outer(state)
+    """Whether parameters are outer in a state."""
+    exchange = state.exchange if isinstance(state, IslandsState) else None
+    return isinstance(exchange, OuterState) and bool(exchange.params)
 
 
 def told(source: Source, target: State, *, new_optimizer: bool) -> Finding:
     """A finding that says what a checkpoint becomes."""
-    before, after = source.islands, islands_of(target)
+    before = source.islands
+    after = len(target.islands) if isinstance(target, IslandsState) else 1
     of = "one island" if before == 1 else f"{before} islands"
     goes_on = f"goes on as {after}" if before != after else "goes on as islands that meet otherwise"
     sentences = [f"The checkpoint of step {source.about.step} is of {of} and {goes_on}."]
@@ -369,13 +366,16 @@ MODEL = "model_state."
 
 
 def read_other_number(
-    source: Source,
+    path: epath.Path,
+    about: About,
     wanted: State,
-    program: AnyProgram | None = None,
+    camera: Camera,
+    program: Any = None,
     *,
     new_optimizer: bool = False,
 ) -> tuple[State, tuple[Finding, ...]]:
     """Restores a checkpoint as another number of islands than were saved."""
+    source = Source(path=path, about=about, camera=camera)
     like = without_optimizer(wanted) if new_optimizer else wanted
     island = _of_one(like)
     target = named_leaves(island)
@@ -394,7 +394,7 @@ def read_other_number(
         state = jax.tree.structure(island).unflatten([arrays[path] for path in paths])
     if new_optimizer:
         assert program is not None
-        state = anew(program, state)
+        state = program.anew(state)
     return state, (*findings, told(source, wanted, new_optimizer=new_optimizer))
 
 
@@ -410,14 +410,14 @@ def _other_number_alike(
     source: Source,
     target: Mapping[str, Tree],
     paths: list[str],
-    program: AnyProgram | None = None,
+    program: TrainingProgram | None = None,
 ) -> dict[str, Any]:
     """Arrays that all islands start with, by path: one out of those of the islands that were saved;
     of random streams those of the first.
     """
     arrays, count = source.about.arrays, source.islands
     origins = {path: origin(path, arrays, count) for path in paths}
-    on_disk = program.stored if isinstance(program, Program) else frozenset[str]()
+    stored = on_disk(program)
     arrays_by_path: dict[str, Any] = {}
     for path, array in source.read(
         {p: source_of_path.path for p, source_of_path in origins.items()}, target
@@ -429,10 +429,10 @@ def _other_number_alike(
                 of_island(array, leaf, 0, count) if first else combined(path, array, leaf, count)
             )
         arrays_by_path[path] = fitted({path: leaf}, {path: array})[path]
-        if path in on_disk:
-            assert isinstance(program, Program)
+        if path in stored:
+            assert program is not None and program.loss_program is not None
             sums = source.camera.sums({path: array})({path: array})
-            arrays_by_path[path] = program.stow(arrays_by_path[path], whole(sums)[0])
+            arrays_by_path[path] = program.loss_program.stow(arrays_by_path[path], whole(sums)[0])
     return arrays_by_path
 
 
@@ -441,7 +441,7 @@ def _islands(
     target: Mapping[str, Tree],
     one: TrainState,
     like: IslandsState,
-    program: AnyProgram | None,
+    program: TrainingProgram | None,
 ) -> IslandsState:
     """The state of islands that all start alike, but for their random streams."""
     trained = {name: f"params.{name}".rstrip(".") for name in like.trained}

@@ -38,8 +38,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from shardlib.exchanges import BUCKET_BYTES, Compressed, DiLoCo, Part
 from shardlib.graph import Graph, Op
+from shardlib.islands.exchanges import BUCKET_BYTES, Compressed, DiLoCo, Part
 from shardlib.layout import ISLAND
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import percent_text, seconds_text

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
 from shardlib.annotation.trees import Tree
-from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import BatchError, PinError, TopologyError, raise_all
-from shardlib.exchanges import EXACT, Compressed, DiLoCo, Exact, Exchange, Several
 from shardlib.frontend.model import TracedModel, traced_again
 from shardlib.graph import Problem
-from shardlib.planner.islands import of_one_island
+from shardlib.islands.exchanges import Compressed, DiLoCo, Several
+from shardlib.islands.planning import of_one_island
 from shardlib.planner.plan import Plan
 from shardlib.tracing.trace import abstract, describe_batch
 
 if TYPE_CHECKING:
-    from shardlib.lowering.islands.program import IslandsProgram
-    from shardlib.lowering.program import BuildOption, Program
+    from shardlib.islands.program import IslandsProgram
+    from shardlib.lowering.program import BuildOption
     from shardlib.lowering.uses import LossJaxpr
 
 
-def exchange_of(plan: Plan | None, pin: PinMapping | Pins | None) -> Exchange:
-    """Returns how islands meet, as a plan that is given says it, or else pins.
-
-    Args:
-        plan: None for none.
-    """
-    return plan.exchange if plan is not None else Pins.parse(pin).exchange
-
-
-def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
-    """The batch of one island: of every array the first rows; the batch as it is where there is one
-    island.
+def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Several) -> Tree:
+    """The abstract batch of one island: of every array the first rows.
 
     Args:
         batch_axes: logical axes of the batch; None for the convention.
     """
-    if exchange.islands == 1:
-        return batch
     described = describe_batch(batch, batch_axes)
     failures = [
         f"{path}: {shape[axes.index('batch')]} rows"
@@ -55,90 +42,78 @@ def rows_of_one(batch: Tree, batch_axes: Tree, exchange: Exchange) -> Tree:
             failures,
             hint=f"a number of rows that {exchange.islands} divides",
         )
-    leaves, structure = jax.tree.flatten(abstract(batch))
-    parts = [
-        _part(leaf, axes.index("batch"), exchange.islands) if "batch" in axes else leaf
-        for leaf, (_, _, _, axes) in zip(leaves, described, strict=True)
-    ]
-    return jax.tree.unflatten(structure, parts)
+    return _scaled(batch, [axes for *_, axes in described], over=exchange.islands)
 
 
 def problem_on_islands(model: TracedModel, now: int, islands: int) -> Problem:
-    """Returns what the planner takes of one of so many islands."""
-    described = model.traced.problem.batch
-    leaves, structure = jax.tree.flatten(abstract(model.batch))
-    global_batch = [
-        _scaled(leaf, axes.index("batch"), now) if "batch" in axes else leaf
-        for leaf, (_, _, _, axes) in zip(leaves, described, strict=True)
-    ]
-    axes = structure.unflatten([axes for *_, axes in described])
-    exchange = DiLoCo(islands=islands) if islands > 1 else EXACT
-    island_batch = rows_of_one(structure.unflatten(global_batch), axes, exchange)
-    problem = traced_again(model, island_batch, axes).problem
+    """The problem of one of so many islands, from a model that was traced for one of `now`."""
+    batch, axes = _global_batch(model, now)
+    if islands > 1:
+        batch = rows_of_one(batch, axes, DiLoCo(islands=islands))
+    problem = traced_again(model, batch, axes).problem
     return replace(problem, rows=model.traced.problem.rows)
 
 
-def _part(leaf: jax.ShapeDtypeStruct, dim: int, islands: int) -> jax.ShapeDtypeStruct:
-    shape = list(leaf.shape)
-    shape[dim] //= islands
-    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+def _global_batch(model: TracedModel, islands: int) -> tuple[Tree, Tree]:
+    """The abstract batch of all islands, and its logical axes, of a model traced for one island."""
+    axes = [axes for *_, axes in model.traced.problem.batch]
+    structure = jax.tree.structure(model.batch)
+    return _scaled(model.batch, axes, by=islands), structure.unflatten(axes)
 
 
-def lower_all(
+def _scaled(
+    batch: Tree, axes: Sequence[tuple[str | None, ...]], *, by: int = 1, over: int = 1
+) -> Tree:
+    """The abstract batch with `by / over` times as many rows."""
+
+    def scaled(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        sizes = zip(leaf.shape, names, strict=True)
+        shape = tuple(size * by // over if name == "batch" else size for size, name in sizes)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    leaves, structure = jax.tree.flatten(abstract(batch))
+    return structure.unflatten(map(scaled, leaves, axes))
+
+
+def lower_islands(
     model: TracedModel,
     plan: Plan,
     *,
     devices: Sequence[jax.Device] | None = None,
-    **where: BuildOption,
-) -> Program:
-    """Lowers a plan of one island or of several: then it is an `IslandsProgram`, which has the
-    calls of a `Program` that users make.
+    **options: BuildOption,
+) -> IslandsProgram:
+    """A program for each island, and their meetings.
 
     Args:
         devices: of all islands, one island after the other; by default the first that JAX sees.
     """
     from shardlib.frontend.lowered import lower
-
-    if not isinstance(plan.exchange, Exact):
-        several = _lower_islands(model, plan, plan.exchange, devices, where)
-        return cast("Program", several)
-    return lower(model, plan, devices=devices, **where)
-
-
-def _lower_islands(
-    model: TracedModel,
-    plan: Plan,
-    exchange: Several,
-    devices: Sequence[jax.Device] | None,
-    options: Mapping[str, BuildOption],
-) -> IslandsProgram:
-    """A program for each island, and their meetings."""
-    from shardlib.frontend.lowered import lower
-    from shardlib.lowering.islands.compression import CompressedProgram
-    from shardlib.lowering.islands.delayed import DelayedProgram
-    from shardlib.lowering.islands.program import IslandsProgram, require_divided
+    from shardlib.islands.compression import CompressedProgram
+    from shardlib.islands.delayed import DelayedProgram
+    from shardlib.islands.program import IslandsProgram, require_divided
     from shardlib.lowering.random_keys import with_keys
 
+    exchange = cast("Several", plan.exchange)
     require_carried(model, plan, exchange)
     inner = of_one_island(plan)
     groups = _devices_of(exchange, inner.mesh.devices, devices)
     programs = tuple(lower(model, inner, devices=group, **options) for group in groups)
-    dims = with_keys(_dims(model.traced.problem.batch), abstract(model.batch), model.traced.program)
-
-    def again() -> LossJaxpr:
-        return _retraced(model, exchange.islands)
-
+    dims = {
+        path: axes.index("batch") if "batch" in axes else None
+        for path, _, _, axes in model.traced.problem.batch
+    }
+    form: Any = IslandsProgram
     if isinstance(exchange, Compressed):
         require_divided(programs[0])
-        return CompressedProgram(
-            plan=plan, exchange=exchange, programs=programs, dims=dims, retraced=again
-        )
-    if isinstance(exchange, DiLoCo) and exchange.delay:
-        return DelayedProgram(
-            plan=plan, exchange=exchange, programs=programs, dims=dims, retraced=again
-        )
-    return IslandsProgram(
-        plan=plan, exchange=exchange, programs=programs, dims=dims, retraced=again
+        form = CompressedProgram
+    elif exchange.delay:
+        form = DelayedProgram
+    return form(
+        plan=plan,
+        exchange=exchange,
+        programs=programs,
+        dims=with_keys(dims, abstract(model.batch), model.traced.program),
+        retraced=lambda: _retraced(model, exchange.islands),
     )
 
 
@@ -146,27 +121,8 @@ def _retraced(model: TracedModel, islands: int) -> LossJaxpr:
     """The loss traced for the batch of all islands."""
     from shardlib.lowering.uses import LossJaxpr
 
-    axes = [axes for _, _, _, axes in model.traced.problem.batch]
-    leaves, structure = jax.tree.flatten(abstract(model.batch))
-    global_batch = [
-        _scaled(leaf, names.index("batch"), islands) if "batch" in names else leaf
-        for leaf, names in zip(leaves, axes, strict=True)
-    ]
-    traced = traced_again(model, structure.unflatten(global_batch), structure.unflatten(axes))
+    traced = traced_again(model, *_global_batch(model, islands))
     return LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree)
-
-
-def _scaled(leaf: jax.ShapeDtypeStruct, dim: int, by: int) -> jax.ShapeDtypeStruct:
-    shape = list(leaf.shape)
-    shape[dim] *= by
-    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-
-def _dims(
-    batch: Sequence[tuple[str, tuple[int, ...], str, tuple[str | None, ...]]],
-) -> Mapping[str, int | None]:
-    """The batch dim of each array of a batch, by path."""
-    return {path: axes.index("batch") if "batch" in axes else None for path, _, _, axes in batch}
 
 
 def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:

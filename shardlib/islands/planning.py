@@ -14,10 +14,11 @@ from shardlib.collective import Collective
 from shardlib.cost.estimate import Estimate
 from shardlib.cost.pricing import group_seconds
 from shardlib.cost.roofline import fitting_bytes, margin
-from shardlib.decisions.pins import Pins
 from shardlib.errors import HINT, BatchError, InfeasibleError, PinError, PlanError, TopologyError
-from shardlib.exchanges import (
-    EXACT,
+from shardlib.exchanges import EXACT
+from shardlib.findings import Finding, diagnostic
+from shardlib.graph import ITEMSIZE
+from shardlib.islands.exchanges import (
     Compressed,
     DiLoCo,
     Exact,
@@ -31,8 +32,6 @@ from shardlib.exchanges import (
     padded,
     wire_bytes,
 )
-from shardlib.findings import Finding, diagnostic
-from shardlib.graph import ITEMSIZE
 from shardlib.layout import ISLAND, MESH_AXES, Layout, MeshShape
 from shardlib.machines.topology import Topology, island_of, place, topology, used_by
 from shardlib.planner.plan import Link, ParameterLayout, Plan, Ranked
@@ -683,7 +682,7 @@ def of_one_island(plan: Plan) -> Plan:
     return replace(
         plan,
         estimate=estimate,
-        mesh=inner_mesh(plan.mesh),
+        mesh=plan.mesh.of_one_island,
         axis_order=tuple(axis for axis in plan.axis_order if axis != ISLAND.name),
         exchange=EXACT,
         topology=island_of(topology(plan.topology), islands).name,
@@ -691,25 +690,6 @@ def of_one_island(plan: Plan) -> Plan:
             axis_place for axis_place in plan.placement if axis_place[0] != ISLAND.name
         ),
         source=None,
-    )
-
-
-def inner_mesh(mesh: MeshShape) -> MeshShape:
-    """The mesh of one island."""
-    return MeshShape({axis: size for axis, size in mesh.items() if axis != ISLAND.name})
-
-
-def inside(pins: Pins) -> Pins:
-    """The pins of the plan of one island."""
-    return pins.but(
-        exchange=None,
-        axes=tuple((axis, size) for axis, size in pins.axes if axis != ISLAND.name),
-        mesh=None if pins.mesh is None else inner_mesh(pins.mesh),
-        axis_order=(
-            None
-            if pins.axis_order is None
-            else tuple(axis for axis in pins.axis_order if axis != ISLAND.name)
-        ),
     )
 
 

@@ -19,10 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import StateError
-from shardlib.exchanges import Compressed, Compressor, PowerSGD, Quantised, TopK
-from shardlib.jax_types import Metrics, Value
-from shardlib.layout import ISLAND
-from shardlib.lowering.islands.meeting import (
+from shardlib.islands.exchanges import Compressed, Compressor, PowerSGD, Quantised, TopK
+from shardlib.islands.meeting import (
     joined,
     local,
     packed,
@@ -31,8 +29,11 @@ from shardlib.lowering.islands.meeting import (
     stacked_sharding,
     unpacked,
 )
-from shardlib.lowering.islands.meeting import split as meeting_split
-from shardlib.lowering.islands.program import (
+from shardlib.islands.meeting import split as meeting_split
+from shardlib.islands.planning import PASSES, split
+from shardlib.islands.planning import low_rank as islands_low_rank
+from shardlib.islands.planning import stacked as is_stacked
+from shardlib.islands.program import (
     GradientProgram,
     IslandBatches,
     IslandMetrics,
@@ -43,12 +44,11 @@ from shardlib.lowering.islands.program import (
     require_islands,
     zeros,
 )
+from shardlib.jax_types import Metrics, Value
+from shardlib.layout import ISLAND
 from shardlib.lowering.mesh import held
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState, require_present
-from shardlib.planner.islands import PASSES, split
-from shardlib.planner.islands import low_rank as islands_low_rank
-from shardlib.planner.islands import stacked as is_stacked
 
 # --------------------------------------------------------------------------------------------------
 # Parameters that are matrices, and the shard of each that one device holds.

@@ -25,10 +25,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
 from shardlib.errors import StateError
-from shardlib.exchanges import DiLoCo, spaces, wire_bytes
-from shardlib.jax_types import Value
-from shardlib.lowering.islands import meeting as layers
-from shardlib.lowering.islands.meeting import (
+from shardlib.islands import meeting as layers
+from shardlib.islands.exchanges import DiLoCo, spaces, wire_bytes
+from shardlib.islands.meeting import (
     Rows,
     Shared,
     joined,
@@ -45,7 +44,7 @@ from shardlib.lowering.islands.meeting import (
     unpacked,
     unstacked,
 )
-from shardlib.lowering.islands.program import (
+from shardlib.islands.program import (
     FlyingState,
     IslandsProgram,
     IslandsState,
@@ -53,6 +52,7 @@ from shardlib.lowering.islands.program import (
     require_islands,
     zeros,
 )
+from shardlib.jax_types import Value
 from shardlib.lowering.mesh import held
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
