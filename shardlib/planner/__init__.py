@@ -5,7 +5,6 @@ assembly.py       from a priced candidate to a plan
 bounds.py         lower bounds of memory and step time
 findings.py       rules of thumb about a finished plan
 incumbents.py     prices of rows, and the best plans priced so far
-islands.py        plans for several islands, and the traffic between them
 layouts.py        layouts of parameters and main activations
 plan.py           the plan: a frozen value with JSON
 planner.py        the search with a source of answers on every plan
@@ -15,6 +14,5 @@ scaling.py        scaling curves, and plans for a changed machine
 search.py         the fastest plan that fits, or why nothing fits
 space.py          the candidates, and the error where none is legal
 stored.py         the contents of a plan: candidates, activations, trials, dtypes
-transfers.py      the order in which parameters cross a link
 workload.py       a problem prepared for pricing
 """
