@@ -39,11 +39,85 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeAlias, cast, get_args
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, cast, get_args
 
 from shardlib.errors import HINT, PinError, raise_all
 from shardlib.exchanges import Exact, Shown
 from shardlib.untrusted.data import JsonObject, shown
+
+# --------------------------------------------------------------------------------------------------
+# Checks of the numbers of an exchange.
+
+
+def whole(name: str, value: object, least: int, most: int | None = None) -> list[str]:
+    """Checks a whole number of at least `least`; lists the faults."""
+    limit = math.inf if most is None else most
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= limit:
+        return []
+    span = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return [f"{name} is {shown(value)}; it is an integer {span}"]
+
+
+def between(
+    name: str, value: object, *, most: float, above: bool, reached: bool = False
+) -> list[str]:
+    """Checks a number from 0 to less than `most`; above 0 where `above`; lists the faults."""
+    number = (
+        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    )
+    fits = number <= most if reached else number < most
+    if math.isfinite(number) and number >= 0 and fits and (number > 0 or not above):
+        return []
+    lower = "more than 0" if above else "at least 0"
+    limit = f" and {'at most' if reached else 'less than'} {most:g}" if math.isfinite(most) else ""
+    return [f"{name} is {shown(value)}; it is a number of {lower}{limit}"]
+
+
+def one_of(name: str, value: object, words: Collection[str]) -> list[str]:
+    """Checks a word; lists the faults."""
+    if isinstance(value, str) and value in words:
+        return []
+    return [f"{name} is {shown(value)}; it is one of {', '.join(map(repr, words))}"]
+
+
+# --------------------------------------------------------------------------------------------------
+# A value as plain data, and as the command line spells it.
+
+
+class Settings(Shown):
+    """A frozen dataclass of settings with a word for its kind."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    kind: ClassVar[str]
+    #: Settings whose values stand behind the kind without their names.
+    places: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def keeps(self) -> bool:
+        """True if there are outer parameters, which belong to all islands."""
+        return False
+
+    def to_json(self) -> JsonObject:
+        """The settings as plain data, with the kind."""
+        return {"kind": self.kind, **asdict(self)}
+
+    def __str__(self) -> str:
+        """The kind and what stands in its place, then what differs from the defaults:
+        "diloco:2:100:rate=0.5".
+        """
+        words = [self.kind, *(text(getattr(self, name)) for name in self.places)]
+        words += [
+            f"{field.name}={text(getattr(self, field.name))}"
+            for field in fields(self)
+            if field.name not in self.places and getattr(self, field.name) != field.default
+        ]
+        return ":".join(words)
+
+
+def text(value: object) -> str:
+    """A setting as it is spelled."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
 
 # --------------------------------------------------------------------------------------------------
 # Training over a parameter server without a barrier, as one value.
@@ -59,27 +133,8 @@ Rule = Literal["adagrad", "sgd"]
 MOST_WORKERS, MOST_SERVERS = 4096, 1024
 
 
-def _whole(name: str, value: object, minimum: int, maximum: int | None = None) -> list[str]:
-    """Checks a whole number; lists the faults."""
-    limit = math.inf if maximum is None else maximum
-    if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= limit:
-        return []
-    span = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    return [f"{name} is {shown(value)}; it is an integer {span}"]
-
-
-def _real(name: str, value: object, *, above: bool) -> list[str]:
-    """Checks a finite number of at least 0, or above it; lists the faults."""
-    number = math.nan
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
-    if math.isfinite(number) and (number > 0 if above else number >= 0):
-        return []
-    return [f"{name} is {shown(value)}; it is a number of {'more than' if above else 'at least'} 0"]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Asynchronous:
+class Asynchronous(Settings):
     """Downpour SGD: workers push gradients to sharded parameter servers, with no barrier.
 
     Of a gradient that was computed with parameters fetched at a server's update t, and arrives
@@ -126,15 +181,15 @@ class Asynchronous:
 
     def __post_init__(self) -> None:
         failures = [
-            *_whole("workers", self.workers, 1, MOST_WORKERS),
-            *_whole("servers", self.servers, 1, MOST_SERVERS),
-            *_whole("fetch", self.fetch, 1),
-            *_whole("push", self.push, 1),
-            *([] if self.bound is None else _whole("bound", self.bound, 0)),
-            *_real("rate", self.rate, above=True),
-            *_whole("warm", self.warm, 0),
-            *_real("local_rate", self.local_rate, above=False),
-            *_real("accumulator", self.accumulator, above=False),
+            *whole("workers", self.workers, 1, MOST_WORKERS),
+            *whole("servers", self.servers, 1, MOST_SERVERS),
+            *whole("fetch", self.fetch, 1),
+            *whole("push", self.push, 1),
+            *([] if self.bound is None else whole("bound", self.bound, 0)),
+            *between("rate", self.rate, most=math.inf, above=True),
+            *whole("warm", self.warm, 0),
+            *between("local_rate", self.local_rate, most=math.inf, above=False),
+            *between("accumulator", self.accumulator, most=math.inf, above=False),
         ]
         if self.rule not in get_args(Rule):
             failures.append(f"rule is {shown(self.rule)}; it is 'adagrad' or 'sgd'")
@@ -149,10 +204,6 @@ class Asynchronous:
             )
         for name in ("rate", "local_rate", "accumulator"):
             object.__setattr__(self, name, float(getattr(self, name)))
-
-    def to_json(self) -> JsonObject:
-        """The exchange as plain data."""
-        return {"kind": self.kind, **asdict(self)}
 
     def __str__(self) -> str:
         """The kind, and what differs from the defaults."""
@@ -175,37 +226,7 @@ def refuse_pin(word: str) -> NoReturn:
 
 
 # --------------------------------------------------------------------------------------------------
-# Checks of the numbers of an exchange.
-
-
-def whole(name: str, value: object, least: int) -> list[str]:
-    """Checks a whole number of at least `least`; lists the faults."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-        return []
-    return [f"{name} is {shown(value)}; it is an integer of at least {least}"]
-
-
-def between(
-    name: str, value: object, *, most: float, above: bool, reached: bool = False
-) -> list[str]:
-    """Checks a number from 0 to less than `most`; above 0 where `above`; lists the faults."""
-    number = (
-        float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    )
-    fits = number <= most if reached else number < most
-    if math.isfinite(number) and number >= 0 and fits and (number > 0 or not above):
-        return []
-    lower = "more than 0" if above else "at least 0"
-    limit = f" and {'at most' if reached else 'less than'} {most:g}" if math.isfinite(most) else ""
-    return [f"{name} is {shown(value)}; it is a number of {lower}{limit}"]
-
-
-def one_of(name: str, value: object, words: Collection[str]) -> list[str]:
-    """Checks a word; lists the faults."""
-    if isinstance(value, str) and value in words:
-        return []
-    return [f"{name} is {shown(value)}; it is one of {', '.join(map(repr, words))}"]
-
+# Parts of parameters that cross together.
 
 #: Bytes of a bucket, where nobody says otherwise: tensors are partitioned by 4 MB in ByteScheduler
 #: (Peng et al., SOSP 2019), which take 3 ms of a link of 10 Gbit/s.
@@ -240,40 +261,6 @@ class Part:
 
 
 # --------------------------------------------------------------------------------------------------
-# An exchange as the command line spells it.
-
-
-class Settings(Protocol):
-    """A dataclass of settings with a word for its kind."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
-    kind: ClassVar[str]
-    places: ClassVar[tuple[str, ...]]
-
-
-def spelled(exchange: Settings) -> str:
-    """The kind and what stands in its place, then what differs from the defaults:
-    "diloco:2:100:rate=0.5".
-    """
-    settings: dict[str, Any] = {
-        field.name: getattr(exchange, field.name) for field in fields(exchange)
-    }
-    usual = {field.name: field.default for field in fields(exchange)}
-    words = [exchange.kind, *(text(settings[name]) for name in exchange.places)]
-    words += [
-        f"{name}={text(value)}"
-        for name, value in settings.items()
-        if name not in exchange.places and value != usual[name]
-    ]
-    return ":".join(words)
-
-
-def text(value: object) -> str:
-    """A setting as it is spelled."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# --------------------------------------------------------------------------------------------------
 # Islands that average with neighbours.
 
 #: Who hears whom.
@@ -281,7 +268,7 @@ GRAPHS = ("exponential", "ring")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gossip(Shown):
+class Gossip(Settings):
     """Islands train apart and average their parameters with neighbours, after every step or every
     so many; there are no outer parameters. Weights of what is averaged sum to one over what an
     island hears and over who hears it, so that the mean over islands stays as it is.
@@ -323,11 +310,6 @@ class Gossip(Shown):
             failures.append(f"islands is {self.islands}; a ring has at least 3")
         if failures:
             raise_all(PinError, "exchange=Gossip is not usable", failures)
-
-    @property
-    def keeps(self) -> bool:
-        """Nothing is outer."""
-        return False
 
     @property
     def delay(self) -> int:
@@ -377,13 +359,6 @@ class Gossip(Shown):
         """
         return step // self.every
 
-    def to_json(self) -> JsonObject:
-        """The exchange as plain data."""
-        return {"kind": self.kind, **asdict(self)}
-
-    def __str__(self) -> str:
-        return spelled(self)
-
 
 #: Bits of a number, by the word for a wire.
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
@@ -431,7 +406,7 @@ WARM_UP = (0.25, 0.0625, 0.015625, 0.004)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD:
+class PowerSGD(Settings):
     """Matrices of a low rank (Vogels et al., "PowerSGD", arXiv:1905.13727): with M the gradient of
     an island and its residual, and Q of the step before,
 
@@ -456,13 +431,9 @@ class PowerSGD:
         if failures := whole("rank", self.rank, 1):
             raise_all(PinError, "by=PowerSGD is not usable", failures)
 
-    def to_json(self) -> JsonObject:
-        """The compressor as plain data."""
-        return {"kind": self.kind, **asdict(self)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class TopK:
+class TopK(Settings):
     """The largest numbers alone (Lin et al., "Deep Gradient Compression", arXiv:1712.01887): with g
     the gradient of an island,
 
@@ -528,13 +499,9 @@ class TopK:
         """
         return min(count, math.ceil(count * self.densities[stage]))
 
-    def to_json(self) -> JsonObject:
-        """The compressor as plain data."""
-        return {"kind": self.kind, **asdict(self)}
-
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantised(Settings):
     """Few bits a number, with a float32 scale for each block of them, summed in float32: an
     all-to-all and an all-gather, as in ZeRO++ (Wang et al., arXiv:2306.10209).
 
@@ -562,23 +529,15 @@ class Quantised:
         if failures:
             raise_all(PinError, "by=Quantised is not usable", failures)
 
-    def to_json(self) -> JsonObject:
-        """The compressor as plain data."""
-        return {"kind": self.kind, **asdict(self)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Sign:
+class Sign(Settings):
     """Signs alone, times the mean of the absolute numbers of a parameter (EF-SignSGD, Karimireddy
     et al., arXiv:1901.09847): a bit a number.
     """
 
     kind: ClassVar[str] = "sign"
     stages: ClassVar[int] = 1
-
-    def to_json(self) -> JsonObject:
-        """The compressor as plain data."""
-        return {"kind": self.kind}
 
 
 Compressor: TypeAlias = PowerSGD | TopK | Quantised | Sign
@@ -596,7 +555,7 @@ RANK_FOUR = PowerSGD(rank=4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed(Shown):
+class Compressed(Settings):
     """Islands exchange their gradients in every step, compressed, and all update by their mean:
     parameters stay alike on all islands, as with one optimizer of the whole batch.
 
@@ -631,11 +590,6 @@ class Compressed(Shown):
                 )
         if failures:
             raise_all(PinError, "exchange=Compressed is not usable", failures)
-
-    @property
-    def keeps(self) -> bool:
-        """Nothing is outer."""
-        return False
 
     @property
     def delay(self) -> int:
@@ -697,15 +651,6 @@ class Compressed(Shown):
         """The exchange as plain data."""
         return {"kind": self.kind, "islands": self.islands, "by": self.by.to_json()}
 
-    def __str__(self) -> str:
-        """As the command line spells it, with what differs from the defaults."""
-        words = [self.kind, str(self.islands), self.by.kind]
-        for field in fields(self.by):
-            value = getattr(self.by, field.name)
-            if value != field.default:
-                words.append(f"{field.name}={text(value)}")
-        return ":".join(words)
-
 
 def _compressor(kind: str, settings: Mapping[str, Any]) -> Compressor:
     if kind not in COMPRESSORS:
@@ -715,11 +660,17 @@ def _compressor(kind: str, settings: Mapping[str, Any]) -> Compressor:
             meant = f"; did you mean 'quantised{':dtype=int4' if kind == 'int4' else ''}'?"
         raise PinError(f"by is {shown(kind)}; it is one of {', '.join(COMPRESSORS)}{meant}")
     form = COMPRESSORS[kind]
-    names = [field.name for field in fields(form)]
-    if strange := sorted(str(name) for name in settings if name not in names):
-        has = f"has {', '.join(names)}" if names else "has no settings"
-        raise PinError(f"by={kind} {has}, and not {', '.join(strange)}")
+    if wrong := _unknown_settings(form, settings):
+        raise PinError(f"by={kind} {wrong}")
     return form(**settings)
+
+
+def _unknown_settings(form: Any, settings: Mapping[str, Any]) -> str:
+    """Names the settings of a kind and those that it lacks; "" where it lacks none."""
+    names = [field.name for field in fields(form)]
+    strange = sorted(str(name) for name in settings if name not in names)
+    has = f"has {', '.join(names)}" if names else "has no settings"
+    return f"{has}, and not {', '.join(strange)}" if strange else ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -730,7 +681,7 @@ MIXING = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(Shown):
+class DiLoCo(Settings):
     """Islands train apart, each with its part of the batch, and meet every so many steps.
 
     With theta the outer parameters, theta_k those of island k and v a momentum (Douillard et al.,
@@ -847,13 +798,6 @@ class DiLoCo(Shown):
         """
         return max(0, step - self.delay) // self.between
 
-    def to_json(self) -> JsonObject:
-        """The exchange as plain data."""
-        return {"kind": self.kind, **asdict(self)}
-
-    def __str__(self) -> str:
-        return spelled(self)
-
 
 # --------------------------------------------------------------------------------------------------
 # Kinds of exchanges, and how they are read.
@@ -938,9 +882,6 @@ def _made(word: str, value: object, form: Form, settings: dict[str, Any]) -> Exa
     """The exchange of a kind with settings."""
     if form is Compressed:
         return Compressed.read(settings)
-    names = [field.name for field in fields(form)]
-    strange = sorted(str(name) for name in settings if name not in names)
-    if strange:
-        has = f"has {', '.join(names)}" if names else "has no settings"
-        raise PinError(f"{word} is {shown(value)}; {form.kind} {has}, and not {', '.join(strange)}")
+    if wrong := _unknown_settings(form, settings):
+        raise PinError(f"{word} is {shown(value)}; {form.kind} {wrong}")
     return form(**settings)
