@@ -462,7 +462,7 @@ def _islands(
         states.append(state if number < source.islands else streams_of(number, state))
     step = int(arrays["step"])
     if isinstance(program, CompressedProgram):
-        first = program.compressed.first()
+        first = program.first_residuals()
         exchange = residuals(source, like.trained, len(like.islands), first, step)
     else:
         exchange = _outer(source, like, outer, step)

@@ -21,6 +21,8 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import StateError
 from shardlib.islands.exchanges import Compressed, Compressor, PowerSGD, Quantised, TopK
 from shardlib.islands.meeting import (
+    Arrays,
+    BetweenSteps,
     joined,
     local,
     packed,
@@ -44,7 +46,7 @@ from shardlib.islands.program import (
     require_islands,
     zeros,
 )
-from shardlib.jax_types import Metrics, Value
+from shardlib.jax_types import Value
 from shardlib.layout import ISLAND
 from shardlib.lowering.mesh import held
 from shardlib.lowering.program import Program
@@ -309,27 +311,25 @@ def _cleared(arrays: Sequence[Value], places: Sequence[Value]) -> list[Value]:
 # --------------------------------------------------------------------------------------------------
 # The exchange of compressed gradients as a compiled program over the devices of all islands.
 
-#: An array for each trained parameter.
-Arrays = list[jax.Array]
 #: Seed of the first Q.
 SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GradientExchange:
+class GradientExchange(BetweenSteps):
     """The exchange of the gradients of islands, between the halves of a step.
 
     Attributes:
         exchange: how they are compressed.
         number: which of the exchanges, see `Compressed.due`.
-        mesh: of all islands.
         gradients: of the trained parameters.
         given: how an island's program gives them, shardings on one island.
     """
 
+    donated = (1, 2, 3)
+
     exchange: Compressed
     number: int
-    mesh: Mesh | AbstractMesh
     gradients: Sequence[Gradient]
     given: Sequence[NamedSharding]
 
@@ -386,23 +386,11 @@ class GradientExchange:
             [drawn(number, leaf) for number, leaf in enumerate(factors)],
         )
 
-    def lower(self) -> jax.stages.Lowered:
-        """The exchange lowered for its mesh, which need not be here."""
-        arguments = self.arguments()
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
-        return jax.jit(
-            self.function,
-            donate_argnums=(1, 2, 3),
-            in_shardings=shardings,
-            out_shardings=(self.means, *shardings[1:]),
-        ).lower(*arguments)
-
-    def function(
-        self, gradients: Arrays, residuals: Arrays, momenta: Arrays, factors: Arrays
-    ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+    def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
         """(gradients, residuals and momenta of all islands, Q) -> what all update by, and the same
         afterwards.
         """
+        gradients, residuals, momenta, factors = arguments
         specs = [sharding.spec for sharding in self._stacks]
         summed = specs if isinstance(self.exchange.by, TopK) else []
         factored = [sharding.spec for sharding in self._factors] if factors else []
@@ -415,24 +403,10 @@ class GradientExchange:
             check_vma=False,
         )(stacks, residuals, momenta, factors)
 
-    def __call__(
-        self, gradients: Arrays, residuals: Arrays, momenta: Arrays, factors: Arrays
-    ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-        """Does the exchange; donates what is kept, see `function`."""
-        return self._compiled(gradients, residuals, momenta, factors)
-
-    def prepare(self) -> None:
-        """Compiles it, if that has not been done."""
-        _ = self._compiled
-
     @property
     def means(self) -> list[NamedSharding]:
         """Returns how what all islands update by is sharded: alike on all."""
         return [NamedSharding(self.mesh, gradient.state.spec) for gradient in self.gradients]
-
-    @cached_property
-    def _compiled(self) -> jax.stages.Compiled:
-        return self.lower().compile()
 
     @cached_property
     def _stacks(self) -> list[NamedSharding]:
@@ -478,84 +452,6 @@ class GradientExchange:
         return means, along(left), momenta, factors
 
 
-# --------------------------------------------------------------------------------------------------
-# A step of islands that exchange compressed gradients: each island's gradients, the exchange, each
-# island's update.
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CompressedStep:
-    """The step of all islands.
-
-    Attributes:
-        exchange: how gradients are compressed.
-        programs: of the islands.
-        mesh: of all islands.
-    """
-
-    exchange: Compressed
-    programs: tuple[Program, ...]
-    mesh: Mesh
-
-    def first(self) -> ResidualState:
-        """Returns what is kept before the first step."""
-        residual, momentum, factors = self.exchanges[0].first()
-        return ResidualState(
-            step=np.int32(0), residual=residual, momentum=momentum, factors=factors
-        )
-
-    def __call__(
-        self, states: Sequence[TrainState], residuals: ResidualState, batches: Sequence[Tree]
-    ) -> tuple[list[TrainState], ResidualState, list[Metrics]]:
-        """Does a step; donates states and what is kept."""
-        halves = [
-            half.call(state.params, state.model_state, rows)
-            for (half, _), state, rows in zip(self._halves, states, batches, strict=True)
-        ]
-        gradients = [
-            stacked(arrays, self.mesh)
-            for arrays in zip(
-                *(jax.tree.leaves(half_result[1]) for half_result in halves), strict=True
-            )
-        ]
-        means, residual, momentum, factors = self.exchanges[self.exchange.due(int(residuals.step))](
-            gradients, residuals.residual, residuals.momentum, residuals.factors
-        )
-        after: list[TrainState] = []
-        for (_, half), state, (metrics, gradient_tree, model_state) in zip(
-            self._halves, states, halves, strict=True
-        ):
-            specs = jax.tree.leaves(half.program.parts.params.state)
-            updates = [local(mean, spec) for mean, spec in zip(means, specs, strict=True)]
-            after.append(
-                half.call(
-                    state,
-                    jax.tree.structure(gradient_tree).unflatten(updates),
-                    model_state,
-                    metrics["loss"],
-                )
-            )
-        residuals = replace(residuals, residual=residual, momentum=momentum, factors=factors)
-        return after, residuals, [half_result[0] for half_result in halves]
-
-    def prepare(self) -> None:
-        """Compiles all of it, if that has not been done."""
-        _ = self._halves
-        for exchange in self.exchanges:
-            exchange.prepare()
-
-    @cached_property
-    def exchanges(self) -> tuple[GradientExchange, ...]:
-        """The exchanges that differ."""
-        return exchanges_of(self.exchange, self.programs[0], self.mesh)
-
-    @cached_property
-    def _halves(self) -> list[tuple[GradientProgram, UpdateProgram]]:
-        return [
-            (GradientProgram.of(program), UpdateProgram.of(program)) for program in self.programs
-        ]
-
-
 def exchanges_of(
     exchange: Compressed, program: Program, mesh: Mesh | AbstractMesh
 ) -> tuple[GradientExchange, ...]:
@@ -596,12 +492,36 @@ class CompressedProgram(IslandsProgram):
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
         """Does one step; see `IslandsProgram.step`."""
         require_islands(state, len(self.programs))
-        require_present("step", (state.islands[0].params, _residual(state).residual))
+        kept = _residual(state)
+        require_present("step", (state.islands[0].params, kept.residual))
         rows = batch if isinstance(batch, IslandBatches) else self.put(batch)
-        residuals = replace(_residual(state), step=np.int32(int(state.exchange.step) + 1))
-        islands, residuals, metrics = self.compressed(state.islands, residuals, rows.islands)
-        after = replace(state, islands=tuple(islands), exchange=residuals)
-        return after, IslandMetrics(tuple(metrics))
+        step = int(state.exchange.step) + 1
+        halves = [
+            half.call(island.params, island.model_state, own_rows)
+            for (half, _), island, own_rows in zip(
+                self._halves, state.islands, rows.islands, strict=True
+            )
+        ]
+        gradients = zip(*(jax.tree.leaves(grads) for _, grads, _ in halves), strict=True)
+        means, residual, momentum, factors = self.exchanges[self.exchange.due(step)](
+            [stacked(arrays, self.mesh) for arrays in gradients],
+            kept.residual,
+            kept.momentum,
+            kept.factors,
+        )
+        islands: list[TrainState] = []
+        for (_, half), island, (metrics, grads, model_state) in zip(
+            self._halves, state.islands, halves, strict=True
+        ):
+            specs = jax.tree.leaves(half.program.parts.params.state)
+            updates = [local(mean, spec) for mean, spec in zip(means, specs, strict=True)]
+            grads = jax.tree.structure(grads).unflatten(updates)
+            islands.append(half.call(island, grads, model_state, metrics["loss"]))
+        kept = ResidualState(
+            step=np.int32(step), residual=residual, momentum=momentum, factors=factors
+        )
+        after = replace(state, islands=tuple(islands), exchange=kept)
+        return after, IslandMetrics(tuple(metrics for metrics, _, _ in halves))
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
         """Refused: gradients cross within a step."""
@@ -617,21 +537,36 @@ class CompressedProgram(IslandsProgram):
 
     def prepare(self) -> None:
         """Compiles all that steps run, if that has not been done."""
-        self.compressed.prepare()
+        _ = self._halves
+        for exchange in self.exchanges:
+            exchange.prepare()
+
+    def first_residuals(self) -> ResidualState:
+        """Residuals before the first step."""
+        residual, momentum, factors = self.exchanges[0].first()
+        return ResidualState(
+            step=np.int32(0), residual=residual, momentum=momentum, factors=factors
+        )
 
     @cached_property
-    def compressed(self) -> CompressedStep:
-        """The step of all islands: gradients, exchange, update."""
-        return CompressedStep(exchange=self.exchange, programs=self.programs, mesh=self.mesh)
+    def exchanges(self) -> tuple[GradientExchange, ...]:
+        """The exchanges that differ."""
+        return exchanges_of(self.exchange, self.programs[0], self.mesh)
+
+    @cached_property
+    def _halves(self) -> list[tuple[GradientProgram, UpdateProgram]]:
+        return [
+            (GradientProgram.of(program), UpdateProgram.of(program)) for program in self.programs
+        ]
 
     def _kept(self) -> ResidualState:
-        _, residual, momentum, factors = self.compressed.exchanges[0].arguments()
+        _, residual, momentum, factors = self.exchanges[0].arguments()
         replicated = NamedSharding(self.mesh, PartitionSpec())
         step = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
         return ResidualState(step=step, residual=residual, momentum=momentum, factors=factors)
 
     def _first(self, states: tuple[TrainState, ...]) -> ResidualState:
-        return self.compressed.first()
+        return self.first_residuals()
 
 
 def _residual(state: IslandsState) -> ResidualState:

@@ -12,11 +12,10 @@ program after another.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,8 @@ from shardlib.errors import StateError
 from shardlib.islands import meeting as layers
 from shardlib.islands.exchanges import DiLoCo, spaces, wire_bytes
 from shardlib.islands.meeting import (
+    Arrays,
+    BetweenSteps,
     Rows,
     Shared,
     joined,
@@ -60,59 +61,18 @@ from shardlib.lowering.runtime import TrainState
 # --------------------------------------------------------------------------------------------------
 # A program of one island other than its step.
 
-Arrays = list[jax.Array]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class IslandCall(ABC):
+class IslandCall(BetweenSteps):
     """A program over the devices of one island, about some parameters.
 
     Attributes:
         exchange: how islands meet.
-        mesh: of the island.
         about: the parameters of a fragment.
     """
 
-    #: How many of the first arguments are donated.
-    donated: ClassVar[int] = 0
-
     exchange: DiLoCo
-    mesh: Mesh | AbstractMesh
     about: Sequence[Shared]
-
-    @abstractmethod
-    def arguments(self) -> tuple[list[Tree], ...]:
-        """Abstract arguments, each leaf with its sharding."""
-
-    @abstractmethod
-    def results(self) -> tuple[list[Tree], ...]:
-        """Abstract results; of those that are donated what takes their place."""
-
-    @abstractmethod
-    def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
-        """The program, traceable."""
-
-    def lower(self) -> jax.stages.Lowered:
-        """The program lowered for its mesh, which need not be here."""
-        arguments, results = self.arguments(), self.results()
-        return jax.jit(
-            self.function,
-            donate_argnums=tuple(range(self.donated)),
-            in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
-            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, results),
-        ).lower(*arguments)
-
-    def __call__(self, *arguments: Arrays) -> tuple[Arrays, ...]:
-        """Runs it; see `function`."""
-        return self._compiled(*arguments)
-
-    def prepare(self) -> None:
-        """Compiles it, if that has not been done."""
-        _ = self._compiled
-
-    @cached_property
-    def _compiled(self) -> jax.stages.Compiled:
-        return self.lower().compile()
 
     @property
     def rows(self) -> list[Rows]:
@@ -213,7 +173,7 @@ class Sending(IslandCall):
     sent before.
     """
 
-    donated = 1
+    donated = (0,)
 
     def arguments(self) -> tuple[list[Tree], list[Tree], list[Tree]]:
         """Abstract: what was sent before, parameters, outer parameters."""
@@ -306,7 +266,7 @@ class Arriving(IslandCall):
     up in the same order, so that the outer state stays alike, bit for bit.
     """
 
-    donated = 3
+    donated = (0, 1, 2)
 
     def arguments(self) -> tuple[list[Tree], ...]:
         """Abstract: parameters, outer parameters, momentum; what every island sent."""

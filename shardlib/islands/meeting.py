@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,13 @@ from shardlib.islands.planning import fragments_of
 from shardlib.jax_types import Value
 from shardlib.layout import ISLAND
 from shardlib.lowering.mesh import held as mesh_held
-from shardlib.lowering.program import Program
+from shardlib.lowering.program import Program, shardings_of
 
 # --------------------------------------------------------------------------------------------------
 # Layers of a fragment: some rows of the first dim of a stack of layers, on each device its own.
 
+#: An array for each parameter.
+Arrays = list[jax.Array]
 #: Rows of the first dim on a device: (first, step between them); None for all.
 Rows = tuple[int, int] | None
 
@@ -346,12 +349,66 @@ def _of_island(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
+# A compiled program that runs between steps.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BetweenSteps(ABC):
+    """A program between steps: over the devices of all islands, or over those of one.
+
+    Attributes:
+        mesh: of its devices, which need not be here.
+    """
+
+    #: Which of its arguments are donated.
+    donated: ClassVar[tuple[int, ...]] = ()
+
+    mesh: Mesh | AbstractMesh
+
+    @abstractmethod
+    def arguments(self) -> tuple[list[Tree], ...]:
+        """Abstract arguments, each leaf with its sharding."""
+
+    @abstractmethod
+    def results(self) -> tuple[list[Tree], ...]:
+        """Abstract results; of those that are donated what takes their place."""
+
+    @abstractmethod
+    def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
+        """The program, traceable."""
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program lowered for its mesh."""
+        arguments = self.arguments()
+        return jax.jit(
+            self.function,
+            donate_argnums=self.donated,
+            in_shardings=shardings_of(arguments),
+            out_shardings=shardings_of(self.results()),
+        ).lower(*arguments)
+
+    def __call__(self, *arguments: Arrays) -> tuple[Arrays, ...]:
+        """Runs it; see `function`."""
+        return self._compiled(*arguments)
+
+    def prepare(self) -> None:
+        """Compiles it, if that has not been done."""
+        _ = self._compiled
+
+    @cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+
+# --------------------------------------------------------------------------------------------------
 # The meeting of islands as a compiled program over the devices of all.
 #
-# in use parameters as they rest, those of all islands stacked rows of a stack the layers of the
-# fragment, each device its own sharded as optimizer state is: an island's devices exchange a shard
-# each update what crosses, and what is made of it (the outer update) back gathered where parameters
-# rest less sharded; the layers put into their stack
+#     in use           parameters as they are stored, those of all islands stacked
+#     rows of a stack  the layers of the fragment, each device its own
+#     sharded          as optimizer state is: an island's devices exchange a shard each
+#     update           what crosses, and what is made of it (the outer update)
+#     back             gathered where stored parameters are less sharded; the layers put into their
+#                      stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,19 +433,19 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Meeting:
+class Meeting(BetweenSteps):
     """The outer step of islands.
 
     Attributes:
         exchange: how they meet.
         number: which of its meetings.
-        mesh: of all islands.
         about: the parameters.
     """
 
+    donated = (0, 1, 2)
+
     exchange: Meets
     number: int
-    mesh: Mesh | AbstractMesh
     about: Sequence[Shared]
 
     def arguments(self) -> tuple[list[Tree], list[Tree], list[Tree]]:
@@ -414,18 +471,9 @@ class Meeting:
         """Abstract results: what takes the place of the arguments."""
         return self.arguments()
 
-    def lower(self) -> jax.stages.Lowered:
-        """The meeting lowered for its mesh, which need not be here."""
-        arguments = self.arguments()
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
-        return jax.jit(
-            self.function, donate_argnums=(0, 1, 2), in_shardings=shardings, out_shardings=shardings
-        ).lower(*arguments)
-
-    def function(
-        self, thetas: list[jax.Array], outer: list[jax.Array], momentum: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
         """(parameters of all islands, outer parameters, momentum) -> the same after the meeting."""
+        thetas, outer, momentum = arguments
         sharded = [NamedSharding(self.mesh, s.spec) for s in self._sharded]
         rows = [parameter.rows for parameter in self.about]
         thetas_taken = taken(self.mesh, thetas, self._rest, rows)
@@ -439,20 +487,6 @@ class Meeting:
             mesh_held(theta, sharding) for theta, sharding in zip(after, self._rest, strict=True)
         ]
         return put(self.mesh, thetas, back, self._rest, rows), outer, momentum
-
-    def __call__(
-        self, thetas: list[jax.Array], outer: list[jax.Array], momentum: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-        """Does the meeting; donates all that it is given, see `function`."""
-        return self._compiled(thetas, outer, momentum)
-
-    def prepare(self) -> None:
-        """Compiles it, if that has not been done."""
-        _ = self._compiled
-
-    @cached_property
-    def _compiled(self) -> jax.stages.Compiled:
-        return self.lower().compile()
 
     @cached_property
     def _rest(self) -> list[NamedSharding]:

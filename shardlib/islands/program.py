@@ -41,7 +41,6 @@ from shardlib.islands.transfers import FirstUse, first_uses, in_order
 from shardlib.jax_types import Function, Metrics, Value
 from shardlib.layout import ISLAND, Layout
 from shardlib.lowering import mesh
-from shardlib.lowering import mesh as shardings
 from shardlib.lowering.checks import require
 from shardlib.lowering.collectives import like
 from shardlib.lowering.mesh import batch_path, constrain
@@ -83,21 +82,7 @@ class GradientProgram:
     def of(program: Program) -> GradientProgram:
         """Compiles the gradients of a program."""
         require_divided(program)
-        parts, state = program.parts, program.state
-
-        def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
-            (loss, (metrics, after)), grads, _ = parts.run.gradients(
-                params, model_state, batch, None
-            )
-            grads = like(constrain(grads, parts.params.gradient), parts.updated)
-            return {"loss": loss, **metrics}, grads, after
-
-        named(gradients, "gradients", program.plan.digest)
-        arguments = (state.params, state.model_state, program.batch)
-        replicated = mesh.named_sharding(program.mesh, Layout())
-        results = (replicated, parts.params.gradient, shardings_of(state.model_state))
-        call = _compiled(program, gradients, arguments, results)
-        return GradientProgram(program=program, call=call)
+        return GradientProgram(program=program, call=_compiled_gradients(program, program.batch))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,6 +121,26 @@ class UpdateProgram:
         return UpdateProgram(program=program, call=call)
 
 
+def _compiled_gradients(program: Program, batch: Tree) -> jax.stages.Compiled:
+    """(params, model state, batch) -> (metrics, gradients, model state), compiled.
+
+    Args:
+        batch: abstract; or what the stages of a pipeline leave of it.
+    """
+    parts, state = program.parts, program.state
+
+    def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
+        (loss, (metrics, after)), grads, _ = parts.run.gradients(params, model_state, batch, None)
+        grads = like(constrain(grads, parts.params.gradient), parts.updated)
+        return {"loss": loss, **metrics}, grads, after
+
+    named(gradients, "gradients", program.plan.digest)
+    arguments = (state.params, state.model_state, batch)
+    replicated = mesh.named_sharding(program.mesh, Layout())
+    results = (replicated, parts.params.gradient, shardings_of(state.model_state))
+    return _compiled(program, gradients, arguments, results)
+
+
 def _compiled(
     program: Program,
     function: Function,
@@ -147,12 +152,7 @@ def _compiled(
     assert isinstance(program.mesh, Mesh)
     with _jax_compat.in_mesh(program.mesh):
         return (
-            jax.jit(
-                function,
-                in_shardings=shardings_of(arguments),
-                out_shardings=results,
-                donate_argnums=donated,
-            )
+            jax.jit(function, out_shardings=results, donate_argnums=donated)
             .lower(*arguments)
             .compile()
         )
@@ -367,25 +367,7 @@ class _GradientUpdate:
 
     @cached_property
     def _call(self) -> jax.stages.Compiled:
-        program, parts = self.program, self.program.parts
-
-        def gradients(params: Tree, model_state: Tree, made: Made) -> Any:
-            (loss, (metrics, after)), grads, _ = parts.run.gradients(
-                params, model_state, made, None
-            )
-            grads = like(constrain(grads, parts.params.gradient), parts.updated)
-            return {"loss": loss, **metrics}, grads, after
-
-        named(gradients, "gradients", program.plan.digest)
-        state = program.state
-        results = (
-            shardings.named_sharding(program.mesh, Layout()),
-            parts.params.gradient,
-            shardings_of(state.model_state),
-        )
-        with _jax_compat.in_mesh(program.mesh):
-            jitted = jax.jit(gradients, out_shardings=results)
-            return jitted.lower(state.params, state.model_state, self.made).compile()
+        return _compiled_gradients(self.program, self.made)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,11 +18,11 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import TracedModel
 from shardlib.frontend.verified import priced_as_compiled
-from shardlib.islands.compression import GradientExchange, exchanges_of
-from shardlib.islands.delayed import IslandCall, checked_calls
+from shardlib.islands.compression import exchanges_of
+from shardlib.islands.delayed import checked_calls
 from shardlib.islands.exchanges import Compressed, DiLoCo, Several
 from shardlib.islands.lowering import require_carried
-from shardlib.islands.meeting import Meeting, abstract_mesh_of_all, meetings_of
+from shardlib.islands.meeting import BetweenSteps, abstract_mesh_of_all, meetings_of
 from shardlib.islands.planning import of_one_island, on_islands
 from shardlib.layout import ISLAND, MeshShape
 from shardlib.lowering.program import Options, Program
@@ -104,9 +104,7 @@ def verify_islands(
     )
 
 
-def abstract_meetings(
-    exchange: Several, program: Program
-) -> tuple[Meeting | GradientExchange | IslandCall, ...]:
+def abstract_meetings(exchange: Several, program: Program) -> tuple[BetweenSteps, ...]:
     """Returns what islands run beside steps, whose devices need not be here: of compressed
     gradients the exchange of most steps; with a delay what each island runs alone, as copies cross.
     """
@@ -186,7 +184,7 @@ def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator
         )
 
 
-def export_meeting(meeting: Meeting | GradientExchange | IslandCall, platform: str) -> ExportedStep:
+def export_meeting(meeting: BetweenSteps, platform: str) -> ExportedStep:
     """Lowers a meeting of islands for a platform that need not be here."""
     arguments = meeting.arguments()
 
