@@ -13,6 +13,7 @@ exchanges.py     how islands meet, as values free of JAX
 federated/       clients of Flower that train on rows of their own
 lowering.py      the batch of one of several islands, and the programs of all
 meeting.py       the outer step: exchange of parameters, outer gradients, and the update
+outer.py         the outer update, and the form in which numbers cross, over any transport
 planning.py      plans for several islands, and the traffic between them
 program.py       the program of several islands, and its state
 servers/         parameter servers, and outer steps over TCP

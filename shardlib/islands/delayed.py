@@ -33,7 +33,7 @@ from shardlib.islands.meeting import (
     Shared,
     joined,
     local,
-    outer_update,
+    outer_updates,
     over_islands,
     packed,
     replaced,
@@ -303,7 +303,7 @@ class Arriving(IslandCall):
         means = [
             _mean(list(parts_of_parameter)) for parts_of_parameter in zip(*received, strict=True)
         ]
-        theta, v = outer_update(
+        theta, v = outer_updates(
             self.exchange,
             means,
             layers.rows_of(self.rows, outer),

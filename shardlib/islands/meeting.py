@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.islands.exchanges import BLOCK, DiLoCo, Gossip, Meets, blocks, padded, spaces
+from shardlib.islands.outer import narrow, outer_update, widen
 from shardlib.islands.planning import fragments_of
 from shardlib.jax_types import Value
 from shardlib.layout import ISLAND
@@ -99,9 +100,6 @@ def _with_rows(rows: Rows, array: Value, new: Value) -> Value:
 # all (all-to-all), and the means of the parts of all (all-gather). Numbers and their scales cross
 # as integers of their bits, which no compiler widens.
 
-#: The largest number of so many bits, the same with either sign.
-LARGEST = {"int8": 127, "int4": 7}
-
 
 def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
     """The means over islands of what one device of each holds, in a region that is manual over all
@@ -160,16 +158,11 @@ def packed(rows: Value, wire: str, block: int = BLOCK) -> Value:
     Args:
         wire: dtype that crosses.
     """
-    if not blocks(wire):
-        return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
-    grouped = rows.reshape(rows.shape[0], -1, block)
-    scale = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) / LARGEST[wire]
-    number = jnp.round(grouped / jnp.where(scale > 0, scale, 1)).astype(jnp.int8)
-    bits = jax.lax.bitcast_convert_type(number, jnp.uint8).reshape(rows.shape[0], -1)
-    if wire == "int4":
-        bits = (bits[:, ::2] & 15) | (bits[:, 1::2] << 4)
-    scales = jax.lax.bitcast_convert_type(scale[..., 0], jnp.uint8).reshape(rows.shape[0], -1)
-    return jnp.concatenate([bits, scales], axis=1)
+    bits, scales = narrow(rows, wire, block)
+    if scales is None:
+        return bits
+    scale_bits = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(rows.shape[0], -1)
+    return jnp.concatenate([bits, scale_bits], axis=1)
 
 
 def unpacked(rows: Value, wire: str, block: int = BLOCK) -> Value:
@@ -179,19 +172,12 @@ def unpacked(rows: Value, wire: str, block: int = BLOCK) -> Value:
         wire: dtype that crosses.
     """
     if not blocks(wire):
-        return jax.lax.bitcast_convert_type(rows, jnp.bfloat16).astype(jnp.float32)
+        return widen(rows, None, wire)
     each = block if wire == "int8" else block // 2
     groups = rows.shape[1] // (each + 4)
     bits, scales = rows[:, : groups * each], rows[:, groups * each :]
-    if wire == "int4":
-        low, high = bits & 15, bits >> 4
-        bits = jnp.stack([low, high], axis=-1).reshape(rows.shape[0], -1)
-        number = jnp.where(bits > 7, bits.astype(jnp.int32) - 16, bits.astype(jnp.int32))
-    else:
-        number = jax.lax.bitcast_convert_type(bits, jnp.int8)
-    scale = jax.lax.bitcast_convert_type(scales.reshape(-1, groups, 4), jnp.float32)
-    grouped = number.reshape(-1, groups, block).astype(jnp.float32) * scale[..., None]
-    return grouped.reshape(rows.shape[0], -1)
+    scales = jax.lax.bitcast_convert_type(scales.reshape(-1, groups, 4), jnp.float32)
+    return widen(bits, scales, wire, block)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,21 +206,18 @@ def _outer_step(
     """The outer update (arXiv:2311.08105, algorithm 1): all islands go on from its parameters."""
     differences = [theta - local for theta, local in zip(outer, thetas, strict=True)]
     gradients = means(differences, exchange.wire, exchange.islands)
-    outer, momentum = outer_update(exchange, gradients, outer, momentum)
+    outer, momentum = outer_updates(exchange, gradients, outer, momentum)
     return outer, outer, momentum
 
 
-def outer_update(
+def outer_updates(
     exchange: DiLoCo, gradients: Shards, outer: Shards, momentum: Shards
 ) -> tuple[Shards, Shards]:
-    """Outer parameters and momentum after an update, in Nesterov's form."""
-    decay, rate = exchange.momentum, exchange.rate
-    momentum = [g + decay * v for g, v in zip(gradients, momentum, strict=True)]
-    outer = [
-        theta - rate * (g + decay * v)
-        for theta, g, v in zip(outer, gradients, momentum, strict=True)
+    """Outer parameters and momentum after an update of each parameter."""
+    updates = [
+        outer_update(exchange, *shards) for shards in zip(gradients, outer, momentum, strict=True)
     ]
-    return outer, momentum
+    return [theta for theta, _ in updates], [v for _, v in updates]
 
 
 def _averaged(

@@ -83,7 +83,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as packed
@@ -101,6 +100,7 @@ from shardlib.islands.exchanges import (
     whole,
     wire_bytes,
 )
+from shardlib.islands.outer import narrow, outer_update, widen
 from shardlib.islands.servers.server import RefusedError, write
 from shardlib.islands.servers.wire import STARTER, Answer, Ask, Flat, OrderError, asked_for, owned
 from shardlib.processes.wire import Outgoing
@@ -128,10 +128,9 @@ class Outer:
         self, start: int, stop: int, gradient: np.ndarray, exchange: DiLoCo
     ) -> tuple[np.ndarray, np.ndarray]:
         """A run of parameters and momentum after an outer gradient; new arrays."""
-        decay, rate = np.float32(exchange.momentum), np.float32(exchange.rate)
+        theta, momentum = self.theta[start:stop], self.momentum[start:stop]
         with np.errstate(over="ignore", invalid="ignore"):
-            momentum = gradient + decay * self.momentum[start:stop]
-            return self.theta[start:stop] - rate * (gradient + decay * momentum), momentum
+            return outer_update(exchange, gradient, theta, momentum)
 
     def update(self, start: int, stop: int, gradient: np.ndarray, exchange: DiLoCo) -> None:
         """Does the outer update of a run; arguments as those of `after`."""
@@ -217,10 +216,6 @@ class Outline:
         return arrays
 
 
-#: The largest number of so many bits, the same with either sign.
-LARGEST = {"int8": 127, "int4": 7}
-
-
 class PackingError(ShardlibError, ValueError):
     """Arrays that are not a vector of this form."""
 
@@ -242,17 +237,12 @@ def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:
     """
     if wire == "float32":
         return {"numbers": vector}
-    if wire == "bfloat16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            return {"numbers": vector.astype(ml_dtypes.bfloat16).view(np.uint16)}
-    grouped = _padded(vector, sizes).reshape(-1, BLOCK)
+    rows = (_padded(vector, sizes) if blocks(wire) else vector)[None]
     with np.errstate(over="ignore", invalid="ignore"):
-        scale = np.max(np.abs(grouped), axis=1, keepdims=True) / np.float32(LARGEST[wire])
-        rounded = np.round(grouped / np.where(scale > 0, scale, np.float32(1)))
-        bits = rounded.astype(np.int8).view(np.uint8).reshape(-1)
-    if wire == "int4":
-        bits = (bits[::2] & np.uint8(15)) | (bits[1::2] << np.uint8(4))
-    return {"numbers": bits, "scales": scale.reshape(-1)}
+        numbers, scales = narrow(rows, wire)
+    return (
+        {"numbers": numbers[0]} if scales is None else {"numbers": numbers[0], "scales": scales[0]}
+    )
 
 
 def unpack(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) -> np.ndarray:
@@ -265,16 +255,11 @@ def unpack(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) ->
     numbers = arrays["numbers"]
     if wire == "float32":
         return numbers
-    if wire == "bfloat16":
-        return numbers.view(ml_dtypes.bfloat16).astype(np.float32)
-    if wire == "int4":
-        pairs = np.stack([numbers & np.uint8(15), numbers >> np.uint8(4)], axis=1).reshape(-1)
-        integers = (pairs.astype(np.int8) ^ np.int8(8)) - np.int8(8)  # four bits with a sign
-    else:
-        integers = numbers.view(np.int8)
+    if not blocks(wire):
+        return widen(numbers[None], None, wire)[0]
     with np.errstate(over="ignore", invalid="ignore"):
-        grouped = integers.reshape(-1, BLOCK).astype(np.float32) * arrays["scales"][:, None]
-    return _without_padding(grouped.reshape(-1), sizes)
+        padded = widen(numbers[None], arrays["scales"][None], wire)[0]
+    return _without_padding(padded, sizes)
 
 
 def _require_form(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) -> None:
