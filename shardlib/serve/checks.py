@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import jax
@@ -272,14 +272,9 @@ class ServedProgram:
     def to_json(self) -> JsonObject:
         """The program as plain data."""
         return {
-            "topology": self.topology,
-            "tensor": self.tensor,
-            "data": self.data,
-            "tokens": self.tokens,
-            "table": self.table,
+            **{field.name: getattr(self, field.name) for field in fields(self)},
             "predicted": dict(self.predicted),
             "compiled": None if self.compiled is None else self.compiled.to_json(),
-            "seconds": self.seconds,
             "findings": [finding.to_json() for finding in self.findings],
         }
 

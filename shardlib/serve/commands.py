@@ -546,8 +546,9 @@ def export_command(
         echo(f"wrote {report['model']} to {report['folder']}")
 
 
-def _huggingface(model: str, folder: Path, dtype: str | None) -> JsonObject:
-    from shardlib.serve.folders import is_folder, write_folder
+def _loaded(model: str) -> tuple[Served, Path | None]:
+    """A model, and the folder that its tokenizer is copied from; None where tokens are bytes."""
+    from shardlib.serve.folders import is_folder
     from shardlib.serve.loading import named
     from shardlib.serve.served import ByteText
 
@@ -555,7 +556,14 @@ def _huggingface(model: str, folder: Path, dtype: str | None) -> JsonObject:
     if served.warning:
         echo(f"warning: {served.warning}", err=True)
     copied = is_folder(Path(model)) and not isinstance(served.text, ByteText)
-    files = write_folder(served, folder, source=Path(model) if copied else None, dtype=dtype)
+    return served, Path(model) if copied else None
+
+
+def _huggingface(model: str, folder: Path, dtype: str | None) -> JsonObject:
+    from shardlib.serve.folders import write_folder
+
+    served, source = _loaded(model)
+    files = write_folder(served, folder, source=source, dtype=dtype)
     return {"model": served.name, "folder": str(folder), "files": list(files)}
 
 
@@ -575,9 +583,6 @@ def _triton(model: str, into: Into, seq: int | None, batch: int | None) -> JsonO
     from shardlib import models
     from shardlib.models.presets import UserModel
     from shardlib.serve.artefacts import row_length, user_pass
-    from shardlib.serve.folders import is_folder
-    from shardlib.serve.loading import named
-    from shardlib.serve.served import ByteText
     from shardlib.serve.triton.repository import Repository
 
     assert into.triton is not None
@@ -590,14 +595,11 @@ def _triton(model: str, into: Into, seq: int | None, batch: int | None) -> JsonO
     if isinstance(loaded, UserModel):
         names = [repository.write_pass(user_pass(loaded, model, seq))]
     else:
-        served = named(model)
-        if served.warning:
-            echo(f"warning: {served.warning}", err=True)
-        copied = is_folder(Path(model)) and not isinstance(served.text, ByteText)
+        served, source = _loaded(model)
         fixed = served.config is not None and served.config.experts is not None
         names = replace(repository, fixed=fixed).write_language_model(
             served,
-            source=Path(model) if copied else None,
+            source=source,
             capacity={"longest": min(4096, served.longest)},
             seq=row_length(served, seq),
         )
@@ -1044,8 +1046,7 @@ def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Siz
                 f"a plan says what {', '.join(options)} would\nTry: leave {', '.join(options)} out"
             )
         plan = _plan(served, space, planned, longest)
-        _require_own(plan, served)
-        _require_room(plan, served)
+        _require_fit(plan, served)
         return _planned(plan, devices, longest)
     capacity = Capacity(
         longest=longest,
@@ -1058,8 +1059,8 @@ def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Siz
     return Sizes(capacity=capacity, tensor=devices // space.groups, groups=space.groups)
 
 
-def _require_own(plan: ServingPlan, served: Served) -> None:
-    """Refuses a plan that was made for another model."""
+def _require_fit(plan: ServingPlan, served: Served) -> None:
+    """Refuses a plan for another model, for longer requests, or for smaller weights than it has."""
     import jax
 
     from shardlib.annotation.tree import read
@@ -1072,22 +1073,13 @@ def _require_own(plan: ServingPlan, served: Served) -> None:
             f" {served.name} has {count:,}\nTry: shardlib plan MODEL --serve for the model that is"
             " served, or --ttft and --tpot in place of --plan"
         )
-
-
-def _require_room(plan: ServingPlan, served: Served) -> None:
-    """Refuses a plan of longer requests, or smaller weights, than the model has."""
-    import jax
-
-    from shardlib.annotation.tree import read
-
     if plan.workload.tokens > served.longest:
         raise PlanError(
             f"the plan is for requests of {plan.workload.tokens:,} tokens, and {served.name} looks"
             f" at {served.longest:,}\nTry: shardlib plan MODEL --serve with a smaller --prompt and"
             " --output"
         )
-    leaves = jax.tree.leaves(read(served.init).params)
-    wide = {str(leaf.dtype) for leaf in leaves if leaf.dtype.itemsize > 2}
+    wide = {str(leaf.dtype) for leaf in jax.tree.leaves(model.params) if leaf.dtype.itemsize > 2}
     if wide and "bf16" in (plan.workload.weights, plan.workload.cache):
         raise PlanError(
             f"the plan stores bf16, and {served.name} is {'/'.join(sorted(wide))}, which is served"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -152,22 +152,6 @@ def empty_stack(parameter: jax.Array | Layered | Columns, count: int) -> jax.Arr
 #     DraftModel   a smaller model, over pages of its own with the same numbers
 
 
-class Drafts(Protocol):
-    """Guesses tokens."""
-
-    def guessed(self, running: Sequence[Request], count: int) -> Mapping[int, Sequence[int]]:
-        """Guesses, by number of the request; any tokens, where `filled` guesses."""
-        ...
-
-    def filled(self, shares: Sequence[Share]) -> list[Share]:
-        """The shares of a step with their guesses."""
-        ...
-
-    def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
-        """A step has computed them."""
-        ...
-
-
 class Ngrams:
     """Guesses what followed the last time that the tokens went like this (prompt lookup).
 
@@ -181,16 +165,16 @@ class Ngrams:
         self.longest, self.shortest = longest, shortest
 
     def guessed(self, running: Sequence[Request], count: int) -> Mapping[int, Sequence[int]]:
-        """See `Drafts`."""
+        """Guesses, by number of the request."""
         waiting = [request for request in running if request.waiting == 1]
         return {request.number: self._after(request.tokens, count) for request in waiting}
 
     def filled(self, shares: Sequence[Share]) -> list[Share]:
-        """See `Drafts`."""
+        """The shares of a step with their guesses, which they have."""
         return list(shares)
 
     def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
-        """See `Drafts`."""
+        """A step has computed them."""
 
     def _after(self, tokens: Sequence[int], count: int) -> list[int]:
         text = np.asarray(tokens, np.int32)
@@ -218,11 +202,11 @@ class DraftModel:
         self._behind: dict[int, int] = {}
 
     def guessed(self, running: Sequence[Request], count: int) -> Mapping[int, Sequence[int]]:
-        """See `Drafts`."""
+        """As many tokens as guesses, of any kind: `filled` guesses."""
         return {request.number: (0,) * count for request in running if request.waiting == 1}
 
     def filled(self, shares: Sequence[Share]) -> list[Share]:
-        """See `Drafts`."""
+        """The shares of a step with their guesses."""
         now = [self._own(share) for share in shares]
         if not self.step.holds(now):
             now = [self._own(share, behind=False) for share in shares]
@@ -246,7 +230,7 @@ class DraftModel:
         return [replace(share, drafted=guesses[share.request.number]) for share in shares]
 
     def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
-        """See `Drafts`."""
+        """A step has computed them."""
         self._behind = {
             share.request.number: share.first + share.count
             for share in shares
@@ -265,6 +249,10 @@ class DraftModel:
             rows=1 if share.drafted else 0,
             drafted=(),
         )
+
+
+#: Guesses of the next tokens.
+Drafts: TypeAlias = Ngrams | DraftModel
 
 
 # --------------------------------------------------------------------------------------------------
@@ -484,30 +472,8 @@ def _run(
     return metrics["logits"][0, 0], jax.tree.leaves(after)
 
 
-class Computes(Protocol):
-    """Computes the steps of an engine.
-
-    Attributes:
-        weights: (params, state) on their devices.
-        compiled: programs that have been compiled.
-    """
-
-    weights: tuple[Tree, Tree]
-
-    @property
-    def compiled(self) -> int:
-        """Programs that have been compiled."""
-        ...
-
-    def warm_up(self) -> None:
-        """Compiles all programs."""
-        ...
-
-    def __call__(
-        self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
-    ) -> list[list[Told]]:
-        """Computes a step; returns what is chosen in the rows of each share."""
-        ...
+#: What computes the steps of an engine.
+Computes: TypeAlias = Step | SlotStep
 
 
 @dataclass(frozen=True, kw_only=True)

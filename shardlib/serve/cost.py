@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib.resources import files
 
@@ -726,13 +726,7 @@ class ServingBytes:
 
     def to_json(self) -> JsonObject:
         """The parts, with their sum."""
-        return {
-            "weights": self.weights,
-            "cache": self.cache,
-            "temporaries": self.temporaries,
-            "peak": self.peak,
-            "limit": self.limit,
-        }
+        return {**asdict(self), "peak": self.peak}
 
 
 def limit(chip: Chip) -> float:

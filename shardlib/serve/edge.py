@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
+import json
 import queue
 import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +28,7 @@ from shardlib.annotation.tree import Init, read
 from shardlib.annotation.trees import Tree
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError, ModelError
 from shardlib.jax_types import Function, Value
+from shardlib.processes import kin
 from shardlib.processes.wire import (
     GREETING_SECONDS,
     ClosedError,
@@ -436,15 +437,13 @@ def listener(address: tuple[str, int]) -> socket.socket:
 
 
 # --------------------------------------------------------------------------------------------------
-# The process of a stage: it waits for its part, then for batches, and passes on what it computes.
+# The process of a stage (`shardlib edge-stage`): it waits for its part, then for batches, and
+# passes on what it computes.
 #
-#     python -m shardlib.serve.edge [--listen HOST:PORT] [--secret-file F]
-#
-# Without a file the secret comes in the environment, and the address that it listens at is
-# printed. Every connection is of `shardlib.processes.wire`: both ends show that they know
-# the secret, lengths are held against limits before anything is read, and what is sent is arrays
-# and a program of `jax.export`, nothing that Python would run. A chain that breaks leaves the
-# process as it was: it waits for the next part. What goes over the connection is not encrypted.
+# Every connection is of `shardlib.processes.wire`: both ends show that they know the secret,
+# lengths are held against limits before anything is read, and what is sent is arrays and a program
+# of `jax.export`, nothing that Python would run. A chain that breaks leaves the process as it was:
+# it waits for the next part. What goes over the connection is not encrypted.
 
 #: Number by which whoever drives the chain introduces itself; stages have theirs from 0 on.
 DRIVER = 1 << 20
@@ -456,7 +455,6 @@ MOST_BYTES = 1 << 36
 MOST_WAITING = 64
 #: Batches that wait on either side of the computation.
 WAITING = 2
-SECRET = "SHARDLIB_EDGE_SECRET"
 BROKEN = (OSError, FrameError, ClosedError, StrangerError)
 
 
@@ -684,33 +682,6 @@ def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
     threads[1].join(SILENT_SECONDS)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Listens until it is ended."""
-    parser = argparse.ArgumentParser(description="One stage of a chain of unlike devices.")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; loopback by default")
-    parser.add_argument("--secret-file", type=Path, help="that all stages know")
-    options = parser.parse_args(arguments)
-    secret = (
-        read_secret(options.secret_file)
-        if options.secret_file
-        else long_enough(os.environ.get(SECRET, ""))
-    )
-    server_socket = listener(read_address(options.listen, "--listen"))
-    print(server_socket.getsockname()[1], flush=True)
-    if options.secret_file is None:  # whoever started it holds the other end of its input
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(server_socket, secret)
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
-
-
 @dataclass(kw_only=True)
 class Workers:
     """Processes that stages run in.
@@ -719,37 +690,45 @@ class Workers:
         addresses: where each listens.
         secret: that all know.
         names: device of each; none where each may be any.
-        processes: those that were started here.
+        processes: those that were started here, and end with this one.
     """
 
     addresses: list[tuple[str, int]]
     secret: str
     names: list[str] = field(default_factory=list)
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _guard: kin.Guard | None = None
 
     @classmethod
     def here(cls, count: int) -> Workers:
         """Starts processes on this machine."""
-        secret = secrets.token_hex(32)
-        environment = {**os.environ, SECRET: secret}
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-m", "shardlib.serve.edge"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                text=True,
-            )
-            for _ in range(count)
+        workers = cls(addresses=[], secret=secrets.token_hex(32), _guard=(guard := kin.Guard()))
+        words = [
+            sys.executable,
+            "-m",
+            "shardlib",
+            "edge-stage",
+            "--listen",
+            "127.0.0.1:0",
+            "--json",
         ]
-        workers = cls(addresses=[], secret=secret, processes=started)
-        for process in started:
-            assert process.stdout is not None
-            line = process.stdout.readline().strip()
-            if not line.isdigit():
-                workers.close()
-                raise LaunchError("a process of a stage has not started; see what it says above")
-            workers.addresses.append(("127.0.0.1", int(line)))
+        with tempfile.TemporaryDirectory(prefix="shardlib-edge-") as folder:
+            file = Path(folder) / "secret"
+            file.write_text(workers.secret)
+            words += ["--listen", "127.0.0.1:0", "--secret-file", str(file)]
+            for _ in range(count):
+                workers.processes.append(
+                    kin.start(words, guard, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+                )
+            for process in workers.processes:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                if not line:
+                    workers.close()
+                    raise LaunchError(
+                        "a process of a stage has not started; see what it says above"
+                    )
+                workers.addresses.append(("127.0.0.1", json.loads(line)["port"]))
         return workers
 
     def of(self, devices: Sequence[str]) -> list[tuple[str, int]]:
@@ -770,24 +749,22 @@ class Workers:
     def lose(self, address: tuple[str, int]) -> None:
         """A process is not used again."""
         index = self.addresses.index(address)
-        for listed in (self.addresses, self.names, self.processes):
-            if listed:
-                lost = listed.pop(index)
-                if isinstance(lost, subprocess.Popen):
-                    _end(lost)
+        del self.addresses[index]
+        del self.names[index : index + 1]
+        if self.processes:
+            self._end(self.processes.pop(index))
 
     def close(self) -> None:
         """Ends the processes that were started here."""
         for process in self.processes:
-            _end(process)
+            self._end(process)
+        if self._guard is not None:
+            self._guard.close()
 
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait(10)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        assert self._guard is not None and process.stdout is not None
+        kin.finish(process, self._guard)
+        process.stdout.close()
 
 
 #: Seconds that a stage has to load and compile its part.
@@ -1020,7 +997,7 @@ def run_edge(
 
     Args:
         forward: (model, batch) -> any arrays, as the plan was made for.
-        workers: processes of `shardlib.serve.edge`, which are left as they are; by default
+        workers: processes of `shardlib edge-stage`, which are left as they are; by default
             some are started on this machine, and ended.
         again: device that was lost -> another plan, without it; None where that is an error.
     """

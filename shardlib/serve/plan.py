@@ -100,14 +100,9 @@ class ServingEstimate:
     def to_json(self) -> JsonObject:
         """The estimate as plain data."""
         return {
-            "ttft_seconds": self.ttft_seconds,
-            "tpot_seconds": self.tpot_seconds,
-            "output_tokens_per_second_per_chip": self.output_tokens_per_second_per_chip,
-            "requests_per_second": self.requests_per_second,
-            "chips": self.chips,
+            **asdict(self),
             "decode": dict(self.decode),
             "prompt": dict(self.prompt),
-            "chunk_share": self.chunk_share,
             "limited_by": self.limited_by,
             "chip_hours_per_million_output_tokens": self.chip_hours_per_million,
             "device_bytes": self.device_bytes.to_json(),
@@ -144,17 +139,9 @@ class ServingPoint:
 
     def to_json(self) -> JsonObject:
         """The point as plain data."""
-        return {
-            "mesh": {"tensor": self.tensor},
-            "replicas": self.replicas,
-            "batch": self.batch,
-            "chunk": self.chunk,
-            "tpot_seconds": self.tpot_seconds,
-            "ttft_seconds": self.ttft_seconds,
-            "requests_per_second": self.requests_per_second,
-            "output_tokens_per_second_per_chip": self.output_tokens_per_second_per_chip,
-            "chips": self.chips,
-        }
+        data = asdict(self)
+        del data["running"]
+        return {"mesh": {"tensor": data.pop("tensor")}, **data}
 
 
 # --------------------------------------------------------------------------------------------------
