@@ -626,13 +626,40 @@ class Comparison:
 
     def svg(self) -> str:
         """The comparison as a picture: days over devices, one line a family, with the deadline."""
-
-        return comparison_svg(self)
+        scale = _Scale(self)
+        shapes = [*_grid(scale), *_deadline(self, scale)]
+        for family, colour in zip(self.families, _colours(len(self.families)), strict=True):
+            shapes += _family(family, colour, scale)
+        title = self.title
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
+            f' width="{WIDTH}" height="{HEIGHT}" role="img">\n<title>{escape(title)}</title>\n'
+            f'<style>{style("curve.css")}</style>\n<rect class="page" width="{WIDTH}"'
+            f' height="{HEIGHT}"/>\n<text class="title" x="{LEFT}" y="26">{escape(title)}</text>\n'
+            + "\n".join(shapes)
+            + "\n</svg>\n"
+        )
 
     def html(self) -> str:
         """The comparison as one page without scripts or anything to fetch."""
-
-        return comparison_html(self)
+        proofs = "".join(
+            f"<li><b>{escape(family.family)}</b>: {escape(family.certificate)}.</li>"
+            for family in self.families
+        )
+        rows = [list(row) for row in self.rows()]
+        body = [
+            f"<h1>{escape(self.title)}</h1>",
+            self.svg(),
+            *section("In time", table(rows, list(HEAD), right=set(range(2, len(HEAD) - 1)))),
+            *section("What is proven, and what was tried", f"<ul>{proofs}</ul>"),
+        ]
+        return (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{escape(self.title)}</title>\n<style>{style('report.css')}"
+            "svg { width: 100%; max-width: 60rem; height: auto }</style>\n</head>\n"
+            "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        )
 
     def _repr_html_(self) -> str:
         return self.svg()
@@ -922,23 +949,6 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 120, 48, 56
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
 
 
-def comparison_svg(comparison: Comparison) -> str:
-    """Returns the picture of a comparison, a complete SVG document."""
-    scale = _Scale(comparison)
-    shapes = [*_grid(scale), *_deadline(comparison, scale)]
-    for family, colour in zip(comparison.families, _colours(len(comparison.families)), strict=True):
-        shapes += _family(family, colour, scale)
-    title = comparison.title
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
-        f' height="{HEIGHT}" role="img">\n<title>{escape(title)}</title>\n'
-        f'<style>{style("curve.css")}</style>\n<rect class="page" width="{WIDTH}"'
-        f' height="{HEIGHT}"/>\n<text class="title" x="{LEFT}" y="26">{escape(title)}</text>\n'
-        + "\n".join(shapes)
-        + "\n</svg>\n"
-    )
-
-
 def _colours(count: int) -> list[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(count)]
 
@@ -1044,28 +1054,6 @@ def _names(family: Offers, colour: str, scale: _Scale) -> Sequence[str]:
         f'<text x="{x + 9:.1f}" y="{y - 8:.1f}" style="fill: {colour}">'
         f"{escape(best.topology)}</text>"
     ]
-
-
-def comparison_html(comparison: Comparison) -> str:
-    """Returns one self-contained HTML page about a comparison."""
-    proofs = "".join(
-        f"<li><b>{escape(family.family)}</b>: {escape(family.certificate)}.</li>"
-        for family in comparison.families
-    )
-    rows = [list(row) for row in comparison.rows()]
-    body = [
-        f"<h1>{escape(comparison.title)}</h1>",
-        comparison_svg(comparison),
-        *section("In time", table(rows, list(HEAD), right=set(range(2, len(HEAD) - 1)))),
-        *section("What is proven, and what was tried", f"<ul>{proofs}</ul>"),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(comparison.title)}</title>\n<style>{style('report.css')}"
-        "svg { width: 100%; max-width: 60rem; height: auto }</style>\n</head>\n"
-        "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
-    )
 
 
 #: Devices of the largest machines that are looked at, unless it is said.

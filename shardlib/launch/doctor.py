@@ -199,71 +199,39 @@ def _writable(folder: Path) -> str:
 
 def alone(facts: HostFacts) -> list[Finding]:
     """Findings about one host, whatever the others are."""
-    findings = [
-        Finding(
-            code="accelerator-unused",
-            severity="error",
-            where=facts.name,
-            message=text,
-            hint="install it in the environment of this host",
-        )
-        for text in facts.unused
-    ]
+
+    def finding(code: str, severity: str, message: str, hint: str = "") -> Finding:
+        return Finding(code=code, severity=severity, where=facts.name, message=message, hint=hint)
+
+    install = "install it in the environment of this host"
+    findings = [finding("accelerator-unused", "error", text, install) for text in facts.unused]
     if facts.run not in ("", "writable"):
-        findings.append(
-            Finding(
-                code="run-folder",
-                severity="error",
-                where=facts.name,
-                message=f"the folder of the run cannot be written: {facts.run}",
-                hint="mount it there, with permission to write",
-            )
-        )
+        message = f"the folder of the run cannot be written: {facts.run}"
+        hint = "mount it there, with permission to write"
+        findings.append(finding("run-folder", "error", message, hint))
     if 0 < facts.files < FILES:
-        findings.append(
-            Finding(
-                code="open-files",
-                severity="warning",
-                where=facts.name,
-                message=(
-                    f"a process may have {facts.files} open files; many hosts and checkpoints may"
-                    f" need {FILES}"
-                ),
-                hint=f"ulimit -n {FILES}",
-            )
+        message = (
+            f"a process may have {facts.files} open files; many hosts and checkpoints may need"
+            f" {FILES}"
         )
+        findings.append(finding("open-files", "warning", message, f"ulimit -n {FILES}"))
     if facts.platform == "gpu" and len(facts.kinds) > 1 and 0 <= facts.shared_bytes < SHARED_BYTES:
-        findings.append(
-            Finding(
-                code="shared-memory",
-                severity="warning",
-                where=facts.name,
-                message=(
-                    f"/dev/shm has {facts.shared_bytes >> 20} MiB free, of which NCCL may need more"
-                    " between GPUs"
-                ),
-                hint=(
-                    "a larger /dev/shm: --shm-size of containers, an emptyDir of medium Memory in"
-                    " Kubernetes"
-                ),
-            )
+        message = (
+            f"/dev/shm has {facts.shared_bytes >> 20} MiB free, of which NCCL may need more"
+            " between GPUs"
         )
-    if (
-        facts.platform == "gpu"
-        and find_spec("nvidia") is None
-        and any("NVIDIA" in kind for kind in facts.kinds.values())
-    ):
-        findings.append(
-            Finding(
-                code="libraries",
-                severity="info",
-                where=facts.name,
-                message=(
-                    "CUDA's libraries come from the system and not from JAX's packages; another"
-                    " host may have others"
-                ),
-            )
+        hint = (
+            "a larger /dev/shm: --shm-size of containers, an emptyDir of medium Memory in"
+            " Kubernetes"
         )
+        findings.append(finding("shared-memory", "warning", message, hint))
+    nvidia = any("NVIDIA" in kind for kind in facts.kinds.values())
+    if facts.platform == "gpu" and nvidia and find_spec("nvidia") is None:
+        message = (
+            "CUDA's libraries come from the system and not from JAX's packages; another host may"
+            " have others"
+        )
+        findings.append(finding("libraries", "info", message))
     return findings
 
 

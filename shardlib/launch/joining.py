@@ -123,10 +123,6 @@ class Book:
             self.strangers += 1
             first.transport.abort()
 
-    def count_stranger(self) -> None:
-        """One who is none of the job."""
-        self.strangers += 1
-
 
 #: Seconds that somebody who has connected may take to say a line.
 SPEAK_SECONDS = 10.0
@@ -256,14 +252,14 @@ async def _served(book: Book, reader: asyncio.StreamReader, writer: asyncio.Stre
             await _answered(book, caller, challenge, reader, writer)
     except asyncio.IncompleteReadError as error:
         if error.partial:
-            book.count_stranger()
+            book.strangers += 1
     except (
         OSError,
         EOFError,
         *WRONG,
         asyncio.LimitOverrunError,
     ):  # whatever a stranger says, it is nothing to us
-        book.count_stranger()
+        book.strangers += 1
     finally:
         book.silent.pop(writer, None)
         book.talks.discard(talk)

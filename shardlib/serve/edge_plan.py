@@ -466,31 +466,18 @@ def _groups(facts: Facts) -> list[Group]:
             spans[number] = (spans.get(number, (index, index))[0], index)
     listed: list[Group] = []
     start = 0
+
+    def outside(name: str, stop: int) -> list[Group]:
+        group = Group(name=name, count=1, layers=OUTSIDE_LAYERS, first=start, last=stop - 1)
+        return [group] if stop > start else []
+
     for number, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        if first > start:
-            listed.append(
-                Group(
-                    name="between layers" if listed else "before the layers",
-                    count=1,
-                    layers=OUTSIDE_LAYERS,
-                    first=start,
-                    last=first - 1,
-                )
-            )
+        listed += outside("between layers" if listed else "before the layers", first)
         listed.append(
             Group(name="layer", count=layers.counts[number], layers=number, first=first, last=last)
         )
         start = last + 1
-    return (
-        [
-            *listed,
-            Group(
-                name="after the layers", count=1, layers=OUTSIDE_LAYERS, first=start, last=total - 1
-            ),
-        ]
-        if start < total
-        else listed
-    )
+    return [*listed, *outside("after the layers", total)]
 
 
 def _kernels(facts: Facts, groups: list[Group], owner: Array) -> dict[int, list[Compute]]:

@@ -49,6 +49,7 @@ from shardlib.serve.requests import (
     Sampling,
     Told,
     whole,
+    wrong_shares,
 )
 from shardlib.serve.sampling import (
     Guided,
@@ -386,11 +387,7 @@ class Models(Mapping[str, Engine]):
         failures += [
             f"the share of {name!r} is of no model" for name in self._shares if name not in engines
         ]
-        failures += [
-            f"the share of {name!r} is {share!r}; it is a number above 0"
-            for name, share in self._shares.items()
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1e9
-        ]
+        failures += wrong_shares(self._shares)
         if len({id(engine) for engine in engines.values()}) < len(engines):
             failures.append("one engine has two names")
         if failures:

@@ -113,6 +113,15 @@ def number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def wrong_shares(shares: Mapping[str, float]) -> list[str]:
+    """Lists the shares that are not numbers above 0."""
+    return [
+        f"the share of {name!r} is {share!r}; it is a number above 0"
+        for name, share in shares.items()
+        if not number(share) or not 0 < share < 1e9
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The tokens of a program.
@@ -219,11 +228,7 @@ class Capacity:
             failures.append(
                 f"budget is {self.budget}; each of {self.slots} slots has a token in a step"
             )
-        failures += [
-            f"the share of {name!r} is {share!r}; it is a number above 0"
-            for name, share in self.tenants.items()
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1e9
-        ]
+        failures += wrong_shares(self.tenants)
         if failures:
             raise_all(ArgumentError, "the model cannot be served so", failures)
 

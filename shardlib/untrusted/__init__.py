@@ -6,6 +6,7 @@ their dataclasses, and makes text of strangers fit for messages, terminals and w
 runs native code on a stranger's input.
 
 >>> from shardlib.errors import PlanError
+>>> from shardlib.untrusted.data import parse_json
 >>> parse_json('{"zero": 1}', "the plan", PlanError)
 {'zero': 1}
 >>> parse_json('{"zero": NaN}', "the plan", PlanError)
@@ -17,39 +18,3 @@ confined.py        native code on a stranger's input, in processes with limits
 confined_child.py  the program of such a process
 data.py            documents, typed values and text of strangers
 """
-
-from __future__ import annotations
-
-from shardlib.untrusted.data import (
-    LIMITS,
-    Form,
-    Limits,
-    construct,
-    fit,
-    guarded,
-    parse_json,
-    parse_toml,
-    printable,
-    read_bytes,
-    read_json,
-    read_regular,
-    read_toml,
-    shown,
-)
-
-__all__ = [
-    "LIMITS",
-    "Form",
-    "Limits",
-    "construct",
-    "fit",
-    "guarded",
-    "parse_json",
-    "parse_toml",
-    "printable",
-    "read_bytes",
-    "read_json",
-    "read_regular",
-    "read_toml",
-    "shown",
-]

@@ -68,40 +68,21 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """Fields that all objects of one answer have.
-
-    Attributes:
-        id: of the answer.
-        kind: of object.
-        model: that answers.
-        created: seconds since 1970.
-    """
-
-    id: str
-    kind: str
-    model: str
-    created: int
-
-    def json(self, choices: Sequence[JsonObject], version: str, **more: Json) -> JsonObject:
-        """An object."""
-        return {
-            "id": self.id,
-            "object": self.kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": version or None,
-            "choices": list(choices),
-            **more,
-        }
+def new_head(prefix: str, kind: str, model: str) -> JsonObject:
+    """The fields that all objects of one answer have."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
 
 
-def new_head(prefix: str, kind: str, model: str) -> Head:
-    """The head of a new answer."""
-    return Head(
-        id=f"{prefix}-{secrets.token_hex(12)}", kind=kind, model=model, created=int(time.time())
-    )
+def with_choices(
+    head: JsonObject, choices: Sequence[JsonObject], version: str, **more: Json
+) -> JsonObject:
+    """An object of an answer."""
+    return {**head, "system_fingerprint": version or None, "choices": list(choices), **more}
 
 
 #: The logarithm that stands for a probability of 0, which JSON has no number for.
@@ -345,7 +326,7 @@ class Reply:
             for index, part in enumerate(wholes)
         ]
         head = new_head(self.shape.prefix, self.shape.kind, self.named.name)
-        return head.json(choices, self.version, usage=self.usage.json)
+        return with_choices(head, choices, self.version, usage=self.usage.json)
 
     async def events(self, *, usage: bool) -> AsyncGenerator[JsonObject, None]:
         """The answer as objects; the last is an error where it ends early."""
@@ -356,15 +337,15 @@ class Reply:
         try:
             for index in range(len(self.asked) if shape.begin else 0):
                 begun = shape.choice(index, shape.begin, nothing, listed=False)
-                yield head.json([begun], self.version, **more)
+                yield with_choices(head, [begun], self.version, **more)
             async for index, part in self.parts():
                 choice = shape.choice(index, shape.part(part), part, listed=self.listed)
-                yield head.json([choice], self.version, **more)
+                yield with_choices(head, [choice], self.version, **more)
         except StreamError as error:
             yield ended(error).body
             return
         if usage:
-            yield head.json([], self.version, usage=self.usage.json)
+            yield with_choices(head, [], self.version, usage=self.usage.json)
 
 
 @contextlib.asynccontextmanager
