@@ -12,7 +12,7 @@ step is the least of its wall time and of its processor time over the cores (low
 *Regret*: how much longer the plan that was predicted to be the fastest takes than the fastest of
 those that were run. *Rank correlation*: Spearman's, over plans that differ by more than noise, the
 spread of the lower half of each plan's runs. Constants were chosen on the transformer of
-`hand_sharded.py`, which is no job here.
+`hand_sharded.py`, which is not a job here.
 """
 
 from __future__ import annotations

@@ -355,7 +355,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: shardlib.Plan.from_json(b"plan.json"),
         shardlib.PlanError,
         (
-            "the plan is no JSON: Expecting value at line 1, column 1, where 'plan.json' stands"
+            "the plan is not valid JSON: Expecting value at line 1, column 1, where 'plan.json' stands"
             "\nTry: the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
         ),
     ),
@@ -363,7 +363,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: shardlib.Plan.from_json('{"format": 1,'),
         shardlib.PlanError,
         (
-            "the plan is no JSON: Expecting property name enclosed in double quotes at line 1,"
+            "the plan is not valid JSON: Expecting property name enclosed in double quotes at line 1,"
             " column 14, where the text ends"
             "\nTry: the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
         ),

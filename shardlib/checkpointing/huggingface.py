@@ -90,7 +90,7 @@ class Files:
             if not path.is_file():
                 self._open.close()
                 raise CheckpointError(
-                    f"{path} is no file that can be read\nTry: fetch the file again"
+                    f"{path} is not a file that can be read\nTry: fetch the file again"
                 )
             try:
                 file = self._open.enter_context(safe_open(path, "np"))

@@ -253,7 +253,7 @@ def parse_pins(words: list[str]) -> JsonObject:
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not key or not equals or not value:
-            failures.append(f"{word!r} is no KEY=VALUE")
+            failures.append(f"{word!r} is not KEY=VALUE")
         elif key in pins:
             failures.append(f"{key!r} is given twice")
         else:
@@ -330,7 +330,7 @@ def duration(text: str, what: str) -> float:
     if match is None or not float(match[1]):
         more = ", above 0" if match is not None else ", a number and us, ms, s, m, h or d"
         many = "; a number of devices after @ is for `shardlib compare`" if "@" in text else ""
-        raise PlanError(f"{what} {text!r} is no duration{more}{many}\nTry: {what} 3h, or 500ms")
+        raise PlanError(f"{what} {text!r} is not a duration{more}{many}\nTry: {what} 3h, or 500ms")
     units = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
     return float(match[1]) * units[match[2]]
 
@@ -345,7 +345,8 @@ def quantity(text: str, what: str) -> float:
         )
     if match is None or not float(match[1]):
         raise PlanError(
-            f"{what} {text!r} is no number above 0, which K, M, B or T may follow\nTry: {what} 15T"
+            f"{what} {text!r} is not a number above 0, which K, M, B or T may follow\nTry:"
+            f" {what} 15T"
         )
     return float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]
 
@@ -355,7 +356,7 @@ def price(text: str, what: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:/\s*(h|d))?\s*", text)
     if match is None:
         raise PlanError(
-            f"{what} {text!r} is no price: a number in your own money, of an hour, or with /h or"
+            f"{what} {text!r} is not a price: a number in your own money, of an hour, or with /h or"
             f" /d\nTry: {what} 2.40/h"
         )
     return float(match[1]) / {None: 1.0, "h": 1.0, "d": 24.0}[match[2]]

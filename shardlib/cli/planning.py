@@ -861,7 +861,9 @@ def parse_allow(words: list[str]) -> JsonObject:
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not key or not equals or not value:
-            raise PinError(f"--allow {word!r} is no WHAT=DTYPE\nTry: --allow moment_dtype=bfloat16")
+            raise PinError(
+                f"--allow {word!r} is not WHAT=DTYPE\nTry: --allow moment_dtype=bfloat16"
+            )
         allowed.setdefault(key, []).extend(part.strip() for part in value.split(","))
     if not allowed:
         return {}

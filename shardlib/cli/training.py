@@ -253,7 +253,7 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     first, _, count = text.partition(":")
     if not first.isdigit() or (count and not count.isdigit()):
         raise ModelError(
-            f"--profile {text!r} is no step\nTry: --profile 10, or 10:3 for three steps from the"
+            f"--profile {text!r} is not a step\nTry: --profile 10, or 10:3 for three steps from the"
             " tenth on"
         )
     return int(first), int(count or 1)

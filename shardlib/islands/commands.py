@@ -108,8 +108,8 @@ def run_islands(
         raise LaunchError("an island is one process\nTry: --islands N without --processes")
     if words and words[0] in SINGLE:
         raise LaunchError(
-            f"{words[0]} is no island of its own: its islands are of one process\nTry: -- python"
-            " train.py, a script that calls shardlib.servers.join"
+            f"{words[0]} is not an island of its own: its islands are of one process\nTry: --"
+            " python train.py, a script that calls shardlib.servers.join"
         )
     local = LocalIslands(
         command=tuple(words),

@@ -170,7 +170,9 @@ def compare_command(
 def _folder(path: Path) -> None:
     """A folder that plans are written to, made where it is missing."""
     if path.exists() and not path.is_dir():
-        raise ArgumentError(f"{path} is no folder, and plans are written there\nTry: another name")
+        raise ArgumentError(
+            f"{path} is not a folder, and plans are written there\nTry: another name"
+        )
     if not path.parent.is_dir():
         raise MissingFileError(f"the folder {path.parent} for {path.name} does not exist")
 
@@ -323,7 +325,7 @@ def environment_of(words: Sequence[str]) -> dict[str, str]:
     wrong = [word for word in words if "=" not in word]
     if wrong:
         raise LaunchError(
-            f"--env {wrong[0]!r} is no NAME=VALUE\nTry: --env"
+            f"--env {wrong[0]!r} is not NAME=VALUE\nTry: --env"
             " XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true"
         )
     return dict(word.split("=", 1) for word in words)

@@ -183,7 +183,7 @@ class Job:
             if name not in self.plain and (what := likely_secret(name, value))
         ]
         failures += [
-            f"plain has {shown(name)}, which is no variable of environment"
+            f"plain has {shown(name)}, which is not a variable of environment"
             for name in self.plain
             if name not in self.environment
         ]
@@ -198,9 +198,9 @@ class Job:
             if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
         ]
         if self.image is not None and not IMAGE.fullmatch(self.image):
-            failures.append(f"image is {shown(self.image)}, which is no image")
+            failures.append(f"image is {shown(self.image)}, which is not an image")
         failures += [
-            f"environment has {name!r}, which is no name of a variable"
+            f"environment has {name!r}, which is not a name of a variable"
             for name in self.environment
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
         ]
@@ -214,7 +214,7 @@ class Job:
         devices, per_host = self.machine.devices, self.devices_per_host
         if devices % per_host:
             return [
-                f"{self.topology} has {devices} devices, which are no whole hosts of {per_host}"
+                f"{self.topology} has {devices} devices, which are not whole hosts of {per_host}"
             ]
         if per_host % self.host_processes:
             return [

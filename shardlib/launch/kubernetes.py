@@ -84,7 +84,7 @@ class KubernetesSettings:
             for text in ((value,) if isinstance(value, str) else value or ())
         ]
         failures = [
-            f"{name} has {text!r}, which is no name of an object"
+            f"{name} has {text!r}, which is not a name of an object"
             for name, text in named
             if not OBJECT.fullmatch(text)
         ]
@@ -104,7 +104,7 @@ class KubernetesSettings:
             r"\d+(\.\d+)?([KMGT]i?)?", self.shared_memory
         ):
             failures.append(
-                f"shared_memory is {self.shared_memory!r}, which is no quantity such as 64Gi"
+                f"shared_memory is {self.shared_memory!r}, which is not a quantity such as 64Gi"
             )
         failures += [
             f"{name} is {value}; it must be between {low} and {high}"

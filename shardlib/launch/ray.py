@@ -82,8 +82,8 @@ class RayHosts:
             text = base64.b64decode(word + "=" * (-len(word) % 4), altchars=b"-_", validate=True)
         except ValueError as error:
             raise LaunchError(
-                f"the driver was given {shown(word)}, which is no job\nTry: shardlib launch --ray,"
-                " which starts it"
+                f"the driver was given {shown(word)}, which is not a job\nTry: shardlib launch"
+                " --ray, which starts it"
             ) from error
         return cls.from_json(text)
 

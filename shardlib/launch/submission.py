@@ -51,7 +51,7 @@ def settings_of(
         key, equals, text = word.partition("=")
         name = key.strip().replace("-", "_")
         if not equals or name not in kinds:
-            failures.append(_unknown(word, name, kinds) if equals else f"{word!r} is no KEY=VALUE")
+            failures.append(_unknown(word, name, kinds) if equals else f"{word!r} is not KEY=VALUE")
             continue
         several = kinds[name] == tuple[str, ...]
         value = (*values.get(name, ()), text) if several else _value(kinds[name], text)
@@ -315,7 +315,7 @@ class Submission:
         if failures:
             raise_all(
                 LaunchError,
-                f"{self.engine} cannot be given NUL, or what is no UTF-8",
+                f"{self.engine} cannot be given NUL, or what is not UTF-8",
                 bounded(failures),
                 hint="other options",
             )

@@ -274,8 +274,9 @@ def free_port(address: str) -> int:
             return listener.getsockname()[1]
     except OSError as error:
         raise LaunchError(
-            f"{address} is no address of this machine: {error.strerror or error}\nTry: 127.0.0.1,"
-            f" or the name of an interface: {', '.join(name for _, name in socket.if_nameindex())}"
+            f"{address} is not an address of this machine: {error.strerror or error}\nTry:"
+            " 127.0.0.1, or the name of an interface:"
+            f" {', '.join(name for _, name in socket.if_nameindex())}"
         ) from error
 
 

@@ -156,7 +156,7 @@ def _ours(environ: Mapping[str, str]) -> Place:
         for name, default in zip(names, ("", "", "1", "0"), strict=True)
     }
     failures = [
-        f"{name} is {value!r}, which is no number"
+        f"{name} is {value!r}, which is not a number"
         for name, value in variables.items()
         if not _number(value)
     ]

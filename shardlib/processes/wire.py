@@ -447,7 +447,7 @@ def introduce(
     hurried = _Hurried(stream, seconds)
     theirs, challenge = _secret_header(hurried).get("number"), number()
     if not isinstance(theirs, str):
-        raise StrangerError("it is no server of parameters that listens there")
+        raise StrangerError("it is not a server of parameters that listens there")
     line = sealed(secret, theirs, "worker", {"worker": worker, "number": challenge})
     send(hurried, {"line": line.decode()}, {})
     reply = opened(secret, challenge, "server", _line(_secret_header(hurried)))

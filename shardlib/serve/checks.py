@@ -98,7 +98,7 @@ def compare(
     barred = np.isneginf(right)  # tokens that a model never says
     if not np.isfinite(right[~barred]).all() or barred.all(axis=-1).any():
         raise ModelError(
-            "the forward pass gives logits that are no numbers\nTry: look at the weights; they may"
+            "the forward pass gives logits that are not numbers\nTry: look at the weights; they may"
             " hold NaN"
         )
     served = jax.jit(partial(traced.__call__, groups=groups))

@@ -899,7 +899,7 @@ def _model(spec: str, longest: int) -> tuple[Any, Any, str]:
             )
         return loaded.init, loaded.forward, loaded.name
     if not isinstance(loaded, TransformerConfig):
-        raise ModelError(f"{spec} is no decoder, which answers token by token")
+        raise ModelError(f"{spec} is not a decoder, which answers token by token")
     limit = loaded.max_seq
     if longest > limit:
         raise ArgumentError(
@@ -915,7 +915,7 @@ def _pins(words: list[str]) -> Mapping[str, Any]:
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or not value.lstrip("-").isdigit():
-            raise PinError(f"{word!r} is no KEY=NUMBER\nTry: --pin mesh.tensor=8")
+            raise PinError(f"{word!r} is not KEY=NUMBER\nTry: --pin mesh.tensor=8")
         key = {"mesh.tensor": "tensor", "mesh.data": "replicas", "data": "replicas"}.get(key, key)
         if key in pins:
             raise PinError(f"{key!r} is given twice")

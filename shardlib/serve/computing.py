@@ -628,7 +628,7 @@ def _require_same(expected: Tree, params: Tree) -> None:
         for tree in (expected, params)
     )
     failures = [f"{path} is missing" for path in shapes if path not in theirs]
-    failures += [f"{path} is no parameter of the model" for path in theirs if path not in shapes]
+    failures += [f"{path} is not a parameter of the model" for path in theirs if path not in shapes]
     failures += [
         f"{path} is {list(theirs[path])}; the model has {list(shape)}"
         for path, shape in shapes.items()
@@ -768,7 +768,7 @@ class Sources:
         if not 0 < len(request.source) <= self.longest:
             return [f"the source has {len(request.source)} tokens; it has from 1 to {self.longest}"]
         if not all(whole(token) and 0 <= token < 1 << 31 for token in request.source):
-            return ["the source has what is no token; tokens are whole numbers from 0 on"]
+            return ["the source has what is not a token; tokens are whole numbers from 0 on"]
         return []
 
     def forget(self) -> None:

@@ -425,8 +425,8 @@ def chain_of(problem: Problem, vendor: str) -> Chain:
     groups = _groups(facts)
     if not any(group.layers >= 0 for group in groups):
         raise TracingError(
-            f"{problem.model} has no layers that repeat, so it is no chain that devices could take"
-            " parts of\nTry: layers of one shape, in a loop or a scan"
+            f"{problem.model} has no layers that repeat, so it is not a chain that devices could"
+            " take parts of\nTry: layers of one shape, in a loop or a scan"
         )
     owner = np.full(len(graph.ops), -1)
     for number, group in enumerate(groups):

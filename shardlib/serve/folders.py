@@ -199,8 +199,8 @@ def read_adapter(folder: Path) -> PeftAdapter:
         tensors = load_file(file)
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{file} is no file that can be read ({fit(printable(str(error)), 200)})\nTry: fetch it"
-            " again"
+            f"{file} is not a file that can be read ({fit(printable(str(error)), 200)})\nTry: fetch"
+            " it again"
         ) from error
     scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     return PeftAdapter(scale=scale, tensors=_paired(file, tensors, rank))
@@ -223,7 +223,7 @@ def _paired(
     if wrong or not pairs:
         raise_all(
             ModelError,
-            f"{file} is no adapter of rank {rank}; these are no pairs of matrices",
+            f"{file} is not an adapter of rank {rank}; these are not pairs of matrices",
             wrong[:5] or ["it is empty"],
         )
     return pairs
@@ -466,7 +466,7 @@ def _read(path: Path) -> tuple[Confined, list[str | None], Tokenizer | None]:
     try:
         header, packed = confined.about()
     except RefusedError as error:
-        raise ModelError(f"{path} is no tokenizer ({error})\nTry: fetch it again") from error
+        raise ModelError(f"{path} is not a tokenizer ({error})\nTry: fetch it again") from error
     tokens = [None if token is None else token.decode() for token in _unpacked(packed)]
     special = header["special"]
     assert isinstance(special, list)
@@ -648,8 +648,8 @@ def write_folder(
     """
     if served.config is None:
         raise ModelError(
-            f"{served.name} is no reference transformer, so that Hugging Face has no names for its"
-            " parameters"
+            f"{served.name} is not a reference transformer, so that Hugging Face has no names for"
+            " its parameters"
         )
     root, config, weights = Path(folder), served.config, both(read(served.init), served.weights)
     tokenizer: str | None = None

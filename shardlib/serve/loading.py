@@ -53,13 +53,13 @@ def trained_run(folder: Path, *, average: bool = False) -> TrainedRun:
     manifest = read_manifest(run.manifest)
     if manifest is None:
         raise RunError(
-            f"{folder} is no folder of a run: it has no {run.manifest.name}\nTry: one that"
+            f"{folder} is not a folder of a run: it has no {run.manifest.name}\nTry: one that"
             " shardlib train --run has made"
         )
     description = manifest.get("run")
     if not isinstance(description, dict) or not isinstance(description.get("model"), dict):
         raise RunError(
-            f"{folder} is no run of shardlib train, so that its model is not known\nTry:"
+            f"{folder} is not a run of shardlib train, so that its model is not known\nTry:"
             " shardlib.serving.Engine(init, forward, weights=state.params)"
         )
     config = construct(
@@ -118,7 +118,7 @@ def named(word: str, *, average: bool = False) -> Served:
         return _run(Path(word), average=average)
     if average:
         raise RunError(
-            f"{word} is no run, so that it has no average of its parameters\nTry: it without"
+            f"{word} is not a run, so that it has no average of its parameters\nTry: it without"
             " --average"
         )
     if Path(word).is_dir() and is_folder(Path(word)):
@@ -146,7 +146,7 @@ def _random(word: str) -> Served:
     config = models.load(word)
     if not isinstance(config, TransformerConfig) or config.vocab_size < 256:
         raise ModelError(
-            f"{word} cannot be served: it is no decoder that knows 256 bytes\nTry: a folder of"
+            f"{word} cannot be served: it is not a decoder that knows 256 bytes\nTry: a folder of"
             " shardlib train --run, or shardlib.serving.Engine(init, forward) in a program of your"
             " own"
         )

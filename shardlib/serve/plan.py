@@ -332,8 +332,9 @@ class ServingPlan:
         table = dict(cast("JsonMapping", data)) if isinstance(data, Mapping) else {}
         if table.get("format") != FORMAT:
             raise PlanError(
-                f"this is no serving plan of format {FORMAT} (found {shown(table.get('format'))})"
-                "\nTry: make it with `shardlib plan MODEL --serve ... --out plan.json`"
+                f"this is not a serving plan of format {FORMAT}"
+                f" (found {shown(table.get('format'))})\nTry: make it with `shardlib plan MODEL"
+                " --serve ... --out plan.json`"
             )
         checksum = table.pop("checksum", None)
         if checksum != _checksum(table):

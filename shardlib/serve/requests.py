@@ -373,7 +373,7 @@ class Form:
         try:
             return cls(kind="json", text=json.dumps(schema, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"the schema is no JSON: {error}") from error
+            raise ArgumentError(f"the schema is not valid JSON: {error}") from error
 
     @classmethod
     def regex(cls, pattern: str) -> Form:

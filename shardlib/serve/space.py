@@ -81,7 +81,7 @@ class ServingPins:
             if word not in words:
                 near = difflib.get_close_matches(word, [*words, "mesh"], 1)
                 hint = f"; do you mean {near[0]!r}?" if near else ""
-                failures.append(f"{word!r} is no decision of serving{hint}")
+                failures.append(f"{word!r} is not a decision of serving{hint}")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 failures.append(f"{word} is {value!r}; it is a whole number from 1 on")
         if failures:

@@ -222,7 +222,7 @@ def read_regular(path: str | Path, limit: int = -1) -> bytes:
         path, "rb", opener=lambda file, flags: os.open(file, flags | getattr(os, "O_NONBLOCK", 0))
     ) as stream:  # a pipe must not stop us
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no file that can be read", str(path))
+            raise OSError(errno.EINVAL, "it is not a file that can be read", str(path))
         return stream.read(limit)
 
 
@@ -301,8 +301,8 @@ def parse_json(
     """
     after = f"\nTry: {hint}" if hint else ""
     if not isinstance(text, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise error(f"{what} is no JSON: it is {type(text).__name__} and no text{after}")
-    return _parsed(text, f"{what} is no JSON", error, limits, _json, after)
+        raise error(f"{what} is not valid JSON: it is {type(text).__name__} and no text{after}")
+    return _parsed(text, f"{what} is not valid JSON", error, limits, _json, after)
 
 
 def parse_toml(
@@ -311,7 +311,7 @@ def parse_toml(
     """The plain data of a TOML text; arguments and errors as those of `parse_json`. Dates and times
     are not plain.
     """
-    return _parsed(text, f"{what} is no TOML", error, limits, _toml)
+    return _parsed(text, f"{what} is not valid TOML", error, limits, _toml)
 
 
 def _toml(text: str) -> JsonObject:
@@ -335,7 +335,7 @@ def _parsed(
         _check(value, limits)
     except UnicodeDecodeError as wrong:
         raise error(
-            f"{failed}: its bytes are no UTF-8 ({wrong.reason} at byte {wrong.start}){after}"
+            f"{failed}: its bytes are not UTF-8 ({wrong.reason} at byte {wrong.start}){after}"
         ) from wrong
     except RecursionError as wrong:
         raise error(f"{failed}: it is nested deeper than {limits.depth} levels{after}") from wrong

@@ -94,7 +94,7 @@ def test_models_as_a_table(shell):
             ),
             "PinError",
             (
-                "pins are not usable:\n  - 'zero' is no KEY=VALUE\n  - 'remat' is given twice\nTry:"
+                "pins are not usable:\n  - 'zero' is not KEY=VALUE\n  - 'remat' is given twice\nTry:"
                 " for example --pin mesh.tensor=8 --pin remat=full"
             ),
         ),
@@ -117,8 +117,8 @@ def test_every_command_is_in_the_readme():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("/dev/null", "plan file '/dev/null' cannot be read: it is no file that can be read"),
-        ("/dev/zero", "plan file '/dev/zero' cannot be read: it is no file that can be read"),
+        ("/dev/null", "plan file '/dev/null' cannot be read: it is not a file that can be read"),
+        ("/dev/zero", "plan file '/dev/zero' cannot be read: it is not a file that can be read"),
         (".", ". is a folder, and no plan file\nTry: a file that is in it"),
         ("x" * 300, f"there is no plan file {'x' * 300}"),
     ],
@@ -131,7 +131,7 @@ def test_what_is_no_file_is_told_apart(shell, name: str, says: str):
 def test_a_plan_that_is_cut_off_is_made_again(shell, plan_file: Path):
     plan_file.write_text(plan_file.read_text()[:300])
     code, out, err = shell("explain", str(plan_file))
-    assert (code, out) == (2, "") and "holds no plan: the plan is no JSON: " in err
+    assert (code, out) == (2, "") and "holds no plan: the plan is not valid JSON: " in err
     assert err.endswith(f"\nTry: shardlib plan MODEL --topology T ... --out {plan_file}\n")
 
 

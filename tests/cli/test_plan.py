@@ -77,7 +77,7 @@ def test_dtypes_are_searched_where_they_are_allowed(shell, shallow: Path):
         == plans[0]["estimate"]["device_bytes"]["optimizer"]
     )
     for wrong, message in (
-        ("moment_dtype", "--allow 'moment_dtype' is no WHAT=DTYPE"),
+        ("moment_dtype", "--allow 'moment_dtype' is not WHAT=DTYPE"),
         ("moments=bfloat16", "allow names 'moments'"),
         ("moment_dtype=half", "allow.moment_dtype is 'half'"),
     ):

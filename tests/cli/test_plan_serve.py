@@ -42,8 +42,8 @@ def test_a_plan_is_written_and_explained(tmp_path: Path, shell):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ttft", "soon"], "no duration"),
-        (["--ttft", "0ms"], "no duration"),
+        (["--ttft", "soon"], "not a duration"),
+        (["--ttft", "0ms"], "not a duration"),
         (["--pin", "tensor=big"], "KEY=NUMBER"),
         (["--pin", "tensor=2", "--pin", "mesh.tensor=4"], "given twice"),
         (["--batch", "8"], "belong to training"),

@@ -125,7 +125,7 @@ def test_a_comparison_is_a_table_json_pictures_and_plans(shell, tmp_path: Path):
         (("--mtbf", "3h"), "does not say of how many devices"),
         (("--mtbf", "3h@0"), "does not say of how many devices"),
         (("--plans", "/nowhere/at/all"), "the folder /nowhere/at for all does not exist"),
-        (("--deadline", "soon"), "--deadline 'soon' is no duration"),
+        (("--deadline", "soon"), "--deadline 'soon' is not a duration"),
         (
             ("--deadline", "30"),
             "error: --deadline '30' has no unit: us, ms, s, m, h or d\nTry: --deadline 30s, 30h or"
@@ -138,10 +138,10 @@ def test_a_comparison_is_a_table_json_pictures_and_plans(shell, tmp_path: Path):
         ),
         (
             ("--price", "h100=2/week"),
-            "error: --price h100 '2/week' is no price: a number in your own money, of an hour, or"
+            "error: --price h100 '2/week' is not a price: a number in your own money, of an hour, or"
             " with /h or /d\nTry: --price h100 2.40/h\n",
         ),
-        (("--deadline", "0d"), "--deadline '0d' is no duration, above 0"),
+        (("--deadline", "0d"), "--deadline '0d' is not a duration, above 0"),
         (
             ("--price", "h100=2,v6e=1"),
             "there is a price of v6e, and the machines that are compared",

@@ -354,7 +354,7 @@ def sources_files(path: Path) -> Any:
             '{"body": "x"}',
             "line 3 of a.jsonl in .* has no field 'text'; it has the fields 'body'\nTry: field=...",
         ),
-        ('{"text": ', "line 3 of a.jsonl in .* is no JSON: Expecting value"),
+        ('{"text": ', "line 3 of a.jsonl in .* is not valid JSON: Expecting value"),
         ("[1]", "line 3 of a.jsonl in .* has no field 'text'; it has no fields"),
     ],
 )

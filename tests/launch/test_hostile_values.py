@@ -312,9 +312,9 @@ def test_this_machine(tmp_path: Path):
     [
         ({"command": ("train", "a\0b")}, "no process can be given"),
         ({"run": "/a\0b"}, "no process can be given"),
-        ({"image": "-v/:/host"}, "is no image"),
-        ({"image": "a b"}, "is no image"),
-        ({"image": "i,/etc:/etc"}, "is no image"),
+        ({"image": "-v/:/host"}, "is not an image"),
+        ({"image": "a b"}, "is not an image"),
+        ({"image": "i,/etc:/etc"}, "is not an image"),
         ({"environment": {"HF_TOKEN": "x"}}, "looks like a secret"),
         ({"environment": {"DATABASE": "postgres://me:hunter2@db/x"}}, "value of DATABASE"),
         ({"environment": {"A": "hf_" + "a" * 30}}, "value of A"),
@@ -361,7 +361,9 @@ def test_variables_that_look_like_secrets(variable: str):
     assert Job(
         name="a", command=("train",), topology="cpu:2", environment={name: value}, plain=(name,)
     ).environment == {name: value}
-    with pytest.raises(LaunchError, match="plain has 'OTHER', which is no variable of environment"):
+    with pytest.raises(
+        LaunchError, match="plain has 'OTHER', which is not a variable of environment"
+    ):
         Job(name="a", command=("train",), topology="cpu:2", plain=("OTHER",))
 
 

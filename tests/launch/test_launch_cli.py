@@ -168,7 +168,7 @@ def test_what_the_scheduler_refuses_is_said(shell, sbatch: Path):
         ),
         (
             ("-n", "2", "--interface", "192.0.2.77", "--", "train"),
-            "192.0.2.77 is no address of this machine",
+            "192.0.2.77 is not an address of this machine",
         ),
         (("-n", "2", "--", "tran"), "there is no program 'tran' here; did you mean 'train'? Try:"),
         (("-n", "2", "--", "serve", "runs/a"), "run in one process, without `launch`"),
@@ -178,7 +178,7 @@ def test_what_the_scheduler_refuses_is_said(shell, sbatch: Path):
             "Did you mean partition?",
         ),
         (("--slurm", "-t", "h100:8", "--env", "HF_TOKEN=x", "--", "train"), "looks like a secret"),
-        (("--slurm", "-t", "h100:8", "--env", "A", "--", "train"), "--env 'A' is no NAME=VALUE"),
+        (("--slurm", "-t", "h100:8", "--env", "A", "--", "train"), "--env 'A' is not NAME=VALUE"),
         (("--tpu-vm", "-t", "v5p:4x4x4", "--", "train"), "zone is missing"),
         (("--ray", "-t", "h1000:8", "--", "train"), "unknown chip"),
     ],
@@ -213,7 +213,7 @@ def test_all_faults_of_options_are_listed():
     for fault in (
         "chain is 'many'",
         "exclusive is '1'",
-        "'partition' is no KEY=VALUE",
+        "'partition' is not KEY=VALUE",
         "qos is given twice",
     ):
         assert fault in str(caught.value)

@@ -277,7 +277,7 @@ def test_what_cannot_be_launched():
     with pytest.raises(
         LaunchError,
         match=(
-            r"192.0.2.77 is no address of this machine(.|\n)*Try: 127.0.0.1, or the name of an"
+            r"192.0.2.77 is not an address of this machine(.|\n)*Try: 127.0.0.1, or the name of an"
             r" interface: .*lo"
         ),
     ):

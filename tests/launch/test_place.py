@@ -83,7 +83,7 @@ def test_whoever_started_it_says_which_process_it_is():
     [
         ({"SHARDLIB_PROCESS": "4"}, "SHARDLIB_PROCESS is 4 of 4"),
         ({"SHARDLIB_COORDINATOR": "host"}, "needs HOST:PORT"),
-        ({"SHARDLIB_PROCESSES": "many"}, "SHARDLIB_PROCESSES is 'many', which is no number"),
+        ({"SHARDLIB_PROCESSES": "many"}, "SHARDLIB_PROCESSES is 'many', which is not a number"),
         ({"SHARDLIB_JOIN_SECONDS": "soon"}, "SHARDLIB_JOIN_SECONDS is 'soon'"),
         ({"SHARDLIB_HOST_DEVICES": "0"}, "SHARDLIB_HOST_DEVICES is '0'"),
     ],

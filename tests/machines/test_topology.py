@@ -291,7 +291,7 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ),
             "topology file 'c.toml' is not usable: tiers[0].bytes_per_s is 'fast'; it is a number",
         ),
-        ("chip = ", "topology file 'c.toml' is no TOML: Invalid value (at end of document)"),
+        ("chip = ", "topology file 'c.toml' is not valid TOML: Invalid value (at end of document)"),
     ],
 )
 def test_bad_files_list_every_fault(

@@ -274,7 +274,7 @@ def test_tokens_are_those_of_peft_and_adapters_are_models_of_the_server(home: Pa
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"rank_pattern": {"q_proj": 3}}, "rank_pattern is"),
         ({"r": 0}, "r is 0; it is a whole number above 0"),
-        ({"r": 2}, "is no adapter of rank 2"),
+        ({"r": 2}, "is not an adapter of rank 2"),
         ({"lora_alpha": None}, "lora_alpha is None"),
     ],
 )

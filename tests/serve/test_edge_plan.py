@@ -419,7 +419,7 @@ def test_files_of_devices(tmp_path: Path) -> None:
         ('name = "card"', 'name = "board"', "devices have one name: board"),
         ("hbm_bytes_per_s = 1e10\n", "", "hbm_bytes_per_s"),
         ("[[devices]]", "[[device]]", "has no list of tables"),
-        ('name = "board"', "name = ", "is no TOML"),
+        ('name = "board"', "name = ", "is not valid TOML"),
         ('chip = "a100"', "chip = 3", "'chip' is 3; it is a name or a table"),
         ("link_latency_s = 1e-4", "link_latency_s = -1", "must not be negative"),
     ],

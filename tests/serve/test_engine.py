@@ -392,12 +392,12 @@ def test_weights_of_another_model_are_refused():
     right = wide(jax.random.key(0))
     for wrong, said in (
         ({**right, "embed": right["embed"][:30]}, r"embed is \[30, 16\]; the model has"),
-        ({**right, "more": right["out"]}, "more is no parameter"),
+        ({**right, "more": right["out"]}, "more is not a parameter"),
         ({"embed": right["embed"]}, "is missing"),
     ):
         with pytest.raises(ArgumentError, match=said):
             Engine(shardlib.tree(wide, AXES), reset_at(0), weights=wrong)
-    with pytest.raises(ModelError, match="no numbers"):
+    with pytest.raises(ModelError, match="not numbers"):
         broken = jax.tree.map(lambda leaf: leaf * jnp.nan, right)
         Engine(shardlib.tree(wide, AXES), reset_at(0), weights=broken)
 

@@ -158,7 +158,7 @@ def test_folders_that_are_none_are_said(tmp_path: Path):
     with pytest.raises(MissingFileError, match=r"has no tokenizer\.json"):
         read_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="is no tokenizer"):
+    with pytest.raises(ModelError, match="is not a tokenizer"):
         read_folder(tmp_path)
     write_tokenizer(tmp_path)
     with pytest.raises(MissingFileError, match=r"no \.safetensors file"):

@@ -166,7 +166,7 @@ def test_a_form_that_is_whole_ends_an_answer_at_its_last_token(engine: Engine):
         (lambda: Form.choice([]), "a choice is a list of texts, as JSON, of at least one"),
         (lambda: Form.choice(["a", ""]), "a choice is a list of texts"),
         (lambda: Form(kind="xml", text="a"), "the form is 'xml'; it is one of json, regex"),
-        (lambda: Form.schema({"enum": [float("nan")]}), "the schema is no JSON"),
+        (lambda: Form.schema({"enum": [float("nan")]}), "the schema is not valid JSON"),
         (
             lambda: Form.schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
             "no answer has it",
@@ -225,5 +225,5 @@ def test_tokens_of_a_file_of_hugging_face_spell_what_it_decodes(tmp_path: Path):
     told = [tokens[one] or b"\xff" for one in alone]  # llguidance says nothing of this byte
     assert len(alone) > 100 and [text.raw(one) for one in alone] == told
     path.write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
         spelt(path)

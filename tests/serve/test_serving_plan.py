@@ -131,7 +131,7 @@ def test_seventy_billion_on_256_chips_within_a_second():
         ({"tensor": 0}, "whole number"),
         ({"batch": True}, "whole number"),
         ({"batch": 1.5}, "whole number"),
-        ({"mesh": {"stage": 2}}, "no decision of serving"),
+        ({"mesh": {"stage": 2}}, "not a decision of serving"),
     ],
 )
 def test_wrong_pins_are_told(pins: dict[str, object], said: str):

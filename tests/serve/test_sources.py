@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused():
     for source in ((), (1,) * (SOURCE + 1)):
         with pytest.raises(ArgumentError, match=f"the source has {len(source)} tokens"):
             engine.add(replace(asked(0), source=source))
-    with pytest.raises(ArgumentError, match="no token; tokens are whole numbers"):
+    with pytest.raises(ArgumentError, match="not a token; tokens are whole numbers"):
         engine.add(replace(asked(0), source=(-1,)))
     engine.add(asked(0))
     with pytest.raises(ArgumentError, match="requests wait that have no source"):

@@ -165,14 +165,14 @@ def test_an_average_that_is_not_there_is_said(folder: Path, capsys: pytest.Captu
     assert run_command(str(folder), "--prompt", "a", "--average") == 2
     assert "keeps no average of its parameters" in capsys.readouterr().err
     assert run_command("demo", "--prompt", "a", "--average") == 2
-    assert "demo is no run, so that it has no average" in capsys.readouterr().err
+    assert "demo is not a run, so that it has no average" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_said(tmp_path: Path):
-    with pytest.raises(RunError, match=r"is no folder of a run: it has no run\.json"):
+    with pytest.raises(RunError, match=r"is not a folder of a run: it has no run\.json"):
         trained_run(tmp_path)
     (tmp_path / "run.json").write_text(
         json.dumps({"format": 1, "run": {}, "traced": {}, "versions": {}})
     )
-    with pytest.raises(RunError, match="is no run of shardlib train"):
+    with pytest.raises(RunError, match="is not a run of shardlib train"):
         trained_run(tmp_path)

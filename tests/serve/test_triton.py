@@ -120,7 +120,7 @@ def test_what_cannot_be_written_is_said(repository: Path, tmp_path: Path):
     one = user_pass(models.UserModel(**{"name": "classifier", **classifier()}), "classifier")
     with pytest.raises(CheckpointError, match="has a model classifier already"):
         Repository(folder=repository).write_pass(one)
-    with pytest.raises(ArgumentError, match=r"'\.\./up' is no name"):
+    with pytest.raises(ArgumentError, match=r"'\.\./up' is not a name"):
         Repository(folder=tmp_path).write_pass(
             single_pass(Classifier, one.run, one.inputs, name="../up")
         )
@@ -136,7 +136,7 @@ def test_what_cannot_be_written_is_said(repository: Path, tmp_path: Path):
         longest=8,
         text=serve.named("demo").text,
     )
-    with pytest.raises(ModelError, match="is no reference transformer"):
+    with pytest.raises(ModelError, match="is not a reference transformer"):
         Repository(folder=tmp_path).write_language_model(plain)
 
 

@@ -65,7 +65,7 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
             MissingFileError,
             "there is no model file or folder no/such/place\nTry: a preset",
         ),
-        ("switch-base-8", ModelError, "it is no decoder"),
+        ("switch-base-8", ModelError, "it is not a decoder"),
     ],
 )
 def test_what_cannot_be_served_is_said(word: str, error: type[Exception], said: str) -> None:

@@ -259,10 +259,10 @@ def test_entries_that_cannot_be_read(folder: RunFolder):
 #: What stands in place of a file of a run, and what is said of it.
 KINDS = {
     "folder": "it is a folder",
-    "pipe": "it is no file that can be read",
+    "pipe": "it is not a file that can be read",
     "socket": "",
     "loop": "Too many levels of symbolic links",
-    "device": "it is no file that can be read",
+    "device": "it is not a file that can be read",
 }
 
 
@@ -320,12 +320,12 @@ def test_pipes_among_checkpoints_and_safetensors(tmp_path: Path):
     os.mkfifo(tmp_path / "3" / "about" / "metadata")
     assert try_about(epath.Path(tmp_path / "3"), 3) is None
     with pytest.raises(
-        DamagedError, match="its description has metadata, which is no file that can be read"
+        DamagedError, match="its description has metadata, which is not a file that can be read"
     ):
         read_about(epath.Path(tmp_path / "3"), 3)
     os.mkfifo(tmp_path / "model.safetensors")
     with (
-        pytest.raises(CheckpointError, match=r"model\.safetensors is no file that can be read"),
+        pytest.raises(CheckpointError, match=r"model\.safetensors is not a file that can be read"),
         Files(folder=tmp_path),
     ):
         pass

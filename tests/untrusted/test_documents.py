@@ -41,7 +41,7 @@ JSON = {
     "deep and closed": ("[" * 100 + "]" * 100, "nested deeper than 64 levels"),
     "half a character": ('"\\ud800"', "half of a character"),
     "half a character in a key": ('{"\\udfff": 1}', "half of a character"),
-    "no UTF-8": (b'"\xff"', "its bytes are no UTF-8"),
+    "no UTF-8": (b'"\xff"', "its bytes are not UTF-8"),
     "empty": ("", "Expecting value"),
     "two": ("{} {}", "Extra data"),
     "open": ('{"a": ', "Expecting value"),
@@ -69,7 +69,7 @@ def test_json_that_is_refused(what: str):
     with pytest.raises(PlanError, match=message) as caught:
         parse_json(text, "the plan", PlanError)
     assert (
-        str(caught.value).startswith("the plan is no JSON: ")
+        str(caught.value).startswith("the plan is not valid JSON: ")
         and len(str(caught.value)) < 500
         and time.monotonic() - begin < 10
     )
@@ -82,7 +82,7 @@ def test_toml_that_is_refused(what: str):
     with pytest.raises(TopologyError, match=message) as caught:
         parse_toml(text, "the file", TopologyError)
     assert (
-        str(caught.value).startswith("the file is no TOML: ")
+        str(caught.value).startswith("the file is not valid TOML: ")
         and len(str(caught.value)) < 500
         and time.monotonic() - begin < 10
     )
@@ -107,10 +107,10 @@ def test_files_that_are_none(tmp_path: Path):
     with pytest.raises(MissingFileError):
         read_json(tmp_path / "a.json" / "b", "plan", PlanError)
     for name in (tmp_path, "a\0b", "/dev/zero"):
-        with pytest.raises(PlanError, match=r"cannot be read|no file that can be read"):
+        with pytest.raises(PlanError, match=r"cannot be read|not a file that can be read"):
             read_json(name, "plan", PlanError)
     os.mkfifo(tmp_path / "pipe")  # it would stop the reader for ever
-    with pytest.raises(PlanError, match="no file that can be read"):
+    with pytest.raises(PlanError, match="not a file that can be read"):
         read_toml(tmp_path / "pipe", "plan", PlanError)
     (tmp_path / "large.json").write_text("[" + "1," * 1000 + "1]")
     with pytest.raises(PlanError, match="has more than 100 bytes"):

@@ -48,7 +48,7 @@ class Asking(Body):
         if (path := half_of_a_pair(given)) is not None:
             raise PydanticCustomError(
                 "characters",
-                "{field} has half of a surrogate pair, which is no character",
+                "{field} has half of a surrogate pair, which is not a character",
                 {"field": path},
             )
         return given

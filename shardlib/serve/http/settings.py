@@ -307,7 +307,7 @@ def _wrong_body(error: RequestValidationError) -> Fault:
     """The first thing that is wrong with a body."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return Fault(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
+        return Fault(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}")
     if first["type"] == "characters":
         path = str(first.get("ctx", {}).get("field"))
         return Fault(400, first["msg"], code="invalid_value", param=path.partition(".")[0])

@@ -362,7 +362,7 @@ class Repository:
 def _checked(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ArgumentError(
-            f"{shown(name)} is no name of a model of Triton: letters, digits, dots, dashes"
+            f"{shown(name)} is not a name of a model of Triton: letters, digits, dots, dashes"
         )
     return name
 

@@ -186,7 +186,7 @@ def test_the_outer_server_loads_no_jax() -> None:
     [
         (["--islands", "2", "--", "x"], "2 islands of this machine would share its devices"),
         (["--islands", "2", "-n", "2", "--", "x"], "an island is one process"),
-        (["--islands", "2", "--", "train"], "train is no island of its own"),
+        (["--islands", "2", "--", "train"], "train is not an island of its own"),
         (["--quorum", "2", "--", "x"], "nothing says how many islands there are"),
         (["--islands", "2", "--slurm", "--", "x"], "slurm is for an engine"),
         (

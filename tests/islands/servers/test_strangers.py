@@ -133,7 +133,7 @@ PUSH = b'{"kind": "push", "worker": 1, "serial": 1, "start": "x"}'
         (frame(b"{}", mark=b"\x80\x04\x95."), "it does not begin as a frame does"),
         (frame(b"{}"), "kind is missing"),
         (frame(b'{"kind": 3, "worker": 1}'), "kind is 3; it is a text"),
-        (frame(b'{"kind": "fetch", "worker": 1, "seen": 1e400}'), "the header is no JSON"),
+        (frame(b'{"kind": "fetch", "worker": 1, "seen": 1e400}'), "the header is not valid JSON"),
         (frame(b"\xff\xfe"), "closed the connection of worker 1"),
         (frame(PUSH, b"\x80\x04no safetensors"), "its layout has"),
         (frame(PUSH, struct.pack("<Q", 1 << 60) + b"{}"), "its layout has"),

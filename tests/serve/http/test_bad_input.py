@@ -130,7 +130,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "part that is no text",
+        "part that is not text",
     ),
     ("chat/completions", {"messages": CHAT, "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (
@@ -214,7 +214,7 @@ def test_what_is_no_body_is_refused(ask: Any, content: bytes):
         (
             "chat/completions",
             r'{"messages": [{"role": "user", "content": "\ud800"}]}',
-            "messages.0.content has half of a surrogate pair, which is no character",
+            "messages.0.content has half of a surrogate pair, which is not a character",
         ),
         ("embeddings", r'{"input": "\ud800"}', "input has half of"),
         ("embeddings", r'{"input": "a", "user": {"\ud800": 1}}', "user has half of"),

@@ -87,7 +87,7 @@ def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess
             ["demo", "--port", "0", "--token-file", "no/such"],
             "the tokens in no/such cannot be read",
         ),
-        (["demo", "--port", "0", "--drain", "0s"], "--drain '0s' is no duration, above 0"),
+        (["demo", "--port", "0", "--drain", "0s"], "--drain '0s' is not a duration, above 0"),
         (["demo", "--port", "0", "--refresh", "10"], "--refresh '10' has no unit"),
         (["demo", "--port", "0", "--groups", "2"], "--groups 2 shares devices out"),
         (["demo", "--port", "0", "--topology", "cpu:8", "--groups", "3"], "3 groups do not divide"),
