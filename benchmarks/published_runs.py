@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +32,7 @@ from benchmarks.published.freely import Better, better, counts
 from benchmarks.published.pricing import Bench
 from benchmarks.published.summary import Result, compare, overall, summary
 from shardlib.errors import ShardlibError
-from shardlib.processes.kin import end_with_parent
+from shardlib.processes import child
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("rows", "rows"),
@@ -43,6 +45,23 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("fits_right", "fits"),
     ("rank_right", "rank"),
 )
+
+
+def end_with_parent() -> None:
+    """Has this process end with the one that started it, whatever ends that: for workers of a pool,
+    as its initializer.
+    """
+    parent = os.getppid()
+    child.ask_kernel()
+    threading.Thread(
+        target=_watch_parent, args=(parent,), name="shardlib-parent", daemon=True
+    ).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(128 + signal.SIGKILL)
 
 
 def price_all(cases: list[Case], bench: Bench) -> tuple[list[Result], dict[str, str]]:

@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,23 +116,6 @@ def end_group(group: int) -> None:
     """Kills all processes of a group that are left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-
-
-def end_with_parent() -> None:
-    """Has this process end with the one that started it, whatever ends that: for workers of a pool,
-    as its initializer.
-    """
-    parent = os.getppid()
-    child.ask_kernel()
-    threading.Thread(
-        target=_watch_parent, args=(parent,), name="shardlib-parent", daemon=True
-    ).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(128 + signal.SIGKILL)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -81,11 +81,6 @@ def read_workload(text: bytes, what: str, *, seed: int = 0, rate: float | None =
     return sorted(jobs, key=lambda job: job.at)
 
 
-def tokens_of(jobs: Sequence[Job]) -> tuple[int, int]:
-    """Tokens of the prompts and of the answers of some requests."""
-    return sum(len(job.prompt) for job in jobs), sum(job.most for job in jobs)
-
-
 #: Seconds between two pieces of an answer after which it counts as failed.
 PATIENCE = 300.0
 

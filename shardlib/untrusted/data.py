@@ -11,7 +11,6 @@ Text is escaped where a terminal would obey it, and no longer than a reader can 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -644,18 +643,3 @@ def construct(
     if reader.failures:
         raise_all(error, f"{what} is not usable", bounded(reader.failures), hint=hint)
     return result
-
-
-@contextlib.contextmanager
-def guarded(what: str, error: type[ShardlibError]) -> Iterator[None]:
-    """Says a failure of what is made inside, of a stranger's data and nothing else, as an error of
-    one kind. Errors of shardlib stay what they are.
-    """
-    try:
-        yield
-    except ShardlibError:
-        raise
-    except WRONG as wrong:
-        raise error(
-            f"{what} is not usable: {type(wrong).__name__}: {fit(printable(str(wrong)), 240)}"
-        ) from wrong
