@@ -624,7 +624,7 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         submitted = submission_of(engine, command, common, job, submission.option or ())
         _submit(submitted, submission, job.name)
 
-    return spread(launch, wanted=flags(engines), islands=extended.options)
+    return spread(launch, engine_flags=flags(engines), islands=extended.options)
 
 
 def submission_of(
