@@ -43,7 +43,7 @@ from shardlib.wings import extension
 if TYPE_CHECKING:
     from shardlib.planner.answers import Answers
     from shardlib.planner.scaling import Curve
-    from shardlib.report.panels import Evidence
+    from shardlib.report.pages import Evidence
     from shardlib.verification.report import Verification
 
 
@@ -347,7 +347,7 @@ class Page:
     def _compiled(self, plan: Plan) -> list[Evidence]:
         if self.verified is None:
             return []
-        from shardlib.report.panels import Evidence
+        from shardlib.report.pages import Evidence
         from shardlib.verification.report import read_baseline
 
         again = "make it with `shardlib verify ... --out report.json`"
@@ -362,7 +362,7 @@ class Page:
     def _measured(self, plan: Plan) -> list[Evidence]:
         if self.run is None:
             return []
-        from shardlib.report.panels import Evidence
+        from shardlib.report.pages import Evidence
         from shardlib.training.run import status
 
         state = status(self.run)
@@ -823,7 +823,7 @@ def write_trace(
         timeline: of its stages; None where it has none.
         run: with profiles; None for the prediction alone.
     """
-    from shardlib.report.panels import step_trace
+    from shardlib.report.timelines import step_trace
     from shardlib.verification.recorded_steps import newest_profile, recorded_steps
 
     steps = () if run is None else recorded_steps(newest_profile(run), plan.digest)

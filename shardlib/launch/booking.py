@@ -43,7 +43,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 
 import optax
 
@@ -71,10 +70,18 @@ from shardlib.report.elements import (
     parameters_text,
     percent_text,
     seconds_text,
-    section,
-    style,
-    table,
     wrapped,
+)
+from shardlib.report.markup import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Box,
+    LogAxis,
+    render,
 )
 from shardlib.untrusted.data import JsonObject, shown
 
@@ -626,39 +633,54 @@ class Comparison:
 
     def svg(self) -> str:
         """The comparison as a picture: days over devices, one line a family, with the deadline."""
-        scale = _Scale(self)
-        shapes = [*_grid(scale), *_deadline(self, scale)]
-        for family, colour in zip(self.families, _colours(len(self.families)), strict=True):
-            shapes += _family(family, colour, scale)
-        title = self.title
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
-            f' width="{WIDTH}" height="{HEIGHT}" role="img">\n<title>{escape(title)}</title>\n'
-            f'<style>{style("curve.css")}</style>\n<rect class="page" width="{WIDTH}"'
-            f' height="{HEIGHT}"/>\n<text class="title" x="{LEFT}" y="26">{escape(title)}</text>\n'
-            + "\n".join(shapes)
-            + "\n</svg>\n"
+        priced = [[o for o in family.tried if o.cost is not None] for family in self.families]
+        devices = [math.log2(offer.devices) for offers in priced for offer in offers] or [0.0]
+        days = [self.target.days, *(_days(offer) for offers in priced for offer in offers)]
+        first = math.floor(min(devices))
+        last = max(math.ceil(max(devices)), first + 1)
+        low, high = math.log10(min(days)) - 0.1, math.log10(max(days)) + 0.1
+        ticks = [
+            f * 10.0**p for p in range(math.floor(low), math.ceil(high) + 1) for f in (1, 2, 5)
+        ]
+        return render(
+            "launch/comparison.svg",
+            title=self.title,
+            box=_BOX,
+            x=LogAxis(
+                low=2.0**first,
+                high=2.0**last,
+                start=_BOX.left,
+                end=_BOX.right,
+                marks=[(2.0**power, f"{2**power:,}") for power in range(first, last + 1)],
+            ),
+            y=LogAxis(
+                low=10.0**low,
+                high=10.0**high,
+                start=_BOX.bottom,
+                end=_BOX.top,
+                marks=[
+                    (value, f"{value:,.6g}") for value in ticks if low <= math.log10(value) <= high
+                ],
+            ),
+            deadline=self.target.days,
+            days=_days,
+            device_hours=device_hours,
+            families=[
+                (offers, family.cheapest or offers[-1], _COLOURS[number % len(_COLOURS)])
+                for number, (family, offers) in enumerate(zip(self.families, priced, strict=True))
+                if offers
+            ],
         )
 
     def html(self) -> str:
         """The comparison as one page without scripts or anything to fetch."""
-        proofs = "".join(
-            f"<li><b>{escape(family.family)}</b>: {escape(family.certificate)}.</li>"
-            for family in self.families
-        )
-        rows = [list(row) for row in self.rows()]
-        body = [
-            f"<h1>{escape(self.title)}</h1>",
-            self.svg(),
-            *section("In time", table(rows, list(HEAD), right=set(range(2, len(HEAD) - 1)))),
-            *section("What is proven, and what was tried", f"<ul>{proofs}</ul>"),
-        ]
-        return (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(self.title)}</title>\n<style>{style('report.css')}"
-            "svg { width: 100%; max-width: 60rem; height: auto }</style>\n</head>\n"
-            "<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        return render(
+            "launch/comparison.html",
+            title=self.title,
+            picture=self.svg(),
+            rows=self.rows(),
+            head=HEAD,
+            families=self.families,
         )
 
     def _repr_html_(self) -> str:
@@ -941,119 +963,13 @@ def offer(machine: Topology, step: Step, target: Target) -> Offer:
 # A filled circle is a size in time, a ring one that is not; the cheapest of each kind is named.
 # Figures are tooltips. Nothing is fetched, and there are no scripts.
 
-#: Size of the picture and its margins, user units.
-WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 84, 120, 48, 56
-#: Blue, vermilion, green, orange, purple, sky of Okabe and Ito (2008), which people who see no red
-#: or green can tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
-
-
-def _colours(count: int) -> list[str]:
-    return [COLOURS[index % len(COLOURS)] for index in range(count)]
-
-
-def _priced(family: Offers) -> list[Offer]:
-    return [offer for offer in family.tried if offer.cost is not None]
+_BOX = Box(width=760, height=420, left=84, right=640, top=48, bottom=364)
+_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 
 
 def _days(offer: Offer) -> float:
     assert offer.cost is not None
     return offer.cost.wall_seconds / DAY
-
-
-class _Scale:
-    """Coordinates of devices and days in the picture."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        priced = [offer for family in comparison.families for offer in _priced(family)]
-        devices = [math.log2(offer.devices) for offer in priced] or [0.0]
-        days = [math.log10(_days(offer)) for offer in priced]
-        days.append(math.log10(comparison.target.days))
-        self.first, self.last = math.floor(min(devices)), math.ceil(max(devices))
-        self.last = max(self.last, self.first + 1)
-        self.low, self.high = min(days) - 0.1, max(days) + 0.1
-
-    def x(self, devices: float) -> float:
-        share = (math.log2(devices) - self.first) / (self.last - self.first)
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
-
-    def y(self, days: float) -> float:
-        share = (math.log10(days) - self.low) / (self.high - self.low)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10 ... days between two powers of ten."""
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    days = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    return [value for value in days if low <= math.log10(value) <= high]
-
-
-def _grid(scale: _Scale) -> list[str]:
-    shapes: list[str] = []
-    for power in range(scale.first, scale.last + 1):
-        x = scale.x(2.0**power)
-        shapes += [
-            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>',
-            f'<text class="soft" x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}"'
-            f' text-anchor="middle">{2**power:,}</text>',
-        ]
-    for days in _ticks(scale.low, scale.high):
-        y = scale.y(days)
-        shapes += [
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
-            f'<text class="soft" x="{LEFT - 8}" y="{y + 4:.1f}"'
-            f' text-anchor="end">{days:,.6g}</text>',
-        ]
-    return [
-        *shapes,
-        f'<text class="soft" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 12}"'
-        ' text-anchor="middle">devices</text>',
-        f'<text class="soft" x="{LEFT - 8}" y="{TOP - 10}" text-anchor="end">days</text>',
-    ]
-
-
-def _deadline(comparison: Comparison, scale: _Scale) -> list[str]:
-    y = scale.y(comparison.target.days)
-    return [
-        f'<line class="ideal" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
-        f'<text class="soft" x="{WIDTH - RIGHT + 8}" y="{y + 4:.1f}">deadline</text>',
-    ]
-
-
-def _family(family: Offers, colour: str, scale: _Scale) -> list[str]:
-    priced = _priced(family)
-    if not priced:
-        return []
-    points = " ".join(f"{scale.x(o.devices):.1f},{scale.y(_days(o)):.1f}" for o in priced)
-    line = f'<polyline points="{points}" style="fill: none; stroke: {colour}; stroke-width: 2"/>'
-    return [
-        line,
-        *(_mark(offer, colour, scale) for offer in priced),
-        *_names(family, colour, scale),
-    ]
-
-
-def _mark(offer: Offer, colour: str, scale: _Scale) -> str:
-    label = (
-        f"{offer.topology}: {_days(offer):,.1f} days, {count_text(device_hours(offer))}"
-        f" device-hours, MFU {percent_text(offer.mfu)}"
-    )
-    fill = f"fill: {colour}" if offer.meets else f"fill: none; stroke: {colour}; stroke-width: 2"
-    return (
-        f'<circle cx="{scale.x(offer.devices):.1f}" cy="{scale.y(_days(offer)):.1f}" r="5"'
-        f' style="{fill}"><title>{escape(label)}</title></circle>'
-    )
-
-
-def _names(family: Offers, colour: str, scale: _Scale) -> Sequence[str]:
-    best = family.cheapest or _priced(family)[-1]
-    x, y = scale.x(best.devices), scale.y(_days(best))
-    return [
-        f'<text x="{x + 9:.1f}" y="{y - 8:.1f}" style="fill: {colour}">'
-        f"{escape(best.topology)}</text>"
-    ]
 
 
 #: Devices of the largest machines that are looked at, unless it is said.

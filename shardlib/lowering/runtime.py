@@ -23,7 +23,8 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import StateError, raise_all
 from shardlib.jax_types import Leaf
 from shardlib.lowering.random_keys import dtype_of, is_key, placed_keys
-from shardlib.report.elements import bytes_text, card
+from shardlib.report.elements import bytes_text
+from shardlib.report.markup import card
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import bind, needed
 
@@ -484,7 +485,7 @@ def state_card(title: str, parts: Mapping[str, Tree]) -> str:
     if len(rows) > _MOST:
         lines.append(f"the {_MOST} largest of {len(rows)} arrays:")
     tree = "which device has which part, as a tree", sharding_tree(parts)
-    return card(title, lines, rows=[row for _, row in rows[:_MOST]], head=_HEAD, drawn=tree)
+    return card(title, lines, rows=[row for _, row in rows[:_MOST]], head=_HEAD, folded=tree)
 
 
 def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:

@@ -1,5 +1,4 @@
-r"""Figures and tables for people: bytes, seconds, counts and aligned rows as text; sections,
-tables, bars and cards as HTML.
+r"""Figures and tables for people as text: bytes, seconds, counts and aligned rows.
 
 SI units stay inside the program; gigabytes and milliseconds appear only where text is made.
 
@@ -17,9 +16,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from functools import cache
-from html import escape
-from importlib import resources
 
 #: Times that differ by less than this part are equal.
 TIE = 1e-9
@@ -108,123 +104,6 @@ def clip(text: str, width: int) -> str:
     return f"{text[:left]}…{text[len(text) - (width - 1 - left) :]}"
 
 
-# --------------------------------------------------------------------------------------------------
-# Elements of an HTML page: sections, tables, stacked bars as inline SVG.
-
-#: Colours that can be told apart on white and on black, also by people who see no red or green
-#: (Okabe and Ito, 2008).
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b2a000")
-_SPARE = "var(--faint)"
-#: (label, size, size in words)
-Part = tuple[str, float, str]
-
-
-def section(title: str, content: str) -> list[str]:
-    """A heading and what is below it; nothing where that is empty."""
-    return [f"<h2>{title}</h2>", content] if content else []
-
-
-def bar(parts: Sequence[Part]) -> str:
-    """A stacked bar with its legend; the widths are per mille of the whole."""
-    coloured = [
-        (label, size, text, _SPARE if label == "spare" else _COLOURS[i % len(_COLOURS)])
-        for i, (label, size, text) in enumerate(parts)
-        if size > 0
-    ]
-    total = sum(size for _, size, _, _ in coloured) or 1.0
-    start = 0.0
-    shapes: list[str] = []
-    for label, size, text, colour in coloured:
-        width = 1000 * size / total
-        shapes.append(
-            f'<rect x="{start:.2f}" y="0" width="{width:.2f}" height="10" style="fill: {colour}">'
-            f"<title>{escape(label)}: {text} ({percent_text(size / total)})</title></rect>"
-        )
-        start += width
-    legend = "".join(
-        f'<span><i style="background: {colour}"></i>{escape(label)} {text} <span'
-        f' class="soft">{percent_text(size / total)}</span></span>'
-        for label, size, text, colour in coloured
-    )
-    return (
-        '<svg viewBox="0 0 1000 10" preserveAspectRatio="none"'
-        f' role="img">{"".join(shapes)}</svg>\n<div class="legend">{legend}</div>'
-    )
-
-
-def table(
-    rows: Iterable[Sequence[str]], head: Sequence[str] = (), *, right: Iterable[int] = ()
-) -> str:
-    aligned_right = set(right)
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        marks = (' class="right"' if i in aligned_right else "" for i in range(len(cells)))
-        return (
-            "<tr>"
-            + "".join(
-                f"<{tag}{mark}>{escape(cell)}</{tag}>" if cell else "<td></td>"
-                for cell, mark in zip(cells, marks, strict=True)
-            )
-            + "</tr>"
-        )
-
-    return (
-        '<div class="wide"><table>\n'
-        + "\n".join([*([row(head, "th")] if head else []), *(row(cells, "td") for cells in rows)])
-        + "\n</table></div>"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# A value as a card in a notebook: a heading, bars, a table, and its whole text behind a click.
-#
-# One string of HTML with its own styles and nothing from elsewhere; light or dark as the page is.
-
-_STYLE = (
-    ".shardlib-card{font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radius:8px;"
-    "padding:10px 14px;max-width:860px;--faint:#8884}"
-    ".shardlib-card h4{margin:0 0 2px;font-size:15px}"
-    ".shardlib-card h5{margin:10px 0 3px;font-size:12px;font-weight:600;opacity:.75}"
-    ".shardlib-card p{margin:0;opacity:.85}"
-    ".shardlib-card svg{width:100%;height:14px;border-radius:3px;display:block}"
-    ".shardlib-card .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12px}"
-    ".shardlib-card .legend i{display:inline-block;width:9px;height:9px;border-radius:2px;"
-    "margin-right:5px}"
-    ".shardlib-card .soft{opacity:.7}"
-    ".shardlib-card table{border-collapse:collapse;font-size:12px;background:none}"
-    ".shardlib-card td,.shardlib-card th{padding:1px 14px 1px 0;text-align:left;"
-    "vertical-align:top;background:none}"
-    ".shardlib-card .right{text-align:right}"
-    ".shardlib-card details{margin-top:8px;overflow-x:auto}"
-    ".shardlib-card summary{cursor:pointer;font-size:12px}"
-    ".shardlib-card pre{font-size:11px;line-height:1.35;overflow-x:auto;background:none}"
-)
-
-
-def card(
-    title: str,
-    lines: Sequence[str] = (),
-    *,
-    bars: Sequence[tuple[str, Sequence[Part]]] = (),
-    rows: Sequence[Sequence[str]] = (),
-    head: Sequence[str] = (),
-    text: str = "",
-    drawn: tuple[str, str] = ("", ""),
-) -> str:
-    """A card."""
-    body = [f"<h4>{escape(title)}</h4>", *(f"<p>{escape(line)}</p>" for line in lines)]
-    for heading, parts in bars:
-        body += [f"<h5>{escape(heading)}</h5>", bar(parts)]
-    if rows:
-        body.append(table(rows, head))
-    if text:
-        body.append(f"<details><summary>all of it</summary><pre>{escape(text)}</pre></details>")
-    if drawn[1]:
-        summary = f"<summary>{escape(drawn[0])}</summary>"
-        body.append(f"<details>{summary}{drawn[1]}</details>")
-    return f'<div class="shardlib-card"><style>{_STYLE}</style>\n' + "\n".join(body) + "\n</div>"
-
-
 def short(name: str, *words: str) -> str:
     """One line for a value: its class, and what matters of it.
 
@@ -282,13 +161,3 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
 def and_more(count: int, what: str) -> list[str]:
     """A line for what a list leaves out; nothing where it leaves nothing out."""
     return [f"  and {count} {what}"] if count > 0 else []
-
-
-# --------------------------------------------------------------------------------------------------
-# The style sheets of pages and pictures, files beside this one; each stands in the page itself.
-
-
-@cache
-def style(name: str) -> str:
-    """The text of a style sheet, "report.css" say."""
-    return (resources.files("shardlib.report") / name).read_text(encoding="utf-8")

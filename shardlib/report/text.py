@@ -22,17 +22,15 @@ from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.decisions.table import TABLE
 from shardlib.errors import MissingFileError, TopologyError
 from shardlib.graph import ITEMSIZE
-from shardlib.layout import MESH_AXES, Layout, LogicalAxes
+from shardlib.layout import AXES, MESH_AXES, Layout, LogicalAxes
 from shardlib.machines.topology import Topology
 from shardlib.machines.topology import topology as find_topology
 from shardlib.planner.plan import ParameterLayout, Plan, Rejected
 from shardlib.planner.stored import Refined
 from shardlib.report.elements import (
-    Part,
     aligned,
     and_more,
     bytes_text,
-    card,
     clip,
     count_text,
     parameters_text,
@@ -43,6 +41,7 @@ from shardlib.report.elements import (
     short,
     wrapped,
 )
+from shardlib.report.markup import Part, card
 from shardlib.schedules import named
 from shardlib.untrusted.data import printable
 
@@ -404,6 +403,39 @@ def collectives_section(plan: Plan) -> str:
 def in_every_step(collectives: Iterable[Collective]) -> list[Collective]:
     """The collectives of a step, without those of meetings of islands."""
     return [one for one in collectives if not one.every]
+
+
+# An estimate says how long each collective takes and how much of all of them is exposed.
+# Collectives over axes that compute waits for (`shardlib.layout.Axis.waits`) are exposed; what is
+# left of the exposed time is shared out among the others by their seconds.
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """All collectives of one kind over the same axes.
+
+    Attributes:
+        row: the collectives.
+        exposed: seconds of them that devices wait.
+    """
+
+    row: CollectiveRow
+    exposed: float
+
+
+def lanes(plan: Plan) -> tuple[Lane, ...]:
+    """The kinds of collectives of a step with what is exposed of each, the slowest first; exposed
+    seconds add up to no more than the estimate's.
+    """
+    rows = collective_rows(in_every_step(plan.estimate.collectives))
+    waiting = {id(row): all(AXES[axis].waits for axis in row.axes) for row in rows}
+    left = plan.estimate.seconds.exposed
+    blocked = sum(row.seconds for row in rows if waiting[id(row)])
+    others = sum(row.seconds for row in rows) - blocked
+    part = min(1.0, left / blocked) if blocked else 0.0
+    remaining = max(0.0, left - blocked)
+    share = min(1.0, remaining / others) if others else 0.0
+    return tuple(
+        Lane(row=row, exposed=row.seconds * (part if waiting[id(row)] else share)) for row in rows
+    )
 
 
 def meetings_section(plan: Plan) -> str:

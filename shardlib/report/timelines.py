@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from html import escape
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shardlib import wings
+from shardlib.collective import KINDS as COLLECTIVE_KINDS
 from shardlib.compact import compact
 from shardlib.errors import PlanError
 from shardlib.graph import Graph
 from shardlib.planner.plan import Plan
 from shardlib.planner.stored import microbatches_text
-from shardlib.report.elements import percent_text, seconds_text, style
+from shardlib.report.elements import percent_text, seconds_text
+from shardlib.report.markup import BLUE, GREEN, ORANGE, PURPLE, render
+from shardlib.report.text import LABELS, lanes
 from shardlib.schedules import (
     BACKWARD,
     FORWARD,
@@ -46,12 +48,6 @@ BOTH, IDLE = "both", "idle"
 KINDS = (FORWARD, BACKWARD, WEIGHTS, BOTH, IDLE)
 #: What fills a slice in text, by kind.
 _FILL = {FORWARD: ">", BACKWARD: "<", WEIGHTS: "=", BOTH: "x", IDLE: " "}
-_TIMELINE_WORDS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    WEIGHTS: "gradients of weights",
-    BOTH: "forward and backward",
-}
 #: Columns of time in text.
 _COLUMNS = 100
 
@@ -153,9 +149,9 @@ class Timeline:
             for stage in range(self.stages)
         ]
         legend = ", ".join(
-            f"{_FILL[kind]} {_TIMELINE_WORDS[kind]}"
+            f"{_FILL[kind]} {_NAMES[kind]}"
             for kind in KINDS
-            if kind in _TIMELINE_WORDS and any(one.kind == kind for one in self.slices)
+            if kind != IDLE and any(one.kind == kind for one in self.slices)
         )
         beside = "".join(
             f" + {what} {seconds_text(seconds)}" for what, seconds in self.beside if seconds > 0
@@ -374,18 +370,73 @@ def free(
     ), makespan(spans)
 
 
+# --------------------------------------------------------------------------------------------------
+# Timelines as one SVG file, one above the other.
+
 #: Size of the picture, user units: its width and margins, and the height of a stage.
 WIDTH, LEFT, RIGHT, TOP, ROW = 1080, 76, 24, 64, 26
-#: Blue, orange, green and purple of Okabe and Ito (2008), which people who see no red or green can
-#: tell apart.
 _COLOURS = {
-    FORWARD: "#0072b2",
-    BACKWARD: "#e69f00",
-    WEIGHTS: "#009e73",
-    BOTH: "#cc79a7",
+    FORWARD: BLUE,
+    BACKWARD: ORANGE,
+    WEIGHTS: GREEN,
+    BOTH: PURPLE,
     IDLE: "#d8d8dc",
     "beside": "#8a8a90",
 }
+_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    WEIGHTS: "gradients of weights",
+    BOTH: "forward and backward",
+    IDLE: "waits in lockstep",
+    "beside": "beside the ticks",
+}
+
+
+def timeline_svg(*timelines: Timeline) -> str:
+    """Returns the picture of timelines, a complete SVG document; all have one scale of seconds."""
+    longest = max((timeline.step_seconds for timeline in timelines), default=0.0) or 1.0
+    kinds = {piece.kind for timeline in timelines for piece in timeline.slices}
+    kinds |= {"beside" for timeline in timelines if timeline.beside}
+    # lines of the grid at round numbers of seconds, about eight of them
+    power = 10.0 ** math.floor(math.log10(longest / 8))
+    step = next(power * factor for factor in (1, 2, 5, 10) if longest / (power * factor) <= 8)
+    return render(
+        "report/templates/timeline.svg",
+        title=timelines[0].title if timelines else "",
+        timelines=timelines,
+        width=WIDTH,
+        left=LEFT,
+        top=TOP,
+        row=ROW,
+        scale=(WIDTH - LEFT - RIGHT) / longest,
+        ticks=[k * step for k in range(int(longest / step) + 1)],
+        legend=[(_NAMES[kind], colour) for kind, colour in _COLOURS.items() if kind in kinds],
+        colours=_COLOURS,
+        name_of=name_of,
+    )
+
+
+def name_of(piece: Slice) -> str:
+    """Names a slice: "forward 3"."""
+    return f"{_NAMES[piece.kind]} {piece.label}".rstrip()
+
+
+# --------------------------------------------------------------------------------------------------
+# Traces: of timelines, and of a step as predicted and as measured on one axis of time.
+#
+# They are in Chrome's trace event format, which https://ui.perfetto.dev opens: complete events
+# ("X") and metadata ("M"), times in microseconds. In the trace of a step the start of the first
+# measured step is 0. The prediction stands at the start of every measured step that it has room
+# for; without measured steps, once.
+#
+#     predicted         the parts of the step one after the other, as the estimate has no
+#                       order; then the kinds of collectives, each from the start on, its
+#                       exposed part separate
+#     predicted stages  what each stage does when, where the plan has a pipeline
+#     measured, device  the recorded steps, and the instructions of the program: computation and
+#                       collectives apart, those that run at the same time below each other
+
 #: Names of colours of Chrome's trace viewer; Perfetto chooses its own by the name of a slice.
 _TRACE_COLOURS = {
     FORWARD: "thread_state_running",
@@ -395,121 +446,8 @@ _TRACE_COLOURS = {
     IDLE: "grey",
     "beside": "generic_work",
 }
-_TIMELINES_WORDS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    WEIGHTS: "gradients of weights",
-    BOTH: "forward and backward",
-    IDLE: "waits in lockstep",
-    "beside": "beside the ticks",
-}
 #: Nanoseconds of a second.
 _NANO = 1e9
-#: Width of a digit in a slice, user units.
-_DIGIT = 7.0
-
-
-def timeline_svg(*timelines: Timeline) -> str:
-    """Returns the picture of timelines, a complete SVG document; all have one scale of seconds."""
-    longest = max((timeline.step_seconds for timeline in timelines), default=0.0) or 1.0
-    scale = (WIDTH - LEFT - RIGHT) / longest
-    shapes: list[str] = []
-    top = TOP
-    for timeline in timelines:
-        shapes += _rows(timeline, scale, top)
-        top += timeline.stages * ROW + 44
-    title = timelines[0].title if timelines else ""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 12}" width="{WIDTH}"'
-        f' height="{top + 12}"'
-        f' role="img">\n<title>{escape(title)}</title>\n<style>{style("timeline.css")}</style>\n'
-        '<rect class="page"'
-        f' width="{WIDTH}" height="{top + 12}"/>\n<text class="title" x="{LEFT}"'
-        f' y="26">{escape(title)}</text>\n'
-        + "\n".join([*_legend(timelines), *_axis(longest, scale, top), *shapes])
-        + "\n</svg>\n"
-    )
-
-
-def _rows(timeline: Timeline, scale: float, top: float) -> list[str]:
-    told = (
-        f"{timeline.name}: a step of {seconds_text(timeline.step_seconds)}, stages wait"
-        f" {percent_text(timeline.bubble)} of the ticks"
-    )
-    shapes = [f'<text class="soft" x="{LEFT}" y="{top + 12}">{escape(told)}</text>']
-    top += 20
-    for stage in range(timeline.stages):
-        shapes.append(
-            f'<text class="soft" x="{LEFT - 8}" y="{top + stage * ROW + 17}"'
-            f' text-anchor="end">stage {stage}</text>'
-        )
-    shapes += [shape for piece in timeline.slices for shape in _slice(piece, scale, top)]
-    start = timeline.seconds
-    for what, seconds in timeline.beside:
-        if seconds > 0:
-            shapes.append(
-                f'<rect class="work" x="{LEFT + start * scale:.2f}" y="{top:.1f}"'
-                f' width="{seconds * scale:.2f}" height="{timeline.stages * ROW - 2}" style="fill:'
-                f' {_COLOURS["beside"]}"><title>{escape(what)}:'
-                f" {seconds_text(seconds)}</title></rect>"
-            )
-        start += seconds
-    return shapes
-
-
-def _slice(piece: Slice, scale: float, top: float) -> Iterator[str]:
-    x, y, width = LEFT + piece.start * scale, top + piece.stage * ROW, piece.seconds * scale
-    yield (
-        f'<rect class="work" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 2}"'
-        f' style="fill: {_COLOURS[piece.kind]}"><title>stage {piece.stage}:'
-        f" {escape(name_of(piece))}, {seconds_text(piece.seconds)} from"
-        f" {seconds_text(piece.start)}</title></rect>"
-    )
-    if piece.kind != IDLE and width > _DIGIT * (len(piece.label) + 0.5):
-        yield (
-            f'<text class="in" x="{x + width / 2:.2f}" y="{y + 16:.1f}"'
-            f' text-anchor="middle">{escape(piece.label)}</text>'
-        )
-
-
-def name_of(piece: Slice) -> str:
-    """Names a slice: "forward 3"."""
-    return f"{_TIMELINES_WORDS[piece.kind]} {piece.label}".rstrip()
-
-
-def _legend(timelines: tuple[Timeline, ...]) -> list[str]:
-    shown = [
-        kind
-        for kind in _COLOURS
-        if any(piece.kind == kind for timeline in timelines for piece in timeline.slices)
-        or (kind == "beside" and any(timeline.beside for timeline in timelines))
-    ]
-    shapes: list[str] = []
-    x = float(LEFT)
-    for kind in shown:
-        shapes.append(
-            f'<rect x="{x:.0f}" y="38" width="12" height="12" style="fill: {_COLOURS[kind]}"/><text'
-            f' class="soft" x="{x + 17:.0f}" y="48">{_TIMELINES_WORDS[kind]}</text>'
-        )
-        x += 36 + _DIGIT * len(_TIMELINES_WORDS[kind])
-    return shapes
-
-
-def _axis(longest: float, scale: float, bottom: float) -> list[str]:
-    """A line for every round number of seconds, about eight of them."""
-    power = 10.0 ** math.floor(math.log10(longest / 8))
-    step = next(power * factor for factor in (1, 2, 5, 10) if longest / (power * factor) <= 8)
-    shapes: list[str] = []
-    for k in range(int(longest / step) + 1):
-        x = LEFT + k * step * scale
-        shapes += [
-            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 16}" y2="{bottom - 20}"/>',
-            (
-                f'<text class="soft" x="{x:.1f}" y="{bottom - 4}"'
-                f' text-anchor="middle">{seconds_text(k * step)}</text>'
-            ),
-        ]
-    return shapes
 
 
 def perfetto(*timelines: Timeline) -> str:
@@ -519,79 +457,235 @@ def perfetto(*timelines: Timeline) -> str:
     trace_events = [
         event
         for number, timeline in enumerate(timelines, start=1)
-        for event in events(timeline, number, timeline.name)
+        for event in _timeline_events(timeline, number, timeline.name)
     ]
-    return json.dumps(
-        {
-            "traceEvents": trace_events,
-            "displayTimeUnit": "ms",
-            "otherData": {timeline.name: timeline.title for timeline in timelines},
-        },
-        ensure_ascii=False,  # Perfetto shows escapes as they are
-    )
+    return _trace(trace_events, {timeline.name: timeline.title for timeline in timelines})
 
 
-def span(start: float, seconds: float) -> JsonObject:
+def _trace(trace_events: Sequence[JsonObject], titles: dict[str, str]) -> str:
+    trace = {"traceEvents": trace_events, "displayTimeUnit": "ms", "otherData": titles}
+    return json.dumps(trace, ensure_ascii=False)  # Perfetto shows escapes as they are
+
+
+def _span(start: float, seconds: float) -> JsonObject:
     """Returns start and duration of an event of a trace, in microseconds.
 
     It ends two nanoseconds early: Perfetto rounds starts and ends of its own, and drops an event
     that begins within another.
-
-    Args:
-        start, seconds: in seconds.
     """
     first, last = round(start * _NANO), round((start + seconds) * _NANO)
     return {"ts": first / 1000, "dur": max(0, last - first - 2) / 1000}
 
 
-def events(timeline: Timeline, process: int, name: str) -> Iterator[JsonObject]:
-    """The events of a timeline, from second 0 on."""
+def _named(process: int, name: str, threads: Sequence[str]) -> Iterator[JsonObject]:
+    """The names of a process and of its threads, which are counted from 1."""
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    for stage in range(timeline.stages):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": process,
-            "tid": stage + 1,
-            "args": {"name": f"stage {stage}"},
-        }
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": process,
-            "tid": stage + 1,
-            "args": {"sort_index": stage + 1},
-        }
+    for number, thread in enumerate(threads, start=1):
+        track = {"pid": process, "tid": number}
+        yield {"ph": "M", "name": "thread_name", **track, "args": {"name": thread}}
+        yield {"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": number}}
+
+
+def _event(
+    track: tuple[int, int],
+    name: str,
+    start: float,
+    seconds: float,
+    *,
+    category: str = "",
+    args: JsonObject | None = None,
+) -> JsonObject:
+    """A complete event on a thread of a process.
+
+    Args:
+        category: by default the first part of the name; kinds of slices have a colour.
+    """
+    process, thread = track
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category or name.partition(".")[0],
+        **({"cname": _TRACE_COLOURS[category]} if category else {}),
+        "pid": process,
+        "tid": thread,
+        **_span(start, seconds),
+        "args": args or {},
+    }
+
+
+def _timeline_events(timeline: Timeline, process: int, name: str) -> Iterator[JsonObject]:
+    """The events of a timeline, from second 0 on."""
+    stages = [f"stage {stage}" for stage in range(timeline.stages)]
+    beside = ["beside the ticks"] if timeline.beside else []
+    yield from _named(process, name, [*stages, *beside])
     for piece in timeline.slices:
-        yield {
-            "ph": "X",
-            "name": name_of(piece),
-            "cat": piece.kind,
-            "cname": _TRACE_COLOURS[piece.kind],
-            "pid": process,
-            "tid": piece.stage + 1,
-            **span(piece.start, piece.seconds),
-            "args": {"microbatch": piece.label},
-        }
-    if timeline.beside:
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": process,
-            "tid": timeline.stages + 1,
-            "args": {"name": "beside the ticks"},
-        }
+        yield _event(
+            (process, piece.stage + 1),
+            name_of(piece),
+            piece.start,
+            piece.seconds,
+            category=piece.kind,
+            args={"microbatch": piece.label},
+        )
     start = timeline.seconds
     for what, seconds in timeline.beside:
-        yield {
-            "ph": "X",
-            "name": what,
-            "cat": "beside",
-            "cname": _TRACE_COLOURS["beside"],
-            "pid": process,
-            "tid": timeline.stages + 1,
-            **span(start, seconds),
-            "args": {},
-        }
+        yield _event((process, timeline.stages + 1), what, start, seconds, category="beside")
         start += seconds
+
+
+#: Numbers of the processes of a trace; that of a device follows `_DEVICES`.
+_PREDICTED, _STAGES, _DEVICES = 1, 2, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One execution of an instruction on a device.
+
+    Attributes:
+        device: its number.
+        name: of the instruction, "all-gather.3".
+        start: seconds on the clock of the profile.
+        seconds: that it took.
+    """
+
+    device: int
+    name: str
+    start: float
+    seconds: float
+
+    @property
+    def collective(self) -> bool:
+        """True if it is a collective, by its name."""
+        return self.name.startswith(COLLECTIVE_KINDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """One recorded step.
+
+    Attributes:
+        name: "step 6".
+        start: seconds on the clock of the profile.
+        seconds: from the first instruction of any device to the last.
+        operations: on every device that was recorded.
+    """
+
+    name: str
+    start: float
+    seconds: float
+    operations: tuple[Operation, ...]
+
+
+def step_trace(
+    plan: Plan, measured: Sequence[MeasuredStep] = (), pipeline: Timeline | None = None
+) -> str:
+    """A trace as JSON."""
+    zero = measured[0].start if measured else 0.0
+    starts = _starts([step.start - zero for step in measured] or [0.0], plan.estimate.step_seconds)
+    trace_events = list(_predicted_events(plan, starts))
+    if pipeline is not None:
+        trace_events += _repeated(
+            list(_timeline_events(pipeline, _STAGES, "predicted stages")), starts
+        )
+    for device in sorted({operation.device for step in measured for operation in step.operations}):
+        trace_events += _device_events(device, measured, zero)
+    titles = {"predicted": f"{plan.model} on {plan.topology}, plan {plan.digest}"}
+    if measured:
+        titles["measured"] = ", ".join(step.name for step in measured)
+    return _trace(trace_events, titles)
+
+
+def _starts(requested: Sequence[float], seconds: float) -> list[float]:
+    """The starts at which a prediction does not run into the one before."""
+    accepted: list[float] = []
+    for start in requested:
+        if not accepted or start >= accepted[-1] + seconds:
+            accepted.append(start)
+    return accepted
+
+
+def _predicted_events(plan: Plan, starts: Sequence[float]) -> Iterator[JsonObject]:
+    """Yields the trace events that a plan predicts of a step."""
+    predicted_lanes = lanes(plan)
+    rows = [f"{lane.row.kind} over {'·'.join(lane.row.axes)}" for lane in predicted_lanes]
+    yield from _named(_PREDICTED, "predicted", ["a device", *rows])
+    seconds = plan.estimate.seconds
+    parts = [
+        (LABELS.get(field.name, field.name), getattr(seconds, field.name))
+        for field in fields(seconds)
+    ]
+    note = "the order within a step is not known"
+    for start in starts:
+        time = start
+        for name, length in parts:
+            if length > 0:
+                yield _event((_PREDICTED, 1), name, time, length, args={"note": note})
+                time += length
+        for thread, lane in enumerate(predicted_lanes, start=2):
+            args = {"count": lane.row.count, "bytes": lane.row.bytes, "for": lane.row.cause}
+            hidden = lane.row.seconds - lane.exposed
+            for name, begin, length in (
+                ("exposed", start, lane.exposed),
+                ("hidden", start + lane.exposed, hidden),
+            ):
+                if length > 0:
+                    yield _event((_PREDICTED, thread), name, begin, length, args=args)
+
+
+def _repeated(
+    pipeline_events: Sequence[JsonObject], starts: Sequence[float]
+) -> Iterator[JsonObject]:
+    """The events of a step at every start."""
+    yield from (event for event in pipeline_events if event["ph"] == "M")
+    for start in starts:
+        for event in pipeline_events:
+            if event["ph"] == "X":
+                yield {**event, "ts": event["ts"] + _span(start, 0.0)["ts"]}
+
+
+def _device_events(
+    device: int, measured: Sequence[MeasuredStep], zero: float
+) -> Iterator[JsonObject]:
+    """Yields the recorded trace events of a device."""
+    on_device = [
+        operation
+        for step in measured
+        for operation in step.operations
+        if operation.device == device
+    ]
+    tracks = {
+        "steps": _below([_whole(step, device) for step in measured]),
+        "computation": _below([operation for operation in on_device if not operation.collective]),
+        "collectives": _below([operation for operation in on_device if operation.collective]),
+    }
+    process = _DEVICES + device
+    yield from _named(
+        process, f"measured, device {device}", [name for name, rows in tracks.items() for _ in rows]
+    )
+    for thread, row in enumerate((row for rows in tracks.values() for row in rows), start=1):
+        for operation in row:
+            yield _event(
+                (process, thread), operation.name, operation.start - zero, operation.seconds
+            )
+
+
+def _whole(step: MeasuredStep, device: int) -> Operation:
+    """A step on one device, from its first instruction to its last."""
+    on_device = [operation for operation in step.operations if operation.device == device]
+    start = min((operation.start for operation in on_device), default=step.start)
+    end = max((operation.start + operation.seconds for operation in on_device), default=step.start)
+    return Operation(device=device, name=step.name, start=start, seconds=end - start)
+
+
+def _below(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """Operations in rows in each of which none begins before the one in front is over."""
+    rows: list[list[Operation]] = []
+    for operation in sorted(operations, key=lambda each: (each.start, -each.seconds)):
+        for row in rows:
+            if row[-1].start + row[-1].seconds <= operation.start:
+                row.append(operation)
+                break
+        else:
+            rows.append([operation])
+    return rows

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import cast
 
 from shardlib.errors import PlanError
@@ -18,7 +16,6 @@ from shardlib.machines.topology import TopologyLike
 from shardlib.report.elements import (
     aligned,
     bytes_text,
-    card,
     count_text,
     percent_text,
     ratio_text,
@@ -26,6 +23,7 @@ from shardlib.report.elements import (
     short,
     wrapped,
 )
+from shardlib.report.markup import Box, LogAxis, card, render
 from shardlib.serve.cost import ServingBytes
 from shardlib.serve.space import (
     CHUNK_SIZES,
@@ -532,8 +530,8 @@ def meshes(two: TwoMeshes | None) -> str:
     )
 
 
-#: Width and height of the curve, and what its axes take.
-WIDE, HIGH, LEFT, BELOW = 640, 220, 54, 30
+#: The size of the curve, and its axes.
+_BOX = Box(width=640, height=220, left=54, right=628, top=14, bottom=190)
 
 
 def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
@@ -550,7 +548,7 @@ def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
         if size > 0
     ]
     first, _, remainder = plan.explain().partition("\n\n")
-    html = card(
+    return card(
         first.replace("\n", " "),
         [remainder.partition("\n\n")[0].replace("\n", " ")],
         bars=(
@@ -561,68 +559,23 @@ def serving_card(plan: ServingPlan, points: Sequence[ServingPoint] = ()) -> str:
             ("memory of a device", memory),
         ),
         text=plan.explain(),
-    )
-    return (
-        html
-        if len(points) < 2
-        else html.replace("<details>", f"{curve_svg(points, plan)}<details>")
+        picture=_curve(points, plan.choice) if len(points) > 1 else "",
     )
 
 
-def curve_svg(points: Sequence[ServingPoint], plan: ServingPlan | None = None) -> str:
+def _curve(points: Sequence[ServingPoint], chosen: ServingChoice) -> str:
     """Tokens a second and chip against seconds from token to token, as SVG; the latter on a
-    logarithmic axis. What is chosen is filled.
+    logarithmic axis.
     """
-    times = [math.log(point.tpot_seconds) for point in points]
-    highest = max(point.output_tokens_per_second_per_chip for point in points)
+    times = [point.tpot_seconds for point in points]
     low, high = min(times), max(times)
-    span = (high - low) or 1.0
-
-    def at(point: ServingPoint) -> tuple[float, float]:
-        across = (math.log(point.tpot_seconds) - low) / span
-        up = point.output_tokens_per_second_per_chip / highest
-        return LEFT + across * (WIDE - LEFT - 12), HIGH - BELOW - up * (HIGH - BELOW - 14)
-
-    def chosen(point: ServingPoint) -> bool:
-        return plan is not None and (point.tensor, point.batch, point.chunk) == (
-            plan.choice.tensor,
-            plan.choice.batch,
-            plan.choice.chunk,
-        )
-
-    places = [at(point) for point in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    marks = [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if chosen(point) else 3}"'
-        f' fill="{"#d55e00" if chosen(point) else "#0072b2"}">'
-        f"<title>{escape(_point_text(point))}</title></circle>"
-        for point, (x, y) in zip(points, places, strict=True)
-    ]
-    ends = [
-        (LEFT, HIGH - 8, "start", seconds_text(math.exp(low))),
-        (WIDE - 12, HIGH - 8, "end", seconds_text(math.exp(high)) + " a token"),
-        (LEFT - 6, 22, "end", count_text(highest)),
-        (LEFT - 6, HIGH - BELOW, "end", "0"),
-        (LEFT + 4, 12, "start", "tokens/s a chip"),
-    ]
-    words = [
-        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="currentColor">'
-        f"{escape(text)}</text>"
-        for x, y, anchor, text in ends
-    ]
-    return (
-        f'<svg viewBox="0 0 {WIDE} {HIGH}" style="width:100%;height:auto;max-width:{WIDE}px"'
-        ' role="img" aria-label="throughput against latency">'
-        f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="1.5"/>'
-        + "".join((*marks, *words))
-        + f'<path d="M{LEFT} 14V{HIGH - BELOW}H{WIDE - 12}" fill="none" stroke="currentColor"'
-        ' stroke-opacity=".4"/></svg>'
-    )
-
-
-def _point_text(point: ServingPoint) -> str:
-    return (
-        f"{point.replicas} x tensor {point.tensor}, {point.batch} requests, chunk {point.chunk}:"
-        f" {count_text(point.output_tokens_per_second_per_chip)} tokens/s a chip, a token every"
-        f" {seconds_text(point.tpot_seconds)}, the first after {seconds_text(point.ttft_seconds)}"
+    return render(
+        "serve/curve.svg",
+        box=_BOX,
+        x=LogAxis(low=low, high=high, start=_BOX.left, end=_BOX.right),
+        points=points,
+        highest=max(point.output_tokens_per_second_per_chip for point in points),
+        chosen=(chosen.tensor, chosen.batch, chosen.chunk),
+        low=low,
+        high=high,
     )

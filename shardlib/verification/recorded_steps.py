@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardlib import _jax_compat
 from shardlib.errors import MissingFileError, VerificationError
-from shardlib.report.panels import MeasuredStep, Operation
+from shardlib.report.timelines import MeasuredStep, Operation
 
 #: What the compiled modules of steps are called.
 _STEP = re.compile(r"jit_shardlib_step_(\w+?)(?:\(\d+\))?$")

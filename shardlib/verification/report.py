@@ -19,7 +19,8 @@ from shardlib.findings import SEVERITIES, Finding, diagnostic
 from shardlib.layout import ISLAND, MESH_AXES, Layout
 from shardlib.machines.topology import Topology, place
 from shardlib.planner.plan import Plan, plan_to_data
-from shardlib.report.elements import bytes_text, card, percent_text, seconds_text, short
+from shardlib.report.elements import bytes_text, percent_text, seconds_text, short
+from shardlib.report.markup import card
 from shardlib.untrusted.data import JsonObject, construct, parse_json, shown
 from shardlib.verification.hlo import BITS, REDUCTIONS, Found
 from shardlib.verification.timelines import Scheduled

@@ -10,8 +10,7 @@ from shardlib.collective import Collective
 from shardlib.layout import Layout, MeshShape
 from shardlib.planner.answers import Answers, Kernels, KernelTime
 from shardlib.planner.stored import ActivationLayout, Move, Priced
-from shardlib.report.pages import html_report
-from shardlib.report.panels import Evidence
+from shardlib.report.pages import Evidence, html_report
 from tests.planner.fixture_plan import GIB, PLAN
 
 HELD = Layout("fsdp", "tensor", ())

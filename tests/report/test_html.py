@@ -15,16 +15,14 @@ from shardlib.machines.topology import device_order, topology
 from shardlib.planner import planner
 from shardlib.planner.questions import answers
 from shardlib.report.elements import seconds_text
-from shardlib.report.pages import html_report
+from shardlib.report.pages import Evidence, html_report
 from shardlib.report.panels import (
-    Evidence,
     causes,
-    lanes,
     machine_picture,
     memory_picture,
     step_picture,
 )
-from shardlib.report.text import LABELS, parameter_rows
+from shardlib.report.text import LABELS, lanes, parameter_rows
 from tests.planner import worlds
 from tests.planner.fixture_plan import PLAN
 
@@ -75,7 +73,7 @@ def rects(picture: str) -> list[tuple[float, float, str]]:
 
 
 def test_the_bar_of_a_step_is_proportional_and_covers_it():
-    seconds, found = PLAN.estimate.seconds, rects(step_picture(PLAN))
+    seconds, found = PLAN.estimate.seconds, rects(step_picture(PLAN).shapes)
     parts = [
         next(one for one in found if one[2].startswith(f"{LABELS.get(field.name, field.name)}: "))
         for field in fields(seconds)
@@ -105,7 +103,8 @@ def test_devices_are_drawn_where_jax_puts_them(where, mesh):
     order = device_order(shape, machine)
     assert order is not None
     drawn, rows = machine_picture(shape, machine)
-    said = dict(re.findall(r"<title>device (\d+): ([^<]*)</title>", drawn))
+    assert drawn is not None
+    said = dict(re.findall(r"<title>device (\d+): ([^<]*)</title>", drawn.shapes))
     assert len(said) == 16 and rows
     for at, number in np.ndenumerate(order.reshape(tuple(shape[axis] for axis in shape))):
         text = ", ".join(f"{axis} {i}" for axis, i in zip(shape, at, strict=True))
@@ -178,7 +177,7 @@ def test_answers_are_sections_of_their_own():
 @pytest.mark.parametrize(("usable", "words"), [(64, "usable: 64.0 GiB<"), (2048, "2.00 TiB, far")])
 def test_memory_fills_its_picture_however_much_a_device_has(usable, words):
     parts = PLAN.estimate.device_bytes
-    drawn = memory_picture(parts, usable * 2**30)
+    drawn = memory_picture(parts, usable * 2**30).shapes
     assert words in drawn
     heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", drawn)]
     assert max(heights) - min(heights) > 230 / 5  # of the height of the picture

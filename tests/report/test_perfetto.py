@@ -17,7 +17,7 @@ import pytest
 
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
-from shardlib.report.panels import step_trace
+from shardlib.report.timelines import step_trace
 from tests.planner import worlds
 from tests.report.test_step_trace import STEPS
 

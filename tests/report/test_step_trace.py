@@ -14,7 +14,7 @@ import pytest
 
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
-from shardlib.report.panels import MeasuredStep, Operation, step_trace
+from shardlib.report.timelines import MeasuredStep, Operation, step_trace
 from tests.planner import worlds
 from tests.planner.fixture_plan import PLAN
 
