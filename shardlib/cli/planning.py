@@ -836,11 +836,7 @@ def write_trace(
 
 
 def told(steps: Mapping[str, float], trace: Path) -> str:
-    """What is in a trace.
-
-    Args:
-        steps: seconds of its steps.
-    """
+    """What is in a trace."""
     rows = [f"{name}: {seconds_text(seconds)} a step" for name, seconds in steps.items()]
     return "\n".join([*rows, f"{trace}: open it with https://ui.perfetto.dev", ""])
 

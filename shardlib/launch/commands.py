@@ -305,10 +305,6 @@ def option_of(command: Sequence[str], names: tuple[str, str]) -> str | None:
 
     >>> [option_of(["train", *words], ("--run", "-r")) for words in (["--run=a"], ["-r", "b"])]
     ['a', 'b']
-
-    Args:
-        command: words of a `shardlib` command.
-        names: of the option, long and short.
     """
     if not command or command[0] != "train":
         return None

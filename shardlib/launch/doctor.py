@@ -751,11 +751,7 @@ class Unheard:
 
 
 def unreached(process: int, host: str, coordinator: str, *, seconds: float) -> tuple[Unheard, ...]:
-    """Tries connections between the hosts of all processes, both ways; to be called by all.
-
-    Args:
-        seconds: how long to wait for the others.
-    """
+    """Tries connections between the hosts of all processes, both ways; to be called by all."""
     with _listening(coordinator) as (address, port):
         replies = all_say(
             "ears", json.dumps({"host": host, "address": address, "port": port}), seconds=seconds
@@ -781,10 +777,6 @@ def callees(process: int, ears: Mapping[int, Ear]) -> list[int]:
 
     >>> callees(0, {n: Ear(process=n, host=f"h{n}", address="", port=0) for n in range(8)})
     [1, 2, 4]
-
-    Args:
-        process: number of the process.
-        ears: where each process listens, by its number.
     """
     firsts: dict[str, int] = {}
     for number in sorted(ears):

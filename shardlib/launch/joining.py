@@ -151,9 +151,6 @@ def address_here(place: Place) -> str:
 def wait_for_listener(place: Place, seconds: float = SPEAK_SECONDS) -> None:
     """Waits until somebody listens at the address of the coordinator, or the time is over. Who
     comes to JAX's service before it listens waits for a whole second before it tries again.
-
-    Args:
-        seconds: how long to wait at most.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -353,11 +353,7 @@ MANIFEST = "jobset.yaml"
 
 
 def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submission:
-    """A JobSet and the command that creates it.
-
-    Args:
-        settings: of the cluster; by default those of `KubernetesSettings()`.
-    """
+    """A JobSet and the command that creates it."""
     settings = settings or KubernetesSettings()
     check_job(job, "Kubernetes", _failures(job, settings), hint="see docs/launching.md")
     text = yaml_text(jobset(job, settings))

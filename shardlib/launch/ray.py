@@ -120,11 +120,7 @@ class RaySettings:
 
 
 def ray(job: Job, settings: RaySettings | None = None) -> Submission:
-    """The command that submits a job to Ray.
-
-    Args:
-        settings: of the cluster; by default those of `RaySettings()`.
-    """
+    """The command that submits a job to Ray."""
     settings = settings or RaySettings()
     failures = (
         [

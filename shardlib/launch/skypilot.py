@@ -93,11 +93,7 @@ class SkyPilotSettings:
 
 
 def skypilot(job: Job, settings: SkyPilotSettings | None = None) -> Submission:
-    """A task and the command that launches it.
-
-    Args:
-        settings: of the clouds; by default those of `SkyPilotSettings()`.
-    """
+    """A task and the command that launches it."""
     settings = settings or SkyPilotSettings()
     check_job(job, "SkyPilot", _failures(job))
     hidden = SECRETS if job.processes > 1 and not is_tpu(job) else ()

@@ -304,11 +304,7 @@ SCRIPT = "job.sbatch"
 
 
 def slurm(job: Job, settings: SlurmSettings | None = None) -> Submission:
-    """A batch script and the commands that submit it.
-
-    Args:
-        settings: of the cluster; by default those of `SlurmSettings()`.
-    """
+    """A batch script and the commands that submit it."""
     settings = settings or SlurmSettings()
     failures = (
         [f"{job.topology} is made of TPUs, which Slurm does not manage"]

@@ -184,9 +184,6 @@ def supervised(job: Job) -> tuple[str, ...]:
 def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
     """Words with the time limit of the job, where no scheduler has one; the process is told, and
     has time to save.
-
-    Args:
-        job: with its seconds.
     """
     return (
         ("timeout", "--signal=TERM", f"--kill-after={SAVE_SECONDS}", str(job.seconds), *words)

@@ -347,9 +347,6 @@ class Observer:
     def silent(self, key: Hashable, beat: Heartbeat | None) -> float:
         """Seconds since the heartbeat of something was seen to change; or since it was asked for
         first.
-
-        Args:
-            beat: as it is now; None where there is none.
         """
         now, mark = self._clock(), (beat.host, beat.pid, beat.number) if beat is not None else None
         if key not in self._seen or self._seen[key][0] != mark:

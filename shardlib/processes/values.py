@@ -381,9 +381,6 @@ _first_values: dict[str, str] = {}
 def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECONDS) -> None:
     """Compares values with those of all other processes; to be called by all, in the same order.
     Alone it does nothing.
-
-    Args:
-        seconds: how long to wait for the others.
     """
     coordination = _several()
     if coordination is None:
@@ -417,9 +414,6 @@ def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECOND
 def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECONDS) -> str:
     """Returns what process 0 makes, in all processes; made once for each name. Alone, what this
     process makes.
-
-    Args:
-        seconds: how long the others wait.
     """
     coordination = _several()
     if coordination is None:
@@ -504,9 +498,6 @@ def _waited(client: Any, key: str, seconds: float, what: str) -> str:
 def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int, str]:
     """Returns what every process says, by its number, in all processes; to be called by all, in the
     same order. Alone, what this one says.
-
-    Args:
-        seconds: how long to wait for the others.
     """
     coordination = _several()
     if coordination is None:
@@ -529,9 +520,6 @@ def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int
 def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
     """Waits until all processes are at this point; to be called by all, in the same order. Alone it
     does nothing.
-
-    Args:
-        seconds: how long to wait for the others.
     """
     coordination = _several()
     if coordination is None:

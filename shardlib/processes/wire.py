@@ -156,11 +156,7 @@ def _made(array: np.ndarray | Later) -> np.ndarray:
 
 
 def body_of(arrays: Outgoing) -> tuple[int, Iterator[memoryview]]:
-    """Bytes of a body, and what it consists of.
-
-    Args:
-        arrays: of the dtypes that a layout has names for.
-    """
+    """Bytes of a body, and what it consists of."""
     if not arrays:
         return 0, iter(())
     layout, offset = dict[str, object](), 0
@@ -207,11 +203,7 @@ class Entry:
 
 
 def arrays_of(body: int, read: Callable[[int], bytes]) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a body, each as soon as it is there.
-
-    Args:
-        body: its bytes.
-    """
+    """The arrays of a body, each as soon as it is there."""
     if not body:
         return
     if body < _LENGTH.size:
@@ -421,11 +413,7 @@ class _Hurried:
 def greet(
     stream: socket.socket, secret: str, server: int, seconds: float = GREETING_SECONDS
 ) -> int:
-    """The server's side.
-
-    Args:
-        seconds: that it may take.
-    """
+    """The server's side."""
     hurried, challenge = _Hurried(stream, seconds), number()
     send(hurried, {"number": challenge}, {})
     reply = opened(secret, challenge, "worker", _line(_secret_header(hurried)))

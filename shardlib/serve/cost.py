@@ -298,11 +298,7 @@ STORED: dict[str, int] = {"bf16": 2, "int8": 1, "fp8": 1}
 
 
 def stored_itemsize(word: str, dtype: str) -> float:
-    """Bytes of an element of weights or cache.
-
-    Args:
-        dtype: of the model.
-    """
+    """Bytes of an element of weights or cache."""
     return float(STORED.get(word, ITEMSIZE.get(dtype, 4)))
 
 

@@ -244,9 +244,6 @@ def cut(
 ) -> list[StageProgram]:
     """The stages of a plan, in order; the first takes the leaves of a batch, the last gives those
     of the results.
-
-    Args:
-        forward: (model, batch) -> any arrays.
     """
     chain = TracedChain.of(model, forward, batch, weights)
     places = chain.places(plan.stages[-1].last + 1)

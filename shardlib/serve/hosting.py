@@ -1006,9 +1006,6 @@ class Deployment:
     async def follow(self, seconds: float) -> None:
         """Serves newer weights as they come, for ever. What goes wrong with them is logged, and
         those that are there serve on.
-
-        Args:
-            seconds: between two looks.
         """
         newer = self.served.newer
         while newer is not None:
@@ -1087,9 +1084,6 @@ def plain_chat(messages: Sequence[JsonMapping]) -> str:
 
     >>> plain_chat([{"role": "user", "content": "Hello."}])
     'user: Hello.\\nassistant:'
-
-    Args:
-        messages: each with a "role" and a "content".
     """
     lines = [f"{message['role']}: {message['content']}\n" for message in messages]
     return "".join([*lines, "assistant:"])

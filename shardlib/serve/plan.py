@@ -506,11 +506,7 @@ def _search(plan: ServingPlan) -> list[str]:
 
 
 def meshes(two: TwoMeshes | None) -> str:
-    """Describes the predictions of prompts on a mesh of their own, as text.
-
-    Args:
-        two: the plan of two meshes; None where there is none.
-    """
+    """Describes the predictions of prompts on a mesh of their own, as text."""
     if two is None:
         return "With prompts on a mesh of their own nothing fits, or keeps to the limits."
     return "\n".join(

@@ -64,9 +64,6 @@ class ServingPins:
     def parse(cls, values: Mapping[str, ServingPin] | None) -> Self:
         """The pins of a table by their words; "mesh" is a table of "tensor" and "data", which is
         the number of replicas.
-
-        Args:
-            values: words and values; None for no pins.
         """
         table: dict[str, object] = dict(values or {})
         mesh = table.pop("mesh", {})
@@ -94,11 +91,7 @@ class ServingPins:
         return cls(**{word: value for word, value in table.items() if isinstance(value, int)})
 
     def changed(self, others: Self) -> Self:
-        """These pins with others in their place.
-
-        Args:
-            others: those that are not None count.
-        """
+        """These pins with others in their place."""
         values = {field.name: getattr(others, field.name) for field in fields(others)}
         return replace(self, **{name: value for name, value in values.items() if value is not None})
 

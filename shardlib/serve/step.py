@@ -422,11 +422,7 @@ def placed(
     storage: Storage | None = None,
     cpu: TracedForward | None = None,
 ) -> Placed:
-    """Returns the shardings of the arrays of a model.
-
-    Args:
-        storage: of weights and the cache; None for those of the model.
-    """
+    """Returns the shardings of the arrays of a model."""
 
     storage = storage or Storage()
 

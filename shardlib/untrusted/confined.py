@@ -213,11 +213,7 @@ class Fork:
     def call(
         self, operation: str, header: JsonMapping, body: bytes = b"", *, background: bool = False
     ) -> tuple[JsonObject, bytes]:
-        """Calls an operation and returns its result.
-
-        Args:
-            body: bytes.
-        """
+        """Calls an operation and returns its result."""
         self.send(operation, header, body, background=background)
         answer = self.receive(self._limits.seconds * PATIENCE + 5.0)
         assert answer is not None

@@ -228,11 +228,7 @@ def read_regular(path: str | Path, limit: int = -1) -> bytes:
 def read_bytes(
     path: str | Path, what: str, error: type[ShardlibError], *, limit: int, hint: str = ""
 ) -> bytes:
-    """The bytes of a file.
-
-    Args:
-        limit: bytes that it may have.
-    """
+    """The bytes of a file."""
     name, after = shown(str(path), 300), f"\nTry: {hint}" if hint else ""
     try:
         data = read_regular(path, limit + 1)
@@ -258,11 +254,7 @@ def read_json(
     limits: Limits = LIMITS,
     hint: str = "",
 ) -> Json:
-    """The plain data of a JSON file; see `read_bytes` and `parse_json`.
-
-    Args:
-        limits: bytes and depth that it may have.
-    """
+    """The plain data of a JSON file; see `read_bytes` and `parse_json`."""
     data = read_bytes(path, what, error, limit=limits.bytes, hint=hint)
     return parse_json(data, _file(what, path), error, limits=limits)
 

@@ -59,9 +59,6 @@ def half_of_a_pair(body: object) -> str | None:
 
     >>> half_of_a_pair({"messages": [{"content": "a\\ud800"}]})
     'messages.0.content'
-
-    Args:
-        body: as read.
     """
     waiting: list[tuple[str, object]] = [("", body)]
     while waiting:
@@ -329,9 +326,6 @@ def read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 
     >>> read_prompts([5, 2]), read_prompts(["a", "b"])
     (((5, 2),), ('a', 'b'))
-
-    Args:
-        value: as JSON has it.
 
     Raises:
         PydanticCustomError: it is none of `KINDS`, with the item that is wrong.
