@@ -738,12 +738,7 @@ class Ear:
 
 @dataclass(frozen=True, kw_only=True)
 class Unheard:
-    """A connection that was not made.
-
-    Attributes:
-        caller, listener: the processes.
-        why: in the words of the system.
-    """
+    """A connection that was not made."""
 
     caller: Ear
     listener: Ear

@@ -184,13 +184,7 @@ def _chunks(head: bytes, arrays: Outgoing) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An array of a layout.
-
-    Attributes:
-        name: of the array.
-        dtype: of its elements.
-        shape: elements per dim.
-    """
+    """An array of a layout."""
 
     name: str
     dtype: np.dtype[np.generic]
@@ -279,12 +273,7 @@ class Taken(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A message.
-
-    Attributes:
-        header: plain data.
-        arrays: by name.
-    """
+    """A message."""
 
     header: JsonMapping
     arrays: Mapping[str, np.ndarray]

@@ -49,6 +49,13 @@ if TYPE_CHECKING:
 # `shardlib bench-serve`.
 
 
+#: An option of commands that read a run.
+Average = Annotated[
+    bool,
+    typer.Option("--average", help="Of a run, the moving average that `train --average` keeps."),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """Options of the server that is measured."""
@@ -657,12 +664,7 @@ def generate_command(
     adapter: Annotated[
         str | None, typer.Option("--adapter", help="Folder of PEFT with an adapter of the model.")
     ] = None,
-    average: Annotated[
-        bool,
-        typer.Option(
-            "--average", help="Of a run, the moving average that `train --average` keeps."
-        ),
-    ] = False,
+    average: Average = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text with what a run has learned, or with a model of Hugging Face, as it is
@@ -1190,12 +1192,7 @@ def serve_command(
     planned: Planned,
     guesses: Guesses,
     adapted: Adapted,
-    average: Annotated[
-        bool,
-        typer.Option(
-            "--average", help="Of a run, the moving average that `train --average` keeps."
-        ),
-    ] = False,
+    average: Average = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve models to any client of OpenAI's interface. A run may still be training: its newest

@@ -769,12 +769,7 @@ READY_SECONDS = 300.0
 
 
 class StageError(LaunchError):
-    """A stage is gone.
-
-    Attributes:
-        stage: its number in the chain.
-        address: where it listened.
-    """
+    """A stage is gone."""
 
     def __init__(self, stage: int, address: tuple[str, int], why: str) -> None:
         super().__init__(f"stage {stage} of the chain, at {address[0]}:{address[1]}, {why}")

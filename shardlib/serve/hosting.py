@@ -451,37 +451,15 @@ class Load:
     preempted: int
 
 
-def load_of(engine: Engine, taken: int, unseen: int) -> Load:
-    """Returns the load of an engine; from another thread, as it was at some moment of its step."""
-    schedule = engine.schedule
-    return Load(
-        running=len(schedule.running),
-        waiting=len(schedule.waiting) + unseen,
-        open=taken,
-        slots=len(schedule.slots),
-        used=schedule.pool.used,
-        pages=schedule.pool.pages,
-        steps=engine.steps,
-        preempted=schedule.preempted,
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# Conversations as text, by the templates that checkpoints bring along.
-#
-# They are rendered in a process of its own (`rendering.py`), which ends when it takes more than
-# its limits allow; the next conversation has a new one.
-
 #: Characters of a template.
 LONGEST = 1 << 17
 LIMITS = ChildLimits(seconds=2.0, memory_bytes=1 << 29)
 
 
 class Renderer:
-    """Renders conversations for a model; from any thread.
-
-    Args:
-        text: whose template.
+    """Renders conversations for a model, by the template that its checkpoint brings along; from any
+    thread. That is done in a process of its own (`rendering.py`), which ends when it takes more
+    than its limits allow; the next conversation has a new one.
 
     Raises:
         ArgumentError: the template is too long.
@@ -824,8 +802,18 @@ class Worker:
 
     @property
     def load(self) -> Load:
-        """The load of the engine."""
-        return load_of(self.engine, self.taken, self._inbox.qsize())
+        """The load of the engine; from another thread, as it was at some moment of its step."""
+        schedule = self.engine.schedule
+        return Load(
+            running=len(schedule.running),
+            waiting=len(schedule.waiting) + self._inbox.qsize(),
+            open=self.taken,
+            slots=len(schedule.slots),
+            used=schedule.pool.used,
+            pages=schedule.pool.pages,
+            steps=self.engine.steps,
+            preempted=schedule.preempted,
+        )
 
     @contextlib.contextmanager
     def places(self, count: int) -> Iterator[None]:

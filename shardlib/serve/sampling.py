@@ -519,11 +519,6 @@ class Compiled:
 class Guide:
     """The tokens that may come next in one answer.
 
-    Args:
-        form: of it.
-        words: of a mask.
-        left: is called when it is closed.
-
     Attributes:
         stopped: whether no token can follow, as far as was heard.
         failure: why the answer cannot go on; empty where it can.

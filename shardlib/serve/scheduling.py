@@ -238,11 +238,7 @@ class Pool:
 
 
 class Pools:
-    """Several pools of pages, counted together.
-
-    Args:
-        pools: at least one.
-    """
+    """Several pools of pages, counted together."""
 
     def __init__(self, pools: Sequence[Pool | Pools]) -> None:
         self.pools = pools
@@ -641,13 +637,7 @@ def _begun(request: Request) -> bool:
 
 
 class Groups:
-    """A schedule for each group; slots are numbered through.
-
-    Args:
-        count: of groups.
-        capacity: of each.
-        chunk: see `Schedule`.
-    """
+    """A schedule for each group; slots are numbered through."""
 
     def __init__(self, count: int, capacity: Capacity, chunk: int | None = None) -> None:
         self.each = [Schedule(capacity, chunk=chunk) for _ in range(count)]

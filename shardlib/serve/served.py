@@ -99,9 +99,6 @@ class Pieces:
     >>> pieces = Pieces(ByteText())
     >>> [pieces.add(byte) for byte in "né".encode()], pieces.end()
     (['n', '', 'é'], '')
-
-    Args:
-        text: of the model.
     """
 
     def __init__(self, text: Text) -> None:

@@ -189,11 +189,7 @@ def _stop(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 class Fork:
-    """A fork of a prepared program: calls one after the other, of one thread at a time.
-
-    Attributes:
-        stream: to it.
-    """
+    """A fork of a prepared program: calls one after the other, of one thread at a time."""
 
     def __init__(self, stream: socket.socket, limits: ChildLimits) -> None:
         self.stream, self._limits = stream, limits

@@ -111,11 +111,7 @@ BACK, EVERY = 300, 1.0
 
 
 class Watching:
-    """Counts what the engines of a server do.
-
-    Args:
-        models: by name.
-    """
+    """Counts what the engines of a server do."""
 
     def __init__(self, models: Mapping[str, Deployment]) -> None:
         self.registry = CollectorRegistry()
@@ -165,12 +161,7 @@ class _Gauges(Collector):
 
 
 class OneWatch:
-    """Counts what one engine does; all of it in the event loop.
-
-    Args:
-        all_of: where figures are kept.
-        name: of the model.
-    """
+    """Counts what one engine does; all of it in the event loop."""
 
     def __init__(self, all_of: Watching, name: str) -> None:
         self._ttft = all_of.ttft.labels(name)
@@ -245,15 +236,7 @@ KINDS = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable
 
 
 class Fault(HTTPException):
-    """A request that is not answered.
-
-    Args:
-        status: of HTTP.
-        message: for people.
-        code: for programs.
-        param: the field that is wrong, if one is.
-        headers: of the answer.
-    """
+    """A request that is not answered."""
 
     def __init__(
         self,
@@ -413,10 +396,6 @@ class Guard:
     """Lets requests with a token through whose bodies are small and come in time.
 
     `scope["state"]["salt"]` is what the prefixes of a token are known by.
-
-    Args:
-        app: behind it.
-        settings: tokens and limits.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
