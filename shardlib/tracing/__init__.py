@@ -3,12 +3,14 @@
 folding.py         layers that are written out become a loop over layers
 jaxpr_to_graph.py  conversion of a jaxpr to a `Graph`
 layouts.py         layouts that a program brings along
+linearity.py       linearity of derivatives that were written by hand
+primitives.py      one row for each primitive: factor rule, effect on rows, linearity
 program.py         the order and the names of the equations of a traced program; repeated blocks
 rewriting.py       traced programs re-evaluated with a callback on every value
 row_kinds.py       kinds of values by the rows of the batch that they depend on
-row_rules.py       rules of every family of primitives for the rows of the batch
+row_rules.py       the kinds of results of each primitive
 rows.py            dependence of a loss on the rows of its batch
-rules.py           one table from primitive to the factor rule of its equation
+rules.py           the factor rule of each primitive
 steps.py           a step that a user wrote, with gradients and optimizers inside, as a problem to
                    be planned
 trace.py           the traced loss and its gradient: the only entry from JAX to the planner

@@ -18,6 +18,7 @@ from shardlib.findings import Finding
 from shardlib.graph import FactorRule, Graph, Op, Region, Value, check, elementwise
 from shardlib.jax_types import Aval
 from shardlib.tracing.layouts import OwnLayout
+from shardlib.tracing.primitives import TABLE
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -31,8 +32,8 @@ from shardlib.tracing.program import (
     literal,
     stacking,
 )
-from shardlib.tracing.rules import TABLE, Describe, Description, unknown
 from shardlib.tracing.rules import Call as Described
+from shardlib.tracing.rules import Description, unknown
 
 #: A custom call, and the values of a graph that are its operands.
 PlacedCall = tuple[Call, tuple[int, ...]]
@@ -224,7 +225,8 @@ class _Builder:
         return results
 
     def describe(self, equation: Equation, call: Described) -> Description:
-        entry: Describe | None = TABLE.get(call.name)
+        primitive = TABLE.get(call.name)
+        entry = None if primitive is None else primitive.factors
         if entry is None:
             self.note(
                 "opaque-primitive",

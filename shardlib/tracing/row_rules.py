@@ -8,26 +8,18 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from shardlib._jax_compat import scan_counts
-from shardlib.errors import TracingError
 from shardlib.functions.experts import ExpertForm
 from shardlib.functions.losses import WeightedMeanForm
 from shardlib.functions.routing import Balance
 from shardlib.jax_types import Constant
-from shardlib.tracing import row_kinds
-from shardlib.tracing.program import Equation, Program, callee, flatten
-from shardlib.tracing.rewriting import bind
+from shardlib.tracing.program import Equation, Program
 from shardlib.tracing.row_kinds import (
-    SHAPED,
     Kind,
     Place,
     Shape,
     Step,
-    Walk,
     added,
     by_position,
     common,
@@ -42,152 +34,6 @@ from shardlib.tracing.row_kinds import (
     total,
 )
 from shardlib.tracing.rules import ARITHMETIC, COPIES, whole_dims
-
-# --------------------------------------------------------------------------------------------------
-# Functions with custom derivatives.
-#
-# What they compute is judged by their equations, and so is their derivative: it is taken, for both
-# numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of
-# a parameter must be a sum over rows; a derivative that does otherwise (one that is normalised
-# over the batch) couples the rows, although the function does not. And it must be linear in the
-# cotangents (`shardlib.tracing.row_kinds`), whose size depends on the number of rows.
-
-
-def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """Kinds of the results of a call with a derivative of its own."""
-    inner = walk.inside(step, callee)
-    if len(inner[0].inputs) != len(kinds):
-        return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
-    beneath = walk.beneath()
-    kinds_inside = beneath.run(inner, kinds, editable=False)
-    if (
-        walk.derivatives_are_judged
-        or not any(kind.descent.learned for kind in kinds)
-        or any(kind.family == "mixed" for kind in kinds_inside)
-    ):
-        return kinds_inside
-    rule = step.params.get("bwd", step.params.get("jvp_jaxpr_fun"))
-    key = (
-        step.name,
-        _told_apart(rule),
-        str(callee(step.one.eqn)),
-        tuple((kind.family, kind.place, kind.descent.learned, kind.power) for kind in kinds),
-        tuple(map(str, step.operands)),
-    )
-    if key not in walk.judged:
-        walk.judged[key] = _fault(beneath, step, kinds, kinds_inside)
-    why = walk.judged[key]
-    return [step.mixed(why, kinds)] * len(kinds_inside) if why else kinds_inside
-
-
-def _told_apart(rule: Any) -> Any:
-    """The rule, or its identity: one that was bound again holds lists, which have no hash."""
-    try:
-        hash(rule)
-    except TypeError:
-        return id(rule)
-    return rule
-
-
-def _fault(walk: Walk, step: Step, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
-    """Returns what is wrong with the derivative; empty where nothing is."""
-    moving = [
-        index
-        for index, variable in enumerate(step.one.eqn.invars)
-        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    ]
-    leaving = [
-        index
-        for index, variable in enumerate(step.one.eqn.outvars)
-        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    ]
-    if not moving or not leaving:
-        return ""
-    try:
-        first, second = (
-            flatten(_pulled(equation, moving, leaving)) for equation in (step.one, step.two)
-        )
-    except (TracingError, TypeError, ValueError) as error:
-        return f"its derivative cannot be taken alone ({type(error).__name__})"
-    bent = (
-        row_kinds.fault(first, range(len(kinds), len(first.inputs))) if "vjp" in step.name else ""
-    )
-    if bent:
-        return (
-            "its derivative, which was written by hand, is not linear in the gradient that comes"
-            f" in: {bent}"
-        )
-    if not any(kind.family == "row" for kind in kinds):
-        return ""
-    powers = {
-        kind.power
-        for index, kind in enumerate(kinds_inside)
-        if index in leaving and kind.family == "sum"
-    } or {Fraction(0)}
-    if len(powers) > 1:
-        return "its results are sums that the number of rows scales differently"
-    (power,) = powers
-    cotangents = [
-        row(kinds_inside[index].rows, learned=True)
-        if kinds_inside[index].family == "row"
-        else free(learned=True)
-        for index in leaving
-    ]
-    gradients = walk.run((first, second), [*kinds, *cotangents], editable=False)
-    for index, gradient in zip(moving, gradients, strict=True):
-        if not _allowed(
-            kinds[index],
-            gradient,
-            power,
-            summed=any(kinds_inside[k].family == "sum" for k in leaving),
-        ):
-            return (
-                "its derivative, which was written by hand, mixes"
-                f" rows{f': {gradient.cause}' if gradient.cause else ''}"
-            )
-    return ""
-
-
-def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: bool) -> bool:
-    """Returns whether an operand may have such a gradient."""
-    if gradient.family == "free":
-        return gradient.zero or operand.family == "free"
-    if operand.family == "row":
-        return (
-            gradient.family == "row"
-            and gradient.place == operand.place
-            and (gradient.power == (power if summed else 0) or gradient.zero)
-        )
-    return (
-        operand.family == "free"
-        and gradient.family == "sum"
-        and gradient.power == (power if summed else 0)
-    )
-
-
-def _pulled(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
-    """The jaxpr of (operands, cotangents) -> gradients of the operands."""
-
-    def gradients(operands: list[Any], cotangents: list[Any]) -> list[Any]:
-        def run(*values: Any) -> list[Any]:
-            arguments = list(operands)
-            for index, value in zip(moving, values, strict=True):
-                arguments[index] = value
-            outputs = bind(equation, arguments)
-            return [outputs[index] for index in leaving]
-
-        _, pull = jax.vjp(run, *(operands[index] for index in moving))
-        return list(pull(cotangents))
-
-    def abstract(variables: Any) -> list[jax.ShapeDtypeStruct]:
-        return [
-            jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables
-        ]
-
-    return jax.make_jaxpr(gradients)(
-        abstract(equation.eqn.invars), abstract([equation.eqn.outvars[index] for index in leaving])
-    )
-
 
 # --------------------------------------------------------------------------------------------------
 # Element-wise operations.
@@ -324,11 +170,6 @@ def _running(step: Step, kinds: list[Kind]) -> Kind:
     return step.mixed("a row meets a sum over other rows", kinds)
 
 
-ELEMENTWISE_TABLE: Mapping[str, Rule] = dict.fromkeys(
-    (*ARITHMETIC, *COPIES, "bitcast_convert_type"), elementwise
-)
-
-
 # --------------------------------------------------------------------------------------------------
 # Custom calls (`shardlib.functions`), which declare their treatment of rows.
 
@@ -450,273 +291,6 @@ def stacked(step: Step, kinds: list[Kind]) -> Kind:
     ):
         return step.mixed("rows are weighted by their position in the batch", kinds)
     return row(place, **common(kinds))
-
-
-def linear_solve(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """A solver and the product that it inverts, by which it is differentiated."""
-    lengths = step.params["const_lengths"]
-    product, transposed, solver, _ = (
-        kinds[sum(lengths[:index]) : sum(lengths[: index + 1])] for index in range(4)
-    )
-    right_sides = kinds[sum(lengths) :]
-    solutions = walk.run(
-        walk.inside_of(step, lambda params: params["jaxprs"].solve, "solve/"),
-        [*solver, *right_sides],
-        editable=False,
-    )
-    for name, constants in (("matvec", product), ("vecmat", transposed)):
-        if step.params["jaxprs"]._asdict()[name] is None:
-            continue
-        products = walk.run(
-            walk.inside_of(
-                step, lambda params, name=name: getattr(params["jaxprs"], name), f"{name}/"
-            ),
-            [*constants, *solutions],
-            editable=False,
-        )
-        coupled = next((kind for kind in products if kind.family == "mixed"), None)
-        if coupled is not None:
-            return [coupled] * len(solutions)
-    return solutions
-
-
-LINALG_TABLE: Mapping[str, Rule] = dict.fromkeys(
-    (
-        "cholesky",
-        "cholesky_update",
-        "eig",
-        "eigh",
-        "geqp3",
-        "geqrf",
-        "hessenberg",
-        "householder_product",
-        "lu",
-        "lu_pivots_to_permutation",
-        "qr",
-        "schur",
-        "svd",
-        "symmetric_product",
-        "triangular_solve",
-        "tridiagonal",
-        "tridiagonal_solve",
-    ),
-    stacked,
-)
-
-
-# --------------------------------------------------------------------------------------------------
-# Loops and branches.
-
-#: Rounds after which kinds of what a loop carries must have settled.
-_ROUNDS = 24
-
-
-def scan(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """A loop over slices: of a stack of layers, of positions in a sequence, or of rows."""
-    constants, carried = scan_counts(step.params)
-    body = walk.inside_of(step, lambda params: params["jaxpr"], "body/")
-    scanned = kinds[constants + carried :]
-    over = any(kind.family == "row" and 0 in kind.rows.dims for kind in scanned)
-    items = [
-        _item(step, constants + carried + index, kind, over=over)
-        for index, kind in enumerate(scanned)
-    ]
-    carry = [_entering(kind, over=over) for kind in kinds[constants : constants + carried]]
-    if over:
-        entering = body[0].inputs[constants : constants + carried]
-        carry = [
-            _loops_by_position(step, kind) if before != after else kind
-            for kind, before, after in zip(carry, entering, body[0].outputs, strict=False)
-        ]
-    for _ in range(_ROUNDS):
-        results = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
-        after = [
-            _after(step, before, result, over=over)
-            for before, result in zip(carry, results, strict=False)
-        ]
-        if after == carry:
-            break
-        carry = after
-    else:
-        return [
-            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
-        ] * len(results)
-    return [replace(kind, running=False, value=None, tag=None) for kind in carry] + [
-        _stacked(step, kind, over=over) for kind in results[carried:]
-    ]
-
-
-def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
-    """A slice of what is scanned over."""
-    kind = replace(kind, value=None, tag=None)
-    if kind.family == "row":
-        place = kind.rows
-        if 0 not in place.dims:
-            return kind.with_(
-                place=replace(place, start=max(0, place.start - 1), stop=max(0, place.stop - 1))
-            )
-        return kind.with_(
-            place=replace(
-                place,
-                start=0,
-                stop=place.stop - 1,
-                scans=(*place.scans, (step.one.path, place.stop, place.inner)),
-            )
-        )
-    if kind.family == "data" and 0 in step.batch_dims(index):
-        return kind
-    uniform = kind.splat or kind.zero or 0 in step.batch_dims(index)
-    if over and kind.family == "free" and not uniform:
-        return step.mixed("rows are weighted by their position in the batch", [kind])
-    return kind
-
-
-def _entering(kind: Kind, *, over: bool) -> Kind:
-    """Returns what is carried into the first turn."""
-    kind = replace(kind, value=None, tag=None)
-    if over and kind.family == "sum":
-        return kind.with_(running=True)
-    if over and kind.family == "free" and kind.zero:
-        return total(power=kind.power, learned=kind.descent.learned, zero=True, running=True)
-    return kind
-
-
-def _loops_by_position(step: Step, kind: Kind) -> Kind:
-    """Returns what a loop over rows carries and changes, without looking at them: another value for
-    each row by its position.
-    """
-    if kind.family == "free" and not kind.descent.learned:
-        return step.mixed("a loop over rows carries what changes from row to row", [kind])
-    return kind
-
-
-def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
-    """Returns what is carried into the next turn."""
-    if over and result.family == "sum" and not result.running:
-        return step.mixed("a loop over rows carries what is no sum over them", [result])
-    joined = meet(step, before, result)
-    if (
-        over
-        and joined.family in ("free", "row")
-        and joined != before
-        and not (joined.family == "free" and not joined.descent.learned)
-    ):
-        return step.mixed("a loop over rows carries what is no sum over them", [joined])
-    return joined
-
-
-def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
-    """The results of all turns."""
-    if kind.family == "row":
-        place = kind.rows
-        if place.scans and place.scans[-1][0] == step.one.path:
-            return kind.with_(
-                place=replace(place, start=0, stop=place.stop + 1, scans=place.scans[:-1]), tag=None
-            )
-        return kind.with_(
-            place=replace(place, start=place.start + 1, stop=place.stop + 1), tag=None
-        )
-    if over and kind.family == "sum":
-        return step.mixed("sums over a part of the batch", [kind])
-    if (
-        over
-        and kind.family == "free"
-        and not (kind.zero or kind.splat)
-        and not kind.descent.learned
-    ):
-        return data()
-    if over and kind.family == "free" and kind.descent.learned:
-        return kind.with_(value=None, tag=None, splat=False)
-    return replace(kind, value=None, tag=None, running=False)
-
-
-def meet(step: Step, first: Kind, two: Kind) -> Kind:
-    """A value that is one or the other."""
-    if first == two:
-        return first
-    kinds = [first, two]
-    mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
-    if mixed is not None:
-        return mixed
-    learned = first.descent.learned or two.descent.learned
-    power = (
-        first.power if first.power == two.power or two.zero else two.power if first.zero else None
-    )
-    more = {
-        "learned": learned,
-        "weighted": first.descent.weighted or two.descent.weighted,
-        "scaled": first.descent.scaled or two.descent.scaled,
-        "notes": first.descent.notes | two.descent.notes,
-        "zero": first.zero and two.zero,
-    }
-    families = {first.family, two.family}
-    if power is None and families != {"data"}:
-        return step.mixed("the number of rows goes into it differently", kinds)
-    if families == {"free"}:
-        return free(power=power, splat=first.splat and two.splat, **more)
-    if families == {"row"} and first.place == two.place:
-        return row(first.rows, power=power, **more)
-    if families == {"free", "row"}:
-        return row((first if first.family == "row" else two).rows, power=power, **more)
-    if families <= {"free", "sum"}:
-        constant = next((kind for kind in kinds if kind.family == "free"), None)
-        if constant is None or constant.zero or power == Fraction(-1):
-            return total(power=power, running=first.running or two.running, **more)
-    return step.mixed("a loop or branch gives rows, or sums over them, by turns", kinds)
-
-
-def while_(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """A loop that ends when its condition says so."""
-    tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
-    body = walk.inside_of(step, lambda params: params["body_jaxpr"], "body/")
-    test = walk.inside_of(step, lambda params: params["cond_jaxpr"], "cond/")
-    state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants :]]
-    for _ in range(_ROUNDS):
-        results = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
-        after = [
-            replace(meet(step, before, result), value=None, tag=None)
-            for before, result in zip(state, results, strict=True)
-        ]
-        if after == state:
-            break
-        state = after
-    else:
-        return [
-            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
-        ] * len(state)
-    (going,) = walk.run(test, [*kinds[:tests], *state], editable=False)
-    if going.family == "free" and going.power == 0:
-        return state
-    return [step.mixed("a loop runs as long as some row wants", [kind, going]) for kind in state]
-
-
-def cond(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """Branches, one of which is taken."""
-    results: list[Kind] | None = None
-    for number in range(len(step.params["branches"])):
-        branch = walk.inside_of(
-            step, lambda params, number=number: params["branches"][number], f"branch{number}/"
-        )
-        branch_results = walk.run(branch, kinds[1:], editable=False)
-        results = (
-            branch_results
-            if results is None
-            else [meet(step, *pair) for pair in zip(results, branch_results, strict=True)]
-        )
-    chosen = kinds[0]
-    if chosen.family == "free" and chosen.power == 0:
-        return list(results or ())
-    return [
-        step.mixed("a branch that rows choose together", [kind, chosen]) for kind in results or ()
-    ]
-
-
-#: (the walk, equation, kinds of its operands) -> kinds of its results.
-LOOPS: Mapping[str, Callable[[Walk, Step, list[Kind]], list[Kind]]] = {
-    "scan": scan,
-    "while": while_,
-    "cond": cond,
-}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -877,26 +451,6 @@ def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
-    """Decompositions and solutions of matrices, which the last two dims hold."""
-    row_kinds = [kind for kind in kinds if kind.family == "row"]
-    if (
-        len({kind.rows for kind in row_kinds}) != 1
-        or any(kind.family == "sum" for kind in kinds)
-        or any(kind.power != 0 for kind in kinds)
-    ):
-        return step.mixed(NOT_LINEAR, kinds)
-    place = row_kinds[0].rows
-    within = all(place.stop <= len(shapes[0]) - 2 for shapes in step.operands) and all(
-        set(step.result_dims(index)) <= set(place.dims) for index in range(len(step.results))
-    )
-    return (
-        row(place, **common(kinds))
-        if within
-        else step.mixed("rows are mixed along the batch", kinds)
-    )
-
-
 def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
     """The rule of an operation that mixes elements along some dims."""
 
@@ -937,52 +491,11 @@ def tile(step: Step, kinds: list[Kind]) -> Kind:
     return kind
 
 
-MOVEMENT_TABLE: Mapping[str, Rule] = {
-    "tile": tile,
-    "broadcast_in_dim": broadcast_in_dim,
-    "transpose": transpose,
-    "squeeze": squeeze,
-    "reshape": reshape,
-    "expand_dims": reshape,
-    "rev": along(lambda step: list(step.params["dimensions"]), linear=True),
-    "cumsum": along(axis, linear=True),
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), along(axis, linear=False)),
-    "sort": along(lambda step: [step.params["dimension"]], linear=False),
-    "top_k": along(last, linear=False),
-    "approx_top_k": along(last, linear=False),
-    "fft": along(
-        lambda step: list(
-            range(
-                len(step.operands[0][0]) - len(step.params["fft_lengths"]), len(step.operands[0][0])
-            )
-        ),
-        linear=True,
-    ),
-    **dict.fromkeys(
-        (
-            "cholesky",
-            "eig",
-            "eigh",
-            "geqrf",
-            "householder_product",
-            "lu",
-            "qr",
-            "schur",
-            "svd",
-            "triangular_solve",
-        ),
-        matrixwise,
-    ),
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # Lookups of a row, or by the position of a row.
 
 #: Operations that jax.numpy's indexing makes positions with; they keep their tag.
-_KEEPING = frozenset(
-    {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy", "expand_dims"}
-)
+_KEEPING = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"})
 LOOKUPS: frozenset[str] = frozenset(
     {
         "gather",
@@ -991,8 +504,6 @@ LOOKUPS: frozenset[str] = frozenset(
         "scatter-mul",
         "scatter-max",
         "scatter-min",
-        "scatter_add",
-        "scatter_mul",
     }
 )
 
@@ -1167,7 +678,7 @@ def scatter(step: Step, kinds: list[Kind]) -> Kind:
     (power,), more = powers, common(kinds)
     if not step.result_dims() and not _in_rows(step, kinds):
         if (
-            step.name in ("scatter-add", "scatter_add")
+            step.name == "scatter-add"
             and target.family == "free"
             and (target.zero or power == -1)
             and not positional(index)
@@ -1246,12 +757,6 @@ def _written(step: Step, kinds: list[Kind]) -> int | None:
         )
         return dim if in_place else None
     return None
-
-
-INDEXING_TABLE: Mapping[str, Rule] = {
-    "gather": gather,
-    **{name: scatter for name in LOOKUPS if name.startswith("scatter")},
-}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1422,18 +927,6 @@ def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-JOINING_TABLE: Mapping[str, Rule] = {
-    "slice": slice_,
-    "split": split,
-    "concatenate": concatenate,
-    "pad": pad,
-    "unstack": unstack,
-    "stack": stack,
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # Numbers that are known in both traces, and scalars that are computed from such.
 
@@ -1545,7 +1038,6 @@ def result_power(step: Step, kinds: list[Kind]) -> Fraction | None:
         "squeeze",
         "slice",
         "split",
-        "expand_dims",
         "reduce_max",
         "reduce_min",
     ):
@@ -1575,7 +1067,6 @@ _UNIFORM = frozenset(
         "gather",
         "squeeze",
         "transpose",
-        "expand_dims",
         "stack",
         "unstack",
         "stop_gradient",
@@ -1678,7 +1169,6 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
         "squeeze",
         "transpose",
         "slice",
-        "expand_dims",
     )
     zero = (
         kinds[0].zero
@@ -1790,23 +1280,6 @@ def gamma(step: Step, kinds: list[Kind]) -> Kind:
     if step.result_dims() and not (exact and keys.rows.stop <= rank):
         return step.mixed(_TOGETHER, kinds)
     return alike(step, kinds)
-
-
-RANDOM_TABLE: Mapping[str, Rule] = {
-    **dict.fromkeys(SHAPED, shaped),
-    **dict.fromkeys(
-        (
-            "random_fold_in",
-            "random_wrap",
-            "random_unwrap",
-            "random_seed",
-            "random_clone",
-            "threefry2x32",
-        ),
-        alike,
-    ),
-    "random_gamma": gamma,
-}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2007,34 +1480,3 @@ def convolution(step: Step, kinds: list[Kind]) -> Kind:
     ):
         return total(power=power, **more)  # the gradient of a kernel
     return step.mixed("rows meet in a convolution", kinds)
-
-
-REDUCTION_TABLE: Mapping[str, Rule] = {
-    "reduce_sum": reduce_sum,
-    **dict.fromkeys(
-        (
-            "reduce_max",
-            "reduce_min",
-            "reduce_prod",
-            "reduce_and",
-            "reduce_or",
-            "reduce_xor",
-            "argmax",
-            "argmin",
-        ),
-        reduce_other,
-    ),
-    **dict.fromkeys(
-        (
-            "reduce_window_sum",
-            "reduce_window_max",
-            "reduce_window_min",
-            "reduce_window",
-            "select_and_gather_add",
-            "select_and_scatter_add",
-        ),
-        window,
-    ),
-    "dot_general": dot_general,
-    "conv_general_dilated": convolution,
-}

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 
+from shardlib._jax_compat import scan_counts
+from shardlib.errors import TracingError
 from shardlib.graph import Dependence, RowDim, Rows
-from shardlib.jax_types import Aval, Eqn, EqnParams, Jaxpr
+from shardlib.jax_types import Aval, Eqn, Jaxpr
 from shardlib.tracing import row_rules
 from shardlib.tracing.layouts import raising_line
+from shardlib.tracing.linearity import fault as linearity_fault
+from shardlib.tracing.primitives import TABLE
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
+from shardlib.tracing.rewriting import bind
 from shardlib.tracing.row_kinds import (
     Cause,
     Handed,
@@ -30,6 +37,7 @@ from shardlib.tracing.row_kinds import (
     free,
     mixed,
     row,
+    total,
 )
 from shardlib.tracing.row_rules import constant, constants
 
@@ -41,14 +49,9 @@ from shardlib.tracing.row_rules import constant, constants
 # something that is learned reads it: the operand is noted in `Analysis.handed`, for whoever works
 # through the batch in parts.
 
-_RULES: Mapping[str, row_rules.Rule] = {
-    **row_rules.ELEMENTWISE_TABLE,
-    **row_rules.MOVEMENT_TABLE,
-    **row_rules.JOINING_TABLE,
-    **row_rules.REDUCTION_TABLE,
-    **row_rules.INDEXING_TABLE,
-    **row_rules.LINALG_TABLE,
-}
+
+#: Operations that leave what a scan over rows is adding up so.
+_RUNNING = frozenset({"add", "add_any", "convert_element_type", "copy", "cond", "scan", "while"})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -160,30 +163,17 @@ class Analysis:
                 kind.with_(origin=(first.path, index)) if kind.beforehand else kind
                 for index, kind in enumerate(results)
             ]
-        if first.name not in ("add", "add_any", "convert_element_type", "copy", *row_rules.LOOPS):
+        if first.name not in _RUNNING:
             results = [kind.with_(running=False) if kind.running else kind for kind in results]
         return results
 
-    def inside(self, step: Step, of: Callable[[Eqn], Jaxpr]) -> tuple[Program, Program]:
+    def inside(
+        self, step: Step, jaxpr: Callable[[Eqn], Jaxpr], word: str = ""
+    ) -> tuple[Program, Program]:
         """The programs inside of an equation."""
         first, second = (
             flatten(
-                of(equation.eqn),
-                f"{equation.path}/",
-                equation.scope,
-                within=(equation.eqn, *equation.within),
-            )
-            for equation in (step.one, step.two)
-        )
-        return first, second
-
-    def inside_of(
-        self, step: Step, jaxpr: Callable[[EqnParams], Jaxpr], word: str
-    ) -> tuple[Program, Program]:
-        """The programs of a loop or branch."""
-        first, second = (
-            flatten(
-                jaxpr(equation.params),
+                jaxpr(equation.eqn),
                 f"{equation.path}/{word}",
                 equation.scope,
                 within=(equation.eqn, *equation.within),
@@ -194,17 +184,14 @@ class Analysis:
 
     def _results(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
         name = step.name
-        if name in CUSTOM:
-            return row_rules.results(self, step, kinds)
-        if name == "custom_linear_solve":
-            return row_rules.linear_solve(self, step, kinds)
-        if name in row_rules.LOOPS:
-            return row_rules.LOOPS[name](self, step, kinds)
+        if name in _CALLS:
+            return _CALLS[name](self, step, kinds)
         tagged = row_rules.tagged(step, kinds)
         if tagged is not None:
             return tagged
-        if name in row_rules.RANDOM_TABLE:
-            return row_rules.RANDOM_TABLE[name](step, kinds)
+        primitive = TABLE.get(name)
+        if primitive is not None and primitive.keys and primitive.rows is not None:
+            return primitive.rows(step, kinds)
         if name not in row_rules.LOOKUPS:
             kinds = [
                 (
@@ -223,11 +210,11 @@ class Analysis:
             step.name in row_rules.LOOKUPS and step.name != "gather" and step.result_dims()
         ):
             return constants(step, kinds, learned=any(kind.descent.learned for kind in kinds))
-        rule = _RULES.get(step.name)
+        primitive = TABLE.get(step.name)
         return (
             step.mixed("nothing is known about its rows", kinds)
-            if rule is None
-            else rule(step, kinds)
+            if primitive is None or primitive.rows is None
+            else primitive.rows(step, kinds)
         )
 
     def _unlearned(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
@@ -280,6 +267,397 @@ class Analysis:
             inner=1 if place is None else place.inner,
         )
         return number
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions with custom derivatives.
+#
+# What they compute is judged by their equations, and so is their derivative: it is taken, for both
+# numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of
+# a parameter must be a sum over rows; a derivative that does otherwise (one that is normalised
+# over the batch) couples the rows, although the function does not. And it must be linear in the
+# cotangents (`shardlib.tracing.linearity`), whose size depends on the number of rows.
+
+
+def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+    """Kinds of the results of a call with a derivative of its own."""
+    inner = walk.inside(step, callee)
+    if len(inner[0].inputs) != len(kinds):
+        return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
+    beneath = walk.beneath()
+    kinds_inside = beneath.run(inner, kinds, editable=False)
+    if (
+        walk.derivatives_are_judged
+        or not any(kind.descent.learned for kind in kinds)
+        or any(kind.family == "mixed" for kind in kinds_inside)
+    ):
+        return kinds_inside
+    rule = step.params.get("bwd", step.params.get("jvp_jaxpr_fun"))
+    key = (
+        step.name,
+        _told_apart(rule),
+        str(callee(step.one.eqn)),
+        tuple((kind.family, kind.place, kind.descent.learned, kind.power) for kind in kinds),
+        tuple(map(str, step.operands)),
+    )
+    if key not in walk.judged:
+        walk.judged[key] = _fault(beneath, step, kinds, kinds_inside)
+    why = walk.judged[key]
+    return [step.mixed(why, kinds)] * len(kinds_inside) if why else kinds_inside
+
+
+def _told_apart(rule: Any) -> Any:
+    """The rule, or its identity: one that was bound again holds lists, which have no hash."""
+    try:
+        hash(rule)
+    except TypeError:
+        return id(rule)
+    return rule
+
+
+def _fault(walk: Analysis, step: Step, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
+    """Returns what is wrong with the derivative; empty where nothing is."""
+    moving = [
+        index
+        for index, variable in enumerate(step.one.eqn.invars)
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    ]
+    leaving = [
+        index
+        for index, variable in enumerate(step.one.eqn.outvars)
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    ]
+    if not moving or not leaving:
+        return ""
+    try:
+        first, second = (
+            flatten(_pulled(equation, moving, leaving)) for equation in (step.one, step.two)
+        )
+    except (TracingError, TypeError, ValueError) as error:
+        return f"its derivative cannot be taken alone ({type(error).__name__})"
+    bent = (
+        linearity_fault(first, range(len(kinds), len(first.inputs))) if "vjp" in step.name else ""
+    )
+    if bent:
+        return (
+            "its derivative, which was written by hand, is not linear in the gradient that comes"
+            f" in: {bent}"
+        )
+    if not any(kind.family == "row" for kind in kinds):
+        return ""
+    powers = {
+        kind.power
+        for index, kind in enumerate(kinds_inside)
+        if index in leaving and kind.family == "sum"
+    } or {Fraction(0)}
+    if len(powers) > 1:
+        return "its results are sums that the number of rows scales differently"
+    (power,) = powers
+    cotangents = [
+        row(kinds_inside[index].rows, learned=True)
+        if kinds_inside[index].family == "row"
+        else free(learned=True)
+        for index in leaving
+    ]
+    gradients = walk.run((first, second), [*kinds, *cotangents], editable=False)
+    for index, gradient in zip(moving, gradients, strict=True):
+        if not _allowed(
+            kinds[index],
+            gradient,
+            power,
+            summed=any(kinds_inside[k].family == "sum" for k in leaving),
+        ):
+            return (
+                "its derivative, which was written by hand, mixes"
+                f" rows{f': {gradient.cause}' if gradient.cause else ''}"
+            )
+    return ""
+
+
+def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: bool) -> bool:
+    """Returns whether an operand may have such a gradient."""
+    if gradient.family == "free":
+        return gradient.zero or operand.family == "free"
+    if operand.family == "row":
+        return (
+            gradient.family == "row"
+            and gradient.place == operand.place
+            and (gradient.power == (power if summed else 0) or gradient.zero)
+        )
+    return (
+        operand.family == "free"
+        and gradient.family == "sum"
+        and gradient.power == (power if summed else 0)
+    )
+
+
+def _pulled(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
+    """The jaxpr of (operands, cotangents) -> gradients of the operands."""
+
+    def gradients(operands: list[Any], cotangents: list[Any]) -> list[Any]:
+        def run(*values: Any) -> list[Any]:
+            arguments = list(operands)
+            for index, value in zip(moving, values, strict=True):
+                arguments[index] = value
+            outputs = bind(equation, arguments)
+            return [outputs[index] for index in leaving]
+
+        _, pull = jax.vjp(run, *(operands[index] for index in moving))
+        return list(pull(cotangents))
+
+    def abstract(variables: Any) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables
+        ]
+
+    return jax.make_jaxpr(gradients)(
+        abstract(equation.eqn.invars), abstract([equation.eqn.outvars[index] for index in leaving])
+    )
+
+
+def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+    """A solver and the product that it inverts, by which it is differentiated."""
+    lengths = step.params["const_lengths"]
+    product, transposed, solver, _ = (
+        kinds[sum(lengths[:index]) : sum(lengths[: index + 1])] for index in range(4)
+    )
+    right_sides = kinds[sum(lengths) :]
+    solutions = walk.run(
+        walk.inside(step, lambda eqn: eqn.params["jaxprs"].solve, "solve/"),
+        [*solver, *right_sides],
+        editable=False,
+    )
+    for name, captured in (("matvec", product), ("vecmat", transposed)):
+        if step.params["jaxprs"]._asdict()[name] is None:
+            continue
+        products = walk.run(
+            walk.inside(
+                step, lambda eqn, name=name: getattr(eqn.params["jaxprs"], name), f"{name}/"
+            ),
+            [*captured, *solutions],
+            editable=False,
+        )
+        coupled = next((kind for kind in products if kind.family == "mixed"), None)
+        if coupled is not None:
+            return [coupled] * len(solutions)
+    return solutions
+
+
+# --------------------------------------------------------------------------------------------------
+# Loops and branches.
+
+#: Rounds after which kinds of what a loop carries must have settled.
+_ROUNDS = 24
+
+
+def _scan(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+    """A loop over slices: of a stack of layers, of positions in a sequence, or of rows."""
+    constants, carried = scan_counts(step.params)
+    body = walk.inside(step, lambda eqn: eqn.params["jaxpr"], "body/")
+    scanned = kinds[constants + carried :]
+    over = any(kind.family == "row" and 0 in kind.rows.dims for kind in scanned)
+    items = [
+        _item(step, constants + carried + index, kind, over=over)
+        for index, kind in enumerate(scanned)
+    ]
+    carry = [_entering(kind, over=over) for kind in kinds[constants : constants + carried]]
+    if over:
+        entering = body[0].inputs[constants : constants + carried]
+        carry = [
+            _loops_by_position(step, kind) if before != after else kind
+            for kind, before, after in zip(carry, entering, body[0].outputs, strict=False)
+        ]
+    for _ in range(_ROUNDS):
+        results = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
+        after = [
+            _after(step, before, result, over=over)
+            for before, result in zip(carry, results, strict=False)
+        ]
+        if after == carry:
+            break
+        carry = after
+    else:
+        return [
+            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
+        ] * len(results)
+    return [replace(kind, running=False, value=None, tag=None) for kind in carry] + [
+        _stacked(step, kind, over=over) for kind in results[carried:]
+    ]
+
+
+def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
+    """A slice of what is scanned over."""
+    kind = replace(kind, value=None, tag=None)
+    if kind.family == "row":
+        place = kind.rows
+        if 0 not in place.dims:
+            return kind.with_(
+                place=replace(place, start=max(0, place.start - 1), stop=max(0, place.stop - 1))
+            )
+        return kind.with_(
+            place=replace(
+                place,
+                start=0,
+                stop=place.stop - 1,
+                scans=(*place.scans, (step.one.path, place.stop, place.inner)),
+            )
+        )
+    if kind.family == "data" and 0 in step.batch_dims(index):
+        return kind
+    uniform = kind.splat or kind.zero or 0 in step.batch_dims(index)
+    if over and kind.family == "free" and not uniform:
+        return step.mixed("rows are weighted by their position in the batch", [kind])
+    return kind
+
+
+def _entering(kind: Kind, *, over: bool) -> Kind:
+    """Returns what is carried into the first turn."""
+    kind = replace(kind, value=None, tag=None)
+    if over and kind.family == "sum":
+        return kind.with_(running=True)
+    if over and kind.family == "free" and kind.zero:
+        return total(power=kind.power, learned=kind.descent.learned, zero=True, running=True)
+    return kind
+
+
+def _loops_by_position(step: Step, kind: Kind) -> Kind:
+    """Returns what a loop over rows carries and changes, without looking at them: another value for
+    each row by its position.
+    """
+    if kind.family == "free" and not kind.descent.learned:
+        return step.mixed("a loop over rows carries what changes from row to row", [kind])
+    return kind
+
+
+def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
+    """Returns what is carried into the next turn."""
+    if over and result.family == "sum" and not result.running:
+        return step.mixed("a loop over rows carries what is no sum over them", [result])
+    joined = _meet(step, before, result)
+    if (
+        over
+        and joined.family in ("free", "row")
+        and joined != before
+        and not (joined.family == "free" and not joined.descent.learned)
+    ):
+        return step.mixed("a loop over rows carries what is no sum over them", [joined])
+    return joined
+
+
+def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
+    """The results of all turns."""
+    if kind.family == "row":
+        place = kind.rows
+        if place.scans and place.scans[-1][0] == step.one.path:
+            return kind.with_(
+                place=replace(place, start=0, stop=place.stop + 1, scans=place.scans[:-1]), tag=None
+            )
+        return kind.with_(
+            place=replace(place, start=place.start + 1, stop=place.stop + 1), tag=None
+        )
+    if over and kind.family == "sum":
+        return step.mixed("sums over a part of the batch", [kind])
+    if (
+        over
+        and kind.family == "free"
+        and not (kind.zero or kind.splat)
+        and not kind.descent.learned
+    ):
+        return data()
+    if over and kind.family == "free" and kind.descent.learned:
+        return kind.with_(value=None, tag=None, splat=False)
+    return replace(kind, value=None, tag=None, running=False)
+
+
+def _meet(step: Step, first: Kind, two: Kind) -> Kind:
+    """A value that is one or the other."""
+    if first == two:
+        return first
+    kinds = [first, two]
+    mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
+    if mixed is not None:
+        return mixed
+    learned = first.descent.learned or two.descent.learned
+    power = (
+        first.power if first.power == two.power or two.zero else two.power if first.zero else None
+    )
+    more = {
+        "learned": learned,
+        "weighted": first.descent.weighted or two.descent.weighted,
+        "scaled": first.descent.scaled or two.descent.scaled,
+        "notes": first.descent.notes | two.descent.notes,
+        "zero": first.zero and two.zero,
+    }
+    families = {first.family, two.family}
+    if power is None and families != {"data"}:
+        return step.mixed("the number of rows goes into it differently", kinds)
+    if families == {"free"}:
+        return free(power=power, splat=first.splat and two.splat, **more)
+    if families == {"row"} and first.place == two.place:
+        return row(first.rows, power=power, **more)
+    if families == {"free", "row"}:
+        return row((first if first.family == "row" else two).rows, power=power, **more)
+    if families <= {"free", "sum"}:
+        constant = next((kind for kind in kinds if kind.family == "free"), None)
+        if constant is None or constant.zero or power == Fraction(-1):
+            return total(power=power, running=first.running or two.running, **more)
+    return step.mixed("a loop or branch gives rows, or sums over them, by turns", kinds)
+
+
+def _while(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+    """A loop that ends when its condition says so."""
+    tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
+    body = walk.inside(step, lambda eqn: eqn.params["body_jaxpr"], "body/")
+    test = walk.inside(step, lambda eqn: eqn.params["cond_jaxpr"], "cond/")
+    state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants :]]
+    for _ in range(_ROUNDS):
+        results = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
+        after = [
+            replace(_meet(step, before, result), value=None, tag=None)
+            for before, result in zip(state, results, strict=True)
+        ]
+        if after == state:
+            break
+        state = after
+    else:
+        return [
+            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
+        ] * len(state)
+    (going,) = walk.run(test, [*kinds[:tests], *state], editable=False)
+    if going.family == "free" and going.power == 0:
+        return state
+    return [step.mixed("a loop runs as long as some row wants", [kind, going]) for kind in state]
+
+
+def _cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+    """Branches, one of which is taken."""
+    results: list[Kind] | None = None
+    for number in range(len(step.params["branches"])):
+        branch = walk.inside(
+            step, lambda eqn, number=number: eqn.params["branches"][number], f"branch{number}/"
+        )
+        branch_results = walk.run(branch, kinds[1:], editable=False)
+        results = (
+            branch_results
+            if results is None
+            else [_meet(step, *pair) for pair in zip(results, branch_results, strict=True)]
+        )
+    chosen = kinds[0]
+    if chosen.family == "free" and chosen.power == 0:
+        return list(results or ())
+    return [
+        step.mixed("a branch that rows choose together", [kind, chosen]) for kind in results or ()
+    ]
+
+
+#: (the walk, equation, kinds of its operands) -> kinds of its results.
+_CALLS: Mapping[str, Callable[[Analysis, Step, list[Kind]], list[Kind]]] = {
+    **dict.fromkeys(CUSTOM, _custom),
+    "custom_linear_solve": _linear_solve,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Factor rules: one table from primitive to the rule of its equation.
+"""Factor rules of primitives.
 
 Operations that move data map dims of the operand to dims of the result.
 
@@ -23,8 +23,9 @@ from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise, op
 # --------------------------------------------------------------------------------------------------
 # An equation as rules see it, and their answer.
 #
-# The tables map a primitive's name to a function from `Call` to `Description`. Neither holds
-# anything of JAX but the parameters, so every entry can be read as a small theorem about shapes.
+# Every rule is a function from `Call` to `Description` (`primitives.py` says of which primitive).
+# Neither holds anything of JAX but the parameters, so every rule can be read as a small theorem about
+# shapes.
 
 Shape = tuple[int, ...]
 
@@ -220,13 +221,6 @@ def _ordered(dims: Mapping[int, Dim]) -> Dims:
     return tuple(dims[i] for i in range(len(dims)))
 
 
-CONTRACTION_TABLE: Mapping[str, Describe] = {
-    "dot_general": dot_general,
-    "ragged_dot_general": ragged_dot_general,
-    "conv_general_dilated": conv_general_dilated,
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # Ops that work position by position; any dim may be sharded.
 
@@ -365,13 +359,6 @@ def bitcast_convert_type(call: Call) -> Description:
     return Description(factors.rule([extra(operand)], [extra(result)]), "elementwise")
 
 
-ELEMENTWISE_TABLE: Mapping[str, Describe] = {
-    **dict.fromkeys(ARITHMETIC, arithmetic),
-    **dict.fromkeys(COPIES, identity),
-    "bitcast_convert_type": bitcast_convert_type,
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # Linear algebra on stacks of matrices and Fourier transforms: stacked dims are free, the last ones
 # stay whole.
@@ -408,28 +395,6 @@ def matrices(call: Call) -> Description:
         "opaque",
         flops,
     )
-
-
-LINALG_TABLE: Mapping[str, Describe] = {
-    **dict.fromkeys(
-        (
-            "cholesky",
-            "triangular_solve",
-            "eigh",
-            "eig",
-            "qr",
-            "geqrf",
-            "householder_product",
-            "svd",
-            "lu",
-            "schur",
-            "custom_linear_solve",
-            "fft",
-            *_VECTORS,
-        ),
-        matrices,
-    ),
-}
 
 
 def broadcast_in_dim(call: Call) -> Description:
@@ -690,22 +655,6 @@ def generated(call: Call) -> Description:
     )
 
 
-MOVEMENT_TABLE: Mapping[str, Describe] = {
-    "broadcast_in_dim": broadcast_in_dim,
-    "reshape": reshape,
-    "squeeze": squeeze,
-    "transpose": transpose,
-    "slice": slice_,
-    "pad": pad,
-    "concatenate": concatenate,
-    "split": split,
-    "stack": stack,
-    "unstack": unstack,
-    "tile": tile,
-    **dict.fromkeys(("iota", "iota_2x32_shape", "empty2", "platform_index"), generated),
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # Ops that look positions up: gather, scatter, dynamic slices.
 #
@@ -806,17 +755,6 @@ def dynamic_update_slice(call: Call) -> Description:
     )
 
 
-INDEXING_TABLE: Mapping[str, Describe] = {
-    "gather": gather,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
-        scatter,
-    ),
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # Random numbers. Typed PRNG keys hide their words, so a key array has the dims of its keys only.
 
@@ -851,15 +789,6 @@ def sequential(call: Call) -> Description:
     return Description(
         factors.rule(dims[: len(call.operands)], dims[len(call.operands) :]), "elementwise"
     )
-
-
-RANDOM_TABLE: Mapping[str, Describe] = {
-    **dict.fromkeys(("random_bits", "random_split"), drawn),
-    **dict.fromkeys(("random_wrap", "random_unwrap"), words),
-    **dict.fromkeys(("random_seed", "random_fold_in", "random_gamma"), arithmetic),
-    "random_clone": identity,
-    **dict.fromkeys(("rng_bit_generator", "rng_uniform"), sequential),
-}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -987,47 +916,3 @@ def select_and_scatter_add(call: Call) -> Description:
         "scatter",
         elements(source) * window,
     )
-
-
-REDUCTION_TABLE: Mapping[str, Describe] = {
-    **dict.fromkeys(
-        (
-            "reduce_sum",
-            "reduce_max",
-            "reduce_min",
-            "reduce_prod",
-            "reduce_and",
-            "reduce_or",
-            "reduce_xor",
-        ),
-        reduction,
-    ),
-    **dict.fromkeys(("argmax", "argmin"), argument_reduction),
-    "reduce": generic_reduction,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), cumulative),
-    "sort": sort,
-    "rev": reverse,
-    **dict.fromkeys(("top_k", "approx_top_k"), top_k),
-    **dict.fromkeys(
-        ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
-        window_reduction,
-    ),
-    "select_and_gather_add": select_and_gather_add,
-    **dict.fromkeys(("select_and_scatter_add", "select_and_scatter"), select_and_scatter_add),
-}
-
-
-# --------------------------------------------------------------------------------------------------
-# The table of all families.
-
-#: How each primitive that shardlib knows is described. What is missing here is opaque, and a
-#: Finding says so.
-TABLE: Mapping[str, Describe] = {
-    **CONTRACTION_TABLE,
-    **ELEMENTWISE_TABLE,
-    **REDUCTION_TABLE,
-    **MOVEMENT_TABLE,
-    **INDEXING_TABLE,
-    **RANDOM_TABLE,
-    **LINALG_TABLE,
-}

@@ -14,8 +14,9 @@ from shardlib.graph import elementwise
 from shardlib.machines import catalog
 from shardlib.machines.chips import Memory, Product, gpu, infiniband, nvlink
 from shardlib.machines.topology import topology
-from shardlib.tracing import rules
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
+from shardlib.tracing.primitives import TABLE
+from shardlib.tracing.primitives import Primitive as Known
 from shardlib.tracing.rules import Call, Description
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def test_a_chip_is_a_product_in_the_catalogue(monkeypatch: pytest.MonkeyPatch):
     assert machine.chip.usable_bytes == 90 * 2**30
 
 
-def test_a_primitive_is_a_row_of_its_family(monkeypatch: pytest.MonkeyPatch):
+def test_a_primitive_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch):
     blend = Primitive("blend")
     blend.def_abstract_eval(lambda a, b: a)
 
@@ -85,7 +86,7 @@ def test_a_primitive_is_a_row_of_its_family(monkeypatch: pytest.MonkeyPatch):
     traced = jax.make_jaxpr(loss)(matrix, matrix)
     names = [("a", "batch"), ("b", "batch")]
     assert any("blend" in str(finding) for finding in graph_from_jaxpr(traced, names).findings)
-    monkeypatch.setitem(rules.TABLE, "blend", described)
+    monkeypatch.setitem(TABLE, "blend", Known(factors=described))
     graph = graph_from_jaxpr(traced, names)
     assert graph.findings == ()
     (op,) = [op for op in graph.ops if op.kind == "blend"]
