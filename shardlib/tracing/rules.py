@@ -24,8 +24,8 @@ from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise, op
 # An equation as rules see it, and their answer.
 #
 # Every rule is a function from `Call` to `Description` (`primitives.py` says of which primitive).
-# Neither holds anything of JAX but the parameters, so every rule can be read as a small theorem about
-# shapes.
+# Neither holds anything of JAX but the parameters, so every rule can be read as a small theorem
+# about shapes.
 
 Shape = tuple[int, ...]
 
