@@ -172,6 +172,7 @@ class WeightedMeanForm:
     kind: str = "weighted-mean"
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightedMean:
     """A loss or a metric: a sum over the rows of the batch, divided by another one.
@@ -197,9 +198,6 @@ class WeightedMean:
             Float scalar in the dtype of `total`.
         """
         return marked(WeightedMeanForm(), _divided)(self.total, jax.lax.stop_gradient(self.weight))
-
-
-jax.tree_util.register_dataclass(WeightedMean, data_fields=["total", "weight"], meta_fields=[])
 
 
 def _divided(_: WeightedMeanForm, total: jax.Array, weight: jax.Array) -> jax.Array:

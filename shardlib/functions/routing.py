@@ -22,6 +22,7 @@ class Balance:
     kind: str = "balance"
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Routing:
     """The experts of every token.
@@ -35,11 +36,6 @@ class Routing:
     weights: jax.Array
     chosen: jax.Array
     shares: jax.Array
-
-
-jax.tree_util.register_dataclass(
-    Routing, data_fields=["weights", "chosen", "shares"], meta_fields=[]
-)
 
 
 def route(

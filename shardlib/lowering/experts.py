@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -311,6 +311,7 @@ class Where:
 # well.
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
     """Copies of rows in their places.
 
@@ -322,11 +323,6 @@ def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> ja
     Returns:
         [M, D], zeros where there is no copy.
     """
-    return _moved(copies, rows, there, back)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
     return taken(rows, there, copies)
 
 
@@ -366,7 +362,7 @@ def _permute_backward(
     return home, None, None
 
 
-_moved.defvjp(_permute_forward, _permute_backward)
+moved.defvjp(_permute_forward, _permute_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,6 +373,7 @@ _moved.defvjp(_permute_forward, _permute_backward)
 # last.
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Queue:
     """The assignments of a device.
@@ -397,11 +394,6 @@ class Queue:
     starts: jax.Array
     counts: jax.Array
     rounds: jax.Array
-
-
-jax.tree_util.register_dataclass(
-    Queue, data_fields=["expert", "order", "rank", "starts", "counts", "rounds"], meta_fields=[]
-)
 
 
 def queue_of(
@@ -577,45 +569,6 @@ def _for_me(axes: Where, queue: Queue) -> jax.Array:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pieces:
-    """Pieces exchanged between a device and every other one in a round: int32 [X] each.
-
-    Attributes:
-        first: place of the first row that this device sends to each.
-        sent: rows that it sends to each.
-        landing: where they arrive there.
-        arrival: where what each sends arrives here.
-        taken: rows of it.
-        origin: where they were dispatched from there.
-    """
-
-    first: jax.Array
-    sent: jax.Array
-    landing: jax.Array
-    arrival: jax.Array
-    taken: jax.Array
-    origin: jax.Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """Rows that there is room for.
-
-    Attributes:
-        there: on the devices of the experts, in a round.
-        here: where rows are dispatched from.
-    """
-
-    there: int
-    here: int
-
-
-jax.tree_util.register_dataclass(
-    _Pieces, data_fields=["first", "sent", "landing", "arrival", "taken", "origin"], meta_fields=[]
-)
-
-
 def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
     assignments, local = queue.order.shape[0], axes.local(queue.counts.shape[1])
     window = axes.window(assignments)
@@ -628,50 +581,47 @@ def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
     size = jnp.clip((number + 1) * window - arrivals, 0, from_to) - start
     first, landing = waiting + start, arrivals + start - number * window
     me = jax.lax.axis_index(axes.expert)
-    pieces = _Pieces(
-        first=first[me],
-        sent=size[me],
-        landing=landing[me],
-        arrival=landing[:, me],
-        taken=size[:, me],
-        origin=first[:, me],
-    )
+    there = first[me], size[me], landing[me], size[:, me]
+    back = landing[:, me], size[:, me], first[:, me], size[me]
     ends = jnp.cumsum(_for_me(axes, queue).reshape(-1))
     row = number * window + jnp.arange(window)
     piece = jnp.sum(row[:, None] >= ends[None, :], -1, dtype=jnp.int32)
-    base, sizes = _without_exchange(queue), _Room(there=window, here=assignments)
+    base = _without_exchange(queue)
     return Round(
         there=base.there,
         back=base.back,
         expert=jnp.where(piece < ends.shape[0], piece % local, local),
-        dispatch=lambda rows: _dispatched(axes.expert, sizes, pieces, rows),
-        combine=lambda rows: _combined(axes.expert, sizes, pieces, rows),
+        dispatch=lambda rows: _sent(axes.expert, (window, assignments), there, back, rows),
+        combine=lambda rows: _sent(axes.expert, (assignments, window), back, there, rows),
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dispatched(axes: tuple[str, ...], sizes: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
-    """Rows to the devices of their experts; zeros in places that no row goes to."""
-    out = jnp.zeros((sizes.there, rows.shape[1]), rows.dtype)
-    offsets = (pieces.first, pieces.sent, pieces.landing, pieces.taken)
-    return jax.lax.ragged_all_to_all(rows, out, *offsets, axis_name=axes)
+#: One direction of an exchange, int32 [X] each: place of the first row that is sent to each device,
+#: rows sent, where they arrive there, and rows that each sends here.
+_Pieces = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combined(axes: tuple[str, ...], sizes: _Room, pieces: _Pieces, rows: jax.Array) -> jax.Array:
-    """Rows back to where they were dispatched from; zeros in places that no row goes to."""
-    out = jnp.zeros((sizes.here, rows.shape[1]), rows.dtype)
-    offsets = (pieces.arrival, pieces.taken, pieces.origin, pieces.sent)
-    return jax.lax.ragged_all_to_all(rows, out, *offsets, axis_name=axes)
+def _sent(
+    axes: tuple[str, ...], room: tuple[int, int], there: _Pieces, back: _Pieces, rows: jax.Array
+) -> jax.Array:
+    """Rows where they are sent; zeros in places that no row goes to.
+
+    Args:
+        room: rows that there is room for where they arrive, and where they come from.
+        back: the exchange that sends them back.
+    """
+    out = jnp.zeros((room[0], rows.shape[1]), rows.dtype)
+    return jax.lax.ragged_all_to_all(rows, out, *there, axis_name=axes)
 
 
-_dispatched.defvjp(
-    lambda axes, sizes, pieces, rows: (_dispatched(axes, sizes, pieces, rows), pieces),
-    lambda axes, sizes, pieces, cotangent: (None, _combined(axes, sizes, pieces, cotangent)),
-)
-_combined.defvjp(
-    lambda axes, sizes, pieces, rows: (_combined(axes, sizes, pieces, rows), pieces),
-    lambda axes, sizes, pieces, cotangent: (None, _dispatched(axes, sizes, pieces, cotangent)),
+_sent.defvjp(
+    lambda axes, room, there, back, rows: (_sent(axes, room, there, back, rows), (back, there)),
+    lambda axes, room, reverse, cotangent: (
+        None,
+        None,
+        _sent(axes, room[::-1], *reverse, cotangent),
+    ),
 )
 
 
@@ -720,8 +670,8 @@ class Work:
             self.where.exchange == "dense" and self.where.room(weights.size) >= weights.size
         ):
             return self.round(queue, 0, x, weights, parameters)
-        further, x, weights, parameters = self._rest(queue, x, weights, parameters)
-        return self.round(queue, 0, x, weights, parameters) + further
+        further, *entered = cast(tuple[Any, ...], _further(self, queue, x, weights, parameters))
+        return self.round(queue, 0, *entered) + further
 
     def round(
         self,
@@ -752,11 +702,6 @@ class Work:
         return jnp.einsum(
             "nk,nkd->nd", weights.astype(home.dtype), home.reshape(*weights.shape, -1)
         )
-
-    def _rest(
-        self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
-    ) -> jax.Array:
-        return _further(self, queue, x, weights, parameters)
 
     def _experts(
         self,

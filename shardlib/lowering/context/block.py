@@ -42,6 +42,7 @@ from shardlib.jax_types import Index, Value
 FAR = 2**30
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Positions and documents of some tokens.
@@ -62,11 +63,6 @@ class Tokens:
             document=None if self.document is None else self.document[:, which],
             real=None if self.real is None else self.real[which],
         )
-
-
-jax.tree_util.register_dataclass(
-    Tokens, data_fields=["position", "document", "real"], meta_fields=[]
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +172,7 @@ class Sight:
         return 0, Given(window=jnp.asarray(self.window, jnp.int32), offsets=self.offsets)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Given:
     """Arrays of a mask that a program takes as arguments.
@@ -204,7 +201,6 @@ class Given:
         return Given(offsets=replace(self.offsets, array=array))
 
 
-jax.tree_util.register_dataclass(Given, data_fields=["window", "offsets"], meta_fields=[])
 ALL_BEFORE = Sight()
 
 
@@ -249,6 +245,7 @@ class Scores:
         return cotangent * (1 - (scores / self.softcap) ** 2 if self.softcap else 1.0) * self.scale
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Attention to some keys.
@@ -269,9 +266,6 @@ class Part:
             ),
             total=total,
         )
-
-
-jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fields=[])
 
 
 @dataclass(frozen=True, kw_only=True)

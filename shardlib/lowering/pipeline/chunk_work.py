@@ -475,6 +475,7 @@ def _plus(sums: Values, more: Values) -> Values:
     return {number: total + more[number].astype(total.dtype) for number, total in sums.items()}
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class First:
     """Sums before the first microbatch.
@@ -487,6 +488,3 @@ class First:
     chunks: list[tuple[Early, Late]]
     outside: Values
     totals: Arrays
-
-
-jax.tree_util.register_dataclass(First, data_fields=["chunks", "outside", "totals"], meta_fields=[])
