@@ -23,7 +23,7 @@ from shardlib.layout import Layout, LogicalAxes, MeshShape
 from shardlib.lowering.contractions import Interleaving, Orders, Reshaped, Sizes, Taken
 from shardlib.lowering.mesh import ParameterShardings
 from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.uses import LossJaxpr, LossReading, operands, stacked_parameters, trace_loss
+from shardlib.lowering.uses import LossJaxpr, LossReading, stacked_parameters, trace_loss
 from shardlib.planner.layouts import batch_layouts
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import names_of_classes
@@ -190,7 +190,7 @@ def laid_out_for(
         rules,
         plan.mesh,
         colouring.batch_colour,
-        operands(traced.read(count).calls),
+        traced.read(count).call_operands,
     )
     if findings and plan.experts != "none":
         plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())

@@ -50,24 +50,6 @@ from shardlib.tracing.program import (
 #     x @ weight.astype(bfloat16)               a weight in bfloat16, if nothing else reads it
 
 
-def looked_up(program: Program, parameters: int) -> frozenset[int]:
-    """Parameters that are tables, read by lookups or slices of rows and nothing else. Their
-    gathered form is not needed for the backward pass.
-
-    A slice of rows of which devices have shards makes XLA's partitioner permute rows between
-    devices, with pairs of devices that GPUs refuse (JAX 0.10.2).
-    """
-    tables: set[int] = set()
-    others: set[int] = set(program.outputs)
-    for equation in program.equations:
-        lookup = equation.name == "gather" or _of_rows(program, equation)
-        tables.update(equation.inputs[:1] if lookup else ())
-        others.update(equation.inputs[1:] if lookup else equation.inputs)
-    return frozenset(
-        i for i, number in enumerate(program.inputs[:parameters]) if number in tables - others
-    )
-
-
 def _of_rows(program: Program, equation: Equation) -> bool:
     """Returns whether an equation takes some rows of an array, and all that these have."""
     if equation.name not in ("slice", "dynamic_slice"):
@@ -197,84 +179,56 @@ _LINEAR: frozenset[str] = frozenset({"dot_general", "conv_general_dilated", "gat
 _SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
 
 
-def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
+def weight_uses(walked: Iterable[Step]) -> Mapping[str, Use]:
     """Finds the matmuls, convolutions, lookups and slices of parameters, and additions of matrices
     to activations that have more dims.
 
     Returns:
-        Path of the equation -> how it uses a parameter; an equation with several parameters among
+        Path of the equation -> how it uses a parameter; equations with several parameters among
+        their operands are left out.
     """
     uses: dict[str, Use] = {}
-    views = {
-        number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape))))
-        for i, number in enumerate(program.inputs[:parameters])
-    }
-    _follow(program, views, uses)
+    # Matrices that have got more dims, which casts may follow before the addition they are for.
+    spread: dict[tuple[int, int], View] = {}
+    for step in walked:
+        equation, using, program = step.equation, step.operands, id(step.program)
+        if not using:
+            using = tuple(
+                (position, spread[program, number])
+                for position, number in enumerate(equation.inputs)
+                if (program, number) in spread
+            )
+            if equation.name == ADDITION and len(using) == 1:
+                uses[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
+            elif equation.name in _SAME and using:
+                spread[program, equation.outputs[0]] = using[0][1]
+        elif equation.name == "broadcast_in_dim" and (view := _with_more_dims(step)):
+            spread[program, equation.outputs[0]] = view
+        elif equation.name in _LINEAR and len(using) == 1:
+            uses[equation.path] = Use(
+                equation=equation,
+                operand=using[0][0],
+                view=using[0][1],
+                rows=_cast(step.program, equation),
+            )
     return uses
 
 
-def _follow(program: Program, parameter_views: Mapping[int, View], uses: dict[str, Use]) -> None:
-    views, spread = dict(parameter_views), dict[int, View]()
-    for equation in program.equations:
-        operands = [views.get(number) for number in equation.inputs]
-        beside = [spread.get(number) for number in equation.inputs]
-        if any(beside) and not any(operands):
-            _follow_spread(equation, beside, spread, uses)
-            continue
-        if not any(operands):
-            continue
-        if equation.name == "broadcast_in_dim" and (view := _with_more_dims(equation, operands)):
-            spread[equation.outputs[0]] = view
-            continue
-        if equation.name in REMAT:
-            _enter(
-                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, uses
-            )
-        elif equation.name == "scan":
-            _enter(
-                flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope),
-                _parameter_uses_scanned(equation, operands),
-                uses,
-            )
-        elif equation.name in _LINEAR:
-            using = [(i, view) for i, view in enumerate(operands) if view is not None]
-            if len(using) == 1:
-                uses[equation.path] = Use(
-                    equation=equation,
-                    operand=using[0][0],
-                    view=using[0][1],
-                    rows=_cast(program, equation),
-                )
-        elif (view := seen_through(equation, operands, program)) is not None:
-            views[equation.outputs[0]] = view
-
-
-def _with_more_dims(equation: Equation, operands: list[View | None]) -> View | None:
+def _with_more_dims(step: Step) -> View | None:
     """The view of a matrix that gets more dims, of one element each; None for anything else."""
-    view, shape = operands[0], equation.params["shape"]
-    aval = equation.eqn.invars[0].aval
-    if view is None or len(operands) != 1 or sum(size > 1 for size in aval.shape) < 2:
+    params, view, aval = step.equation.params, step.views[0], step.equation.eqn.invars[0].aval
+    if view is None or len(step.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
         return None
-    places = dict(zip(equation.params["broadcast_dimensions"], range(aval.ndim), strict=True))
+    places = dict(zip(params["broadcast_dimensions"], range(aval.ndim), strict=True))
     if any(
-        size != (aval.shape[places[dim]] if dim in places else 1) for dim, size in enumerate(shape)
+        size != (aval.shape[places[dim]] if dim in places else 1)
+        for dim, size in enumerate(params["shape"])
     ):
         return None
+    dims = range(len(params["shape"]))
     return replace(
-        view,
-        dims=tuple(view.dims[places[dim]] if dim in places else None for dim in range(len(shape))),
+        view, dims=tuple(view.dims[places[dim]] if dim in places else None for dim in dims)
     )
-
-
-def _follow_spread(
-    equation: Equation, operands: list[View | None], spread: dict[int, View], uses: dict[str, Use]
-) -> None:
-    """Follows a matrix that has got more dims through casts to the addition that it is for."""
-    using = [(i, view) for i, view in enumerate(operands) if view is not None]
-    if equation.name in _SAME:
-        spread[equation.outputs[0]] = using[0][1]
-    elif equation.name == ADDITION and len(using) == 1:
-        uses[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
 
 
 def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
@@ -308,36 +262,6 @@ def _cast(program: Program, equation: Equation) -> Any:
     return (
         narrow if jnp.issubdtype(narrow, jnp.floating) and narrow.itemsize < wide.itemsize else None
     )
-
-
-def _enter(body: Program, operands: list[View | None], uses: dict[str, Use]) -> None:
-    _follow(
-        body,
-        {
-            number: view
-            for number, view in zip(body.inputs, operands, strict=True)
-            if view is not None
-        },
-        uses,
-    )
-
-
-def _parameter_uses_scanned(equation: Equation, operands: list[View | None]) -> list[View | None]:
-    """Views inside the body of a scan: constants as they are, carries unknown, stacks as one
-    layer.
-    """
-    constants, carried = scan_counts(equation.params)
-    layers = [
-        (
-            None
-            if view is None
-            else replace(
-                view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])
-            )
-        )
-        for view in operands[constants + carried :]
-    ]
-    return [*operands[:constants], *[None] * carried, *layers]
 
 
 def _dims(
@@ -420,51 +344,6 @@ class Site:
     def key(self, operand: int) -> Source:
         """Returns where placements have the layout of an operand."""
         return f"{self.call.path}/operand", operand
-
-
-def sites(walked: Iterable[Step]) -> dict[str, Site]:
-    """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in
-    other loops and branches.
-    """
-    return {step.site.call.path: step.site for step in walked if step.site is not None}
-
-
-def operands(sites: Mapping[str, Site]) -> dict[Source, Source]:
-    """Returns where placements have the layouts of all operands, and of results of attention ->
-    what makes them.
-
-    Results of attention come laid out by heads; what reads them, and keeps them for the backward
-    pass, has them as the plan does.
-    """
-    read = {
-        site.key(k): source
-        for site in sites.values()
-        for k, source in enumerate(site.sources)
-        if source is not None
-    }
-    results = {
-        maker: maker
-        for site in sites.values()
-        for maker in site.makers
-        if maker is not None and isinstance(site.call.form, Attention)
-    }
-    return read | results
-
-
-def custom_operands(walked: Iterable[Step]) -> dict[Source, Source]:
-    """Returns where placements have the layouts of the operands of functions with a derivative of
-    their own that multiply matrices -> what makes them.
-
-    Such a function runs as it is, with rules that no layout can be given inside; so it gets its
-    operands as the plan has them in use.
-    """
-    return {
-        (f"{step.equation.path}/operand", k): source
-        for step in walked
-        if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
-        for k, source in enumerate(step.sources)
-        if source is not None
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -656,12 +535,14 @@ class LossReading:
 
     @cached_property
     def _all_uses(self) -> Mapping[str, Use]:
-        return weight_uses(self.program, self.parameters)
+        return weight_uses(self.steps)
 
     @cached_property
     def calls(self) -> Mapping[str, Site]:
-        """The custom calls, by path."""
-        return sites(self.steps)
+        """The custom calls, by path; in bodies of scans and under rematerialisation too, but not in
+        other loops and branches.
+        """
+        return {step.site.call.path: step.site for step in self.steps if step.site is not None}
 
     @cached_property
     def slices(self) -> Mapping[str, int]:
@@ -670,8 +551,20 @@ class LossReading:
 
     @cached_property
     def tables(self) -> frozenset[int]:
-        """The parameters that are read by lookups alone."""
-        return looked_up(self.program, self.parameters)
+        """The parameters that are read by lookups or slices of rows and nothing else. Their
+        gathered form is not needed for the backward pass.
+
+        A slice of rows of which devices have shards makes XLA's partitioner permute rows between
+        devices, with pairs of devices that GPUs refuse (JAX 0.10.2).
+        """
+        tables: set[int] = set()
+        others: set[int] = set(self.program.outputs)
+        for equation in self.program.equations:
+            lookup = equation.name == "gather" or _of_rows(self.program, equation)
+            tables.update(equation.inputs[:1] if lookup else ())
+            others.update(equation.inputs[1:] if lookup else equation.inputs)
+        inputs = self.program.inputs[: self.parameters]
+        return frozenset(i for i, number in enumerate(inputs) if number in tables - others)
 
     @cached_property
     def kernels(self) -> frozenset[tuple[int, ...]]:
@@ -690,11 +583,40 @@ class LossReading:
         return tuple(self.program.avals[number].dtype for number in inputs)
 
     @cached_property
-    def operands(self) -> Mapping[Source, Source]:
-        """Returns where placements have the layouts of operands of custom calls, and of functions
-        with a derivative of their own that multiply matrices -> what makes them.
+    def call_operands(self) -> dict[Source, Source]:
+        """Returns where placements have the layouts of operands of custom calls, and of results of
+        attention -> what makes them.
+
+        Results of attention come laid out by heads; what reads them, and keeps them for the
+        backward pass, has them as the plan does.
         """
-        return operands(self.calls) | custom_operands(self.steps)
+        read = {
+            site.key(k): source
+            for site in self.calls.values()
+            for k, source in enumerate(site.sources)
+            if source is not None
+        }
+        results = {
+            maker: maker
+            for site in self.calls.values()
+            for maker in site.makers
+            if maker is not None and isinstance(site.call.form, Attention)
+        }
+        return read | results
+
+    @cached_property
+    def operands(self) -> Mapping[Source, Source]:
+        """The same, with the operands of functions with a derivative of their own that multiply
+        matrices. Such a function runs as it is, with rules that no layout can be given inside; so
+        it gets its operands as the plan has them in use.
+        """
+        return self.call_operands | {
+            (f"{step.equation.path}/operand", k): source
+            for step in self.steps
+            if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
+            for k, source in enumerate(step.sources)
+            if source is not None
+        }
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import shardlib
 from shardlib.layout import MeshShape
 from shardlib.lowering import weights
 from shardlib.lowering.mesh import axis_names, device_mesh, parts_of, tpu_places
-from shardlib.lowering.uses import weight_uses
+from shardlib.lowering.uses import steps, weight_uses
 from shardlib.planner.plan import Link
 from shardlib.tracing.program import flatten
 from shardlib.verification.timelines import read_traffic
@@ -188,7 +188,7 @@ def test_weights_are_followed_through_casts_transpositions_reshapes_and_scans():
         np.ones((2, 5, 8), np.float32),
     )
     jaxpr = jax.make_jaxpr(loss)(stack, table, x, np.zeros((2, 5), np.int32))
-    uses = weight_uses(flatten(jaxpr), 2)
+    uses = weight_uses(tuple(steps(flatten(jaxpr), 2)))
     found = sorted((use.equation.name, use.view.parameter, use.view.dims) for use in uses.values())
     assert found == [
         ("dot_general", 0, (1, 2, None)),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 
 import shardlib
-from shardlib.lowering.uses import looked_up
+from shardlib.lowering.uses import LossReading
 from shardlib.tracing.program import flatten
 from tests.zoo.random_programs import case
 from tests.zoo.random_programs import errors as random_errors
@@ -142,4 +142,4 @@ def test_tables_are_parameters_that_lookups_and_slices_alone_read():
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     tokens = jax.ShapeDtypeStruct((4, 8), jnp.int32)
     program = flatten(jax.make_jaxpr(loss)(*arrays, tokens))
-    assert looked_up(program, len(arrays)) == {0, 1}
+    assert LossReading(program=program, parameters=len(arrays)).tables == {0, 1}
