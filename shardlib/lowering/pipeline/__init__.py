@@ -12,9 +12,8 @@ the loop (embedding, head, loss) is partitioned automatically, with the stages a
 shards the sequence, so that it is neither computed by every stage nor by one alone. Layers keep the
 plan's layouts over the other axes.
 
-chunk_work.py  the work of a stage on one microbatch
-layers.py      parts that both forms of a pipeline share
-lockstep.py    a pipeline as one program for all devices (SPMD)
-per_stage.py   per-stage programs (MPMD)
-stage.py       the work of one stage in one tick
+layers.py     parts that both forms of a pipeline share
+lockstep.py   a pipeline as one program for all devices (SPMD)
+per_stage.py  per-stage programs (MPMD)
+stage.py      the work of one stage in one tick
 """
