@@ -22,7 +22,7 @@ from shardlib.lowering.mesh import batch_path
 from shardlib.lowering.placing import Placing
 from shardlib.lowering.random_keys import BatchDims, Fold
 from shardlib.lowering.uses import LossJaxpr, LossReading, seen_through
-from shardlib.lowering.weights import IN_LAST, Deferred, GradientReductions, deferred
+from shardlib.lowering.weights import IN_LAST, Deferred, GradientReductions
 from shardlib.tracing.program import REMAT, Equation, callee
 from shardlib.tracing.rewriting import Walk
 
@@ -318,23 +318,15 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
     mesh, reductions = placing.mesh, placing.reductions
     if reductions.when != IN_LAST:
         return None
-    machine, uses = placing.machine(mesh), dict[str, Deferred]()
+    uses = dict[str, Deferred]()
     together = {path for group in placing.together(mesh).values() for path in group.paths}
     for path, use in placing.uses.items():
         if (
-            (path, 0) in placing.placements
-            and path not in together
+            path not in together
             and len(use.view.lengths) == path.count("/body/")
+            and (deferral := placing.deferral(path, mesh, lookups=True)) is not None
         ):
-            reduction = deferred(
-                placing.with_pins(use, mesh),
-                placing.placements[path, 0],
-                placing.parameter(use, mesh),
-                machine,
-                lookups=True,
-            )
-            if reduction is not None:
-                uses[path] = reduction
+            uses[path] = deferral
     if not uses:
         return None
     others = _read_otherwise(placing.loss, {path: use.use.operand for path, use in uses.items()})

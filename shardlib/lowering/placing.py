@@ -51,7 +51,9 @@ from shardlib.lowering.mesh import (
 )
 from shardlib.lowering.uses import LossJaxpr, LossReading, Site
 from shardlib.lowering.weights import (
+    Deferred,
     GradientReductions,
+    deferred,
     exchange_of,
     gathered_slice,
     gradient_reductions,
@@ -315,16 +317,28 @@ class Placing:
         """Returns what runs in place of operations outside of manual regions."""
         return self._functions(self.mesh)
 
-    def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
-        """Layouts of the parameter that an operation uses, in a region where some axes of the mesh
-        are manual: there, they shard nothing.
+    def deferral(
+        self, path: str, mesh: Mesh | AbstractMesh, *, lookups: bool = False
+    ) -> Deferred | None:
+        """The operation at a path, if its gradient can be reduced after several runs; of lookups
+        where they are asked for.
         """
-        return self._parameter(use.view.parameter, mesh)
+        if (path, 0) not in self.placements:
+            return None
+        return deferred(*self._laid_out(path, mesh), self.machine(mesh), lookups=lookups)
 
-    def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
-        """The use of a parameter in the layouts that the plan has for the operation."""
-        return replace(
-            use, pins=Pins.of(use.equation, self.placements, mesh), again=self._finds_gathered
+    def _laid_out(
+        self, path: str, mesh: Mesh | AbstractMesh
+    ) -> tuple[Use, Layout, ParameterLayout]:
+        """The use of a parameter in the layouts that the plan has for the operation, the layout of
+        its result, and those of the parameter.
+        """
+        use = self.uses[path]
+        pins = Pins.of(use.equation, self.placements, mesh)
+        return (
+            replace(use, pins=pins, again=self._finds_gathered),
+            self.placements[path, 0],
+            self._parameter(use.view.parameter, mesh),
         )
 
     @cached_property
@@ -337,6 +351,9 @@ class Placing:
         return every_layer and plan.remat != "none" and self.machine(self.mesh).torus
 
     def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+        """Layouts of a parameter, in a region where some axes of the mesh are manual: there, they
+        shard nothing.
+        """
         manual = manual_axes(mesh)
         gone = {
             axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual
@@ -365,13 +382,8 @@ class Placing:
             return {}
         machine = self.machine(mesh)
         reductions = {
-            path: reduced(
-                self.with_pins(use, mesh),
-                self.placements[path, 0],
-                self.parameter(use, mesh),
-                machine,
-            )
-            for path, use in self.uses.items()
+            path: reduced(*self._laid_out(path, mesh), machine)
+            for path in self.uses
             if (path, 0) in self.placements
         }
         replacements = {
@@ -393,7 +405,7 @@ class Placing:
         moved = [use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())]
         times = Counter([*moved, *(use.view.parameter for use in uses.values())])
         reductions = {
-            path: reduced_sum(use, rows, self.parameter(use, mesh), machine)
+            path: reduced_sum(use, rows, self._parameter(use.view.parameter, mesh), machine)
             for path, use in uses.items()
             if times[use.view.parameter] == 1
         }
@@ -405,7 +417,7 @@ class Placing:
         """
         uses = self.loss.sliced
         gathers = {
-            path: gathered_slice(use, self.parameter(use, mesh), machine)
+            path: gathered_slice(use, self._parameter(use.view.parameter, mesh), machine)
             for path, use in uses.items()
         }
         left = {uses[path].view.parameter for path, function in gathers.items() if function is None}

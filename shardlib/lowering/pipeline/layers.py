@@ -34,7 +34,7 @@ from shardlib.lowering.contractions import as_dtype
 from shardlib.lowering.loss import apart, fullest_stage, layers
 from shardlib.lowering.placing import Placing
 from shardlib.lowering.uses import LossReading
-from shardlib.lowering.weights import DEFERRED, Deferred, deferred
+from shardlib.lowering.weights import DEFERRED, Deferred
 from shardlib.planner.plan import Plan
 from shardlib.tracing.folding import Split, split
 from shardlib.tracing.program import Equation, Program, flatten, has_matmul
@@ -691,12 +691,7 @@ class Gathered:
     def _layer_reduced(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
         """Gradients of the weights of one layer, in the order of `sources`."""
         shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
-        gradients = dict[int, Any]()
-        for use, partial_sum in zip(self.uses.values(), sums, strict=True):
-            gradient = use.reduce(partial_sum.astype(use.sums.dtype))
-            gradients[operand(use)] = (
-                gradients[operand(use)] + gradient if operand(use) in gradients else gradient
-            )
+        gradients = by_operand(self.uses, sums, lambda gradient, _: gradient)
         return jax.linear_transpose(self.pieces, shapes)(
             [gradients[number] for number in self.made]
         )[0]
@@ -756,6 +751,24 @@ def leaving_sums(
     return replace(walk, run=run)
 
 
+def by_operand(
+    uses: Mapping[str, Deferred],
+    sums: Sequence[Value],
+    rounded: Callable[[Value, Value], Value],
+) -> Values:
+    """Gradients of the values that operations use, for partial sums in the order of `uses`.
+
+    Args:
+        rounded: (gradient, partial sums) -> the gradient as it is added up.
+    """
+    gradients: Values = {}
+    for use, total in zip(uses.values(), sums, strict=True):
+        gradient = rounded(use.reduce(total.astype(use.sums.dtype)), total)
+        number = operand(use)
+        gradients[number] = gradients[number] + gradient if number in gradients else gradient
+    return gradients
+
+
 def operand(use: Deferred) -> int:
     """The value that an operation uses."""
     return use.use.equation.inputs[use.use.operand]
@@ -769,23 +782,15 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
         return None
     loop = cut.loop
     body = flatten(loop.params["jaxpr"], f"{loop.path}/body/", loop.scope)
-    machine = placing.machine(mesh)
     here = {equation.path for equation in body.equations}
     first = sum(scan_counts(loop.params))
     scanned = {body.inputs[first + k]: k for k in cut.roles.weights}
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
-        if path in here and (path, 0) in placing.placements:
-            deferral = deferred(
-                placing.with_pins(use, mesh),
-                placing.placements[path, 0],
-                placing.parameter(use, mesh),
-                machine,
-            )
+        if path in here and (deferral := placing.deferral(path, mesh)) is not None:
             made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
-            if deferral is not None and reads - {
-                n for equation in made_by for n in equation.outputs
-            } <= {*scanned, *body.constants}:
+            made = {number for equation in made_by for number in equation.outputs}
+            if reads - made <= {*scanned, *body.constants}:
                 uses[path] = deferral
     if not uses:
         return None
@@ -1122,35 +1127,21 @@ class Ends:
 
     def reduce(self, sums: Sequence[Value]) -> Values:
         """Gradients of values that operations use, for partial sums in the order of `uses`."""
-        gradients: Values = {}
-        for use, partial_sums in zip(self.uses.values(), sums, strict=True):
-            gradient = use.reduce(partial_sums.astype(use.sums.dtype)).astype(partial_sums.dtype)
-            gradients[operand(use)] = (
-                gradients[operand(use)] + gradient if operand(use) in gradients else gradient
-            )
-        return gradients
+        return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
 
 
 def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
     """Finds the operations outside of the layers that can leave their gradients to the end."""
-    machine, derived = placing.machine(mesh), set(cut.kept)
+    derived = set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if (
             path in equations
-            and (path, 0) in placing.placements
             and use.equation.inputs[use.operand] in derived
+            and (deferral := placing.deferral(path, mesh, lookups=True)) is not None
         ):
-            deferral = deferred(
-                placing.with_pins(use, mesh),
-                placing.placements[path, 0],
-                placing.parameter(use, mesh),
-                machine,
-                lookups=True,
-            )
-            if deferral is not None:
-                uses[path] = deferral
+            uses[path] = deferral
     others = (
         {
             number
