@@ -36,9 +36,7 @@ from shardlib.tracing.program import (
     REMAT,
     Equation,
     Program,
-    callee,
     find_repeats,
-    flatten,
     has_matmul,
     with_frozen,
 )
@@ -87,26 +85,9 @@ def _equations(program: Program) -> Iterator[Equation]:
     """The equations of a program and of its loops, branches and rematerialised layers."""
     for equation in program.equations:
         yield equation
-        if equation.name == "scan":
-            yield from _equations(
-                flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
-            )
-        elif equation.name == "while":
-            for word in ("cond", "body"):
-                yield from _equations(
-                    flatten(
-                        equation.params[f"{word}_jaxpr"], f"{equation.path}/{word}/", equation.scope
-                    )
-                )
-        elif equation.name == "cond":
-            for number, branch in enumerate(equation.params["branches"]):
-                yield from _equations(
-                    flatten(branch, f"{equation.path}/branch{number}/", equation.scope)
-                )
-        elif equation.name in REMAT:
-            yield from _equations(
-                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
-            )
+        if equation.name in (*REMAT, "scan", "while", "cond"):
+            for inner in equation.programs:
+                yield from _equations(inner)
 
 
 # --------------------------------------------------------------------------------------------------

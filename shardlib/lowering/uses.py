@@ -32,7 +32,6 @@ from shardlib.tracing.program import (
     Call,
     Equation,
     Program,
-    callee,
     flatten,
     has_matmul,
     result_path,
@@ -112,9 +111,9 @@ def _find_casts(
 def _entered(equation: Equation) -> Program | None:
     """Returns what runs in an equation whose operands are the inputs of that, one by one."""
     if equation.name in REMAT:
-        return flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+        return equation.inside()
     if equation.name == "scan":
-        return flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+        return equation.inside("body")
     return None
 
 
@@ -143,7 +142,7 @@ def _find_slices(
                 for position, number in enumerate(equation.inputs)
                 if number in parameters
             }
-            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            body = equation.inside()
             _find_slices(
                 body,
                 {body.inputs[position]: parameter for position, parameter in inner.items()},
@@ -407,7 +406,7 @@ def _steps(
         if view is not None:
             views[equation.outputs[0]] = view
         if equation.name in REMAT:
-            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            body = equation.inside()
             yield from _steps(
                 body,
                 _inside(body.inputs, equation.inputs, sources),
@@ -454,7 +453,7 @@ def _custom_calls_scanned(
     equation: Equation, sources: Mapping[int, Source], views: Mapping[int, View]
 ) -> Iterator[Step]:
     constants, carried = scan_counts(equation.params)
-    body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+    body = equation.inside("body")
     kinds = [
         *((("carry", k)) for k in range(carried)),
         *(("enter", k) for k in range(len(body.inputs) - constants - carried)),

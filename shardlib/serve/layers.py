@@ -47,7 +47,7 @@ from shardlib.serve.cache import (
     product,
     written_out,
 )
-from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten
+from shardlib.tracing.program import REMAT, Call, Equation, Program
 from shardlib.tracing.rewriting import bind, carried_avals, strong
 
 
@@ -432,11 +432,11 @@ def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
     """The programs inside of an equation that is walked into, and how often each runs."""
     if equation.name == "scan":
         yield (
-            flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope),
+            equation.inside("body"),
             equation.params["length"],
         )
     elif equation.name in REMAT:
-        yield flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), 1
+        yield equation.inside(), 1
 
 
 def _calls(program: Program, layers: Sequence[Constants]) -> Iterator[CachedCall]:

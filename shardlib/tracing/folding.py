@@ -20,7 +20,6 @@ from shardlib.jax_types import Aval, Value
 from shardlib.tracing.program import Equation, Program, Run, by_elements, find_repeats, has_matmul
 from shardlib.tracing.rewriting import (
     Walk,
-    body_of,
     closed,
     dependence,
     evaluate_equations,
@@ -449,7 +448,7 @@ def _split_loop(equation: Equation, early: set[int], late: set[int], fresh: int)
     is numbered from `fresh`.
     """
     constants, carried = scan_counts(equation.params)
-    body = body_of(equation)
+    body = equation.inside("body", remat=True)
     first, _ = closed(equation, body, positions_of(equation, early))
     carries = {body.inputs[constants + k]: k for k in range(carried)}
     at_hand = [number for number in body.inputs if carries.get(number) not in first]
@@ -521,7 +520,7 @@ def _split_scan(
     Operands that `env` lacks are not read; None stands for them.
     """
     constants, carried = scan_counts(equation.params)
-    program = body_of(equation)
+    program = equation.inside("body", remat=True)
     carries = [k for k in results if k < carried]
     operands: list[Any] = [env.get(number) for number in equation.inputs]
 

@@ -25,7 +25,6 @@ from shardlib.tracing.program import (
     Call,
     Equation,
     Program,
-    callee,
     counted_trips,
     dtype_name,
     flatten,
@@ -196,9 +195,7 @@ class _Builder:
         if equation.name == "cond":
             return self.branches(equation, operands, region)
         if equation.name in (*REMAT, *CUSTOM):
-            return self.run(
-                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, region
-            )
+            return self.run(equation.inside(), operands, region)
         results = tuple(self.value(program.avals[number]) for number in equation.outputs)
         described = self.describe(
             equation,
@@ -295,7 +292,7 @@ class _Builder:
     def scan(self, equation: Equation, operands: tuple[int, ...], region: int) -> list[int]:
         constants, carried = scan_counts(equation.params)
         path, scope = equation.path, equation.scope
-        program = flatten(equation.params["jaxpr"], f"{path}/body/", scope)
+        program = equation.inside("body")
         body = self.region(region, "scan", int(equation.params["length"]))
         avals = [program.avals[number] for number in program.inputs]
         arguments = list(operands[:constants])
@@ -347,8 +344,8 @@ class _Builder:
         tests, constants = params["cond_nconsts"], params["body_nconsts"]
         initial = operands[tests + constants :]
         inner = self.region(region, "while", self.trips(equation, tests + constants))
-        test = flatten(params["cond_jaxpr"], f"{path}/cond/", scope)
-        program = flatten(params["body_jaxpr"], f"{path}/body/", scope)
+        test = equation.inside("cond")
+        program = equation.inside("body")
         avals = [program.avals[number] for number in program.inputs[constants:]]
         state = [
             self.carry(f"{path}/carry/{k}", (init,), aval, inner, scope)
@@ -366,11 +363,9 @@ class _Builder:
         path, scope = equation.path, equation.scope
         outputs: list[list[int]] = []
         regions: list[int] = []
-        for k, branch in enumerate(equation.params["branches"]):
+        for branch in equation.programs:
             regions.append(self.region(region, "branch", 1))
-            outputs.append(
-                self.run(flatten(branch, f"{path}/branch{k}/", scope), arguments, regions[-1])
-            )
+            outputs.append(self.run(branch, arguments, regions[-1]))
         costs = [self.cost(inner, region) for inner in regions]
         for inner in regions:
             if inner != regions[costs.index(max(costs))]:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from shardlib._jax_compat import scan_counts
 from shardlib.tracing.primitives import ALL, EACH, TABLE
-from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
+from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program
 from shardlib.tracing.row_kinds import line_of
 
 #: What a value is: zero, anything that does not depend on the cotangents, or linear in them.
@@ -102,14 +102,8 @@ def _is_linear(linear: slice | str, kinds: list[int]) -> bool:
     )
 
 
-def _inner(equation: Equation, jaxpr: Any, word: str = "") -> Program:
-    return flatten(
-        jaxpr, f"{equation.path}/{word}", equation.scope, within=(equation.eqn, *equation.within)
-    )
-
-
 def _called(equation: Equation, kinds: list[int]) -> list[int]:
-    return _run(_inner(equation, callee(equation.eqn)), kinds)
+    return _run(equation.inside(), kinds)
 
 
 def _settled(turn: Callable[[list[int]], list[int]], carried: list[int]) -> list[int]:
@@ -132,7 +126,7 @@ def _joined(kinds: Sequence[int]) -> int:
 def _scan(equation: Equation, kinds: list[int]) -> list[int]:
     constants, carried = scan_counts(equation.params)
     body, (first, scanned) = (
-        _inner(equation, equation.params["jaxpr"], "body/"),
+        equation.inside("body"),
         (
             kinds[:constants],
             kinds[constants + carried :],
@@ -148,8 +142,8 @@ def _scan(equation: Equation, kinds: list[int]) -> list[int]:
 def _while(equation: Equation, kinds: list[int]) -> list[int]:
     tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     body, test = (
-        _inner(equation, equation.params["body_jaxpr"], "body/"),
-        _inner(equation, equation.params["cond_jaxpr"], "cond/"),
+        equation.inside("body"),
+        equation.inside("cond"),
     )
     state = _settled(
         lambda state: _run(body, [*kinds[tests : tests + constants], *state]),
@@ -163,10 +157,7 @@ def _while(equation: Equation, kinds: list[int]) -> list[int]:
 def _cond(equation: Equation, kinds: list[int]) -> list[int]:
     if kinds[0] == LINEAR:
         raise NotLinear("cond")
-    branches = [
-        _run(_inner(equation, branch, f"branch{index}/"), kinds[1:])
-        for index, branch in enumerate(equation.params["branches"])
-    ]
+    branches = [_run(branch, kinds[1:]) for branch in equation.programs]
     return [_joined(kinds_of_result) for kinds_of_result in zip(*branches, strict=True)]
 
 

@@ -133,6 +133,17 @@ class Equation:
         """The primitive's parameters."""
         return self.eqn.params
 
+    @property
+    def programs(self) -> list[Program]:
+        """All programs inside of it."""
+        return [self.inside(word) for word in jaxprs(self.eqn)]
+
+    def inside(self, word: str = "", *, remat: bool = False) -> Program:
+        """One of the programs inside of it, by a word of `jaxprs`."""
+        prefix = f"{self.path}/{word}/" if word else f"{self.path}/"
+        within = (self.eqn, *self.within)
+        return flatten(jaxprs(self.eqn)[word], prefix, self.scope, remat=remat, within=within)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -296,6 +307,25 @@ def flatten(
     )
 
 
+def jaxprs(eqn: Eqn) -> dict[str, Jaxpr]:
+    """The jaxprs inside of an equation, by the word that stands in the paths of their equations:
+    none for what a call calls, "body", "cond", "branch0"; numbers for those of other primitives.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return {"body": params["jaxpr"]}
+    if name == "while":
+        return {"cond": params["cond_jaxpr"], "body": params["body_jaxpr"]}
+    if name == "cond":
+        return {f"branch{number}": branch for number, branch in enumerate(params["branches"])}
+    if name == "custom_linear_solve":
+        solvers = params["jaxprs"]._asdict()
+        return {word: jaxpr for word, jaxpr in solvers.items() if jaxpr is not None}
+    if name in (*REMAT, *CUSTOM):
+        return {"": callee(eqn)}
+    return {str(number): jaxpr for number, jaxpr in enumerate(subjaxprs(eqn))}
+
+
 def callee(eqn: Eqn) -> Jaxpr:
     """The jaxpr that a call equation calls."""
     params = eqn.params
@@ -347,9 +377,9 @@ def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
     """(path, index) of the graph's op that makes a result of an equation; None where the equation
     only passes it on.
     """
-    path, eqn = equation.path, equation.eqn
+    path = equation.path
     if equation.name == "scan":
-        _, carried = scan_counts(eqn.params)
+        _, carried = scan_counts(equation.params)
         return (
             (f"{path}/final/{index}", 0)
             if index < carried
@@ -361,7 +391,7 @@ def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
         return f"{path}/join/{index}", 0
     if equation.name not in (*REMAT, *CUSTOM):
         return path, index
-    inner = flatten(callee(eqn), f"{path}/")
+    inner = equation.inside()
     for producer in inner.equations:
         if inner.outputs[index] in producer.outputs:
             return result_path(producer, producer.outputs.index(inner.outputs[index]))

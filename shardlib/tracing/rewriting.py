@@ -29,7 +29,6 @@ from shardlib.tracing.program import (
     Call,
     Equation,
     Program,
-    callee,
     find_repeats,
     flatten,
     has_matmul,
@@ -84,7 +83,7 @@ def _results(equation: Equation, operands: list[Labels]) -> list[Labels]:
     if equation.name == "scan":
         return _dependence_scan(equation, operands)
     if equation.name in (*REMAT, *CUSTOM):
-        inner = flatten(callee(equation.eqn))
+        inner = equation.inside()
         if len(inner.inputs) == len(operands):
             labels = dependence(inner, operands)
             return [labels[number] for number in inner.outputs]
@@ -93,7 +92,7 @@ def _results(equation: Equation, operands: list[Labels]) -> list[Labels]:
 
 def _dependence_scan(equation: Equation, operands: list[Labels]) -> list[Labels]:
     constants, carried = scan_counts(equation.params)
-    body = flatten(equation.params["jaxpr"])
+    body = equation.inside("body")
     while True:
         labels: Mapping[int, Labels] = dependence(body, operands)
         results = [labels[number] for number in body.outputs]
@@ -245,7 +244,7 @@ def _operands(equation: Equation, results: set[int]) -> set[int]:
     """The operands that some results of an equation are made from."""
     if equation.name != "scan":
         return set(equation.inputs)
-    body, positions = body_of(equation), positions_of(equation, results)
+    body, positions = equation.inside("body", remat=True), positions_of(equation, results)
     _, reads = closed(equation, body, positions)
     return {
         number for number, inner in zip(equation.inputs, body.inputs, strict=True) if inner in reads
@@ -280,10 +279,6 @@ def _reads(program: Program, positions: Collection[int]) -> set[int]:
 def positions_of(equation: Equation, numbers: set[int]) -> set[int]:
     """Positions of the results of an equation that are among some numbers."""
     return {k for k, number in enumerate(equation.outputs) if number in numbers}
-
-
-def body_of(equation: Equation) -> Program:
-    return flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope, remat=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -800,7 +795,7 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
 
 
 def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
-    program = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+    program = equation.inside()
     if walk.inside:
         return evaluate_program(program, arguments, walk)
     body = walk.as_written()
@@ -814,7 +809,7 @@ def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
 def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
     params, path = equation.params, equation.path
     constants, carried = scan_counts(params)
-    program = flatten(params["jaxpr"], f"{path}/body/", equation.scope)
+    program = equation.inside("body")
     repeated = has_matmul(equation.eqn)
     policy, count = walk.policy(path, params["length"]) if repeated else ("none", 0)
     layer, offloaded = policy != "none", walk.offloaded and repeated
@@ -879,8 +874,8 @@ def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> S
 def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
     params, path = equation.params, equation.path
     tests, constants = params["cond_nconsts"], params["body_nconsts"]
-    test = flatten(params["cond_jaxpr"], f"{path}/cond/", equation.scope)
-    program = flatten(params["body_jaxpr"], f"{path}/body/", equation.scope)
+    test = equation.inside("cond")
+    program = equation.inside("body")
     inner = walk.as_written()
     condition = replace(inner, place=None, run=None)
 

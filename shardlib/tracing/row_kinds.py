@@ -18,7 +18,6 @@ A value that is free or a sum changes by a power of the number of rows when ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache, cached_property
@@ -29,7 +28,7 @@ import numpy as np
 
 from shardlib.jax_types import Eqn, EqnParams
 from shardlib.tracing.layouts import user_line
-from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
+from shardlib.tracing.program import CUSTOM, Equation, Program
 
 #: (path of an equation, index of its result): where a value is made.
 Origin = tuple[str, int]
@@ -277,6 +276,10 @@ class Step:
             for first, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)
         ]
 
+    def inside(self, word: str = "") -> tuple[Program, Program]:
+        """The programs inside of it, see `Equation.inside`."""
+        return self.one.inside(word), self.two.inside(word)
+
     def batch_dims(self, operand: int) -> list[int]:
         """Dims of an operand that the number of rows changes."""
         return differing(self.operands[operand])
@@ -430,25 +433,7 @@ def draws(first_program: Program, two: Program, sizes: tuple[int, int]) -> dict[
             if own_dims(first.eqn, second.eqn):
                 draw_by_path[first.path] = draw_of(first.eqn, second.eqn, sizes)
         else:
-            for pair in zip(_draws_inner(first), _draws_inner(second), strict=True):
+            for pair in zip(first.programs, second.programs, strict=True):
                 inside = draws(*pair, sizes)
                 draw_by_path.update(dict.fromkeys(inside) if first.name in CUSTOM else inside)
     return draw_by_path
-
-
-def _draws_inner(equation: Equation) -> Iterator[Program]:
-    """The programs inside of an equation, under the paths of `shardlib.tracing.program`."""
-    params, path = equation.params, equation.path
-    if equation.name in (*REMAT, *CUSTOM):
-        yield flatten(callee(equation.eqn), f"{path}/")
-    elif equation.name == "scan":
-        yield flatten(params["jaxpr"], f"{path}/body/")
-    elif equation.name == "while":
-        yield flatten(params["cond_jaxpr"], f"{path}/cond/")
-        yield flatten(params["body_jaxpr"], f"{path}/body/")
-    elif equation.name == "cond":
-        for number, branch in enumerate(params["branches"]):
-            yield flatten(branch, f"{path}/branch{number}/")
-    else:
-        for number, jaxpr in enumerate(subjaxprs(equation.eqn)):
-            yield flatten(jaxpr, f"{path}/{number}/")

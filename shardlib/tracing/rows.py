@@ -18,7 +18,7 @@ from jax.extend import core as jex
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
 from shardlib.graph import Dependence, RowDim, Rows
-from shardlib.jax_types import Aval, Eqn, Jaxpr
+from shardlib.jax_types import Aval
 from shardlib.tracing import row_rules
 from shardlib.tracing.layouts import raising_line
 from shardlib.tracing.linearity import fault as linearity_fault
@@ -143,7 +143,7 @@ class Analysis:
                 )
             ] * len(step.results)
         if first.name in REMAT:
-            return self.run(self.inside(step, callee), kinds, editable=editable)
+            return self.run(step.inside(), kinds, editable=editable)
         if any(kind.descent.learned for kind in kinds):
             kinds = [
                 self._handed(step, index, kind, editable=editable)
@@ -166,21 +166,6 @@ class Analysis:
         if first.name not in _RUNNING:
             results = [kind.with_(running=False) if kind.running else kind for kind in results]
         return results
-
-    def inside(
-        self, step: Step, jaxpr: Callable[[Eqn], Jaxpr], word: str = ""
-    ) -> tuple[Program, Program]:
-        """The programs inside of an equation."""
-        first, second = (
-            flatten(
-                jaxpr(equation.eqn),
-                f"{equation.path}/{word}",
-                equation.scope,
-                within=(equation.eqn, *equation.within),
-            )
-            for equation in (step.one, step.two)
-        )
-        return first, second
 
     def _results(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
         name = step.name
@@ -281,7 +266,7 @@ class Analysis:
 
 def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     """Kinds of the results of a call with a derivative of its own."""
-    inner = walk.inside(step, callee)
+    inner = step.inside()
     if len(inner[0].inputs) != len(kinds):
         return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
     beneath = walk.beneath()
@@ -423,7 +408,7 @@ def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     )
     right_sides = kinds[sum(lengths) :]
     solutions = walk.run(
-        walk.inside(step, lambda eqn: eqn.params["jaxprs"].solve, "solve/"),
+        step.inside("solve"),
         [*solver, *right_sides],
         editable=False,
     )
@@ -431,9 +416,7 @@ def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
         if step.params["jaxprs"]._asdict()[name] is None:
             continue
         products = walk.run(
-            walk.inside(
-                step, lambda eqn, name=name: getattr(eqn.params["jaxprs"], name), f"{name}/"
-            ),
+            step.inside(name),
             [*captured, *solutions],
             editable=False,
         )
@@ -453,7 +436,7 @@ _ROUNDS = 24
 def _scan(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     """A loop over slices: of a stack of layers, of positions in a sequence, or of rows."""
     constants, carried = scan_counts(step.params)
-    body = walk.inside(step, lambda eqn: eqn.params["jaxpr"], "body/")
+    body = step.inside("body")
     scanned = kinds[constants + carried :]
     over = any(kind.family == "row" and 0 in kind.rows.dims for kind in scanned)
     items = [
@@ -607,8 +590,8 @@ def _meet(step: Step, first: Kind, two: Kind) -> Kind:
 def _while(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     """A loop that ends when its condition says so."""
     tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
-    body = walk.inside(step, lambda eqn: eqn.params["body_jaxpr"], "body/")
-    test = walk.inside(step, lambda eqn: eqn.params["cond_jaxpr"], "cond/")
+    body = step.inside("body")
+    test = step.inside("cond")
     state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants :]]
     for _ in range(_ROUNDS):
         results = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
@@ -633,9 +616,7 @@ def _cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     """Branches, one of which is taken."""
     results: list[Kind] | None = None
     for number in range(len(step.params["branches"])):
-        branch = walk.inside(
-            step, lambda eqn, number=number: eqn.params["branches"][number], f"branch{number}/"
-        )
+        branch = step.inside(f"branch{number}")
         branch_results = walk.run(branch, kinds[1:], editable=False)
         results = (
             branch_results

@@ -45,7 +45,6 @@ from shardlib.tracing.program import (
     Equation,
     Program,
     called,
-    callee,
     dtype_name,
     flatten,
 )
@@ -651,12 +650,12 @@ class _Total:
             value, results = self._cond(equation, arguments)
         elif equation.name == "while":
             tests, first = (equation.params[f"{kind}_nconsts"] for kind in ("cond", "body"))
-            body = flatten(equation.params["body_jaxpr"], f"{equation.path}/body/", equation.scope)
+            body = equation.inside("body")
             value, _ = self._body(body, arguments[tests:])
             results = arguments[tests + first :]
         else:
             assert equation.name in (*REMAT, *CUSTOM)
-            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            body = equation.inside()
             value, results = self._body(body, arguments)
         env.update(zip(equation.outputs, results, strict=True))
         return value
@@ -670,7 +669,7 @@ class _Total:
     def _scan(self, equation: Equation, arguments: list[Any]) -> tuple[Any, list[Any]]:
         constants, carried = scan_counts(equation.params)
         fixed, sliced = arguments[: constants + carried], arguments[constants + carried :]
-        body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+        body = equation.inside("body")
 
         def one(_: None, items: list[Any]) -> tuple[None, Any]:
             return None, self._body(body, [*fixed, *items])[0]
@@ -681,12 +680,10 @@ class _Total:
 
     def _cond(self, equation: Equation, arguments: list[Any]) -> tuple[Any, list[Any]]:
         value, results = jnp.zeros((), jnp.float32), list[Any]()
-        for index, branch in enumerate(equation.params["branches"]):
+        for index, branch in enumerate(equation.programs):
             path = f"{equation.path}/branch{index}/"
             if any(loss_path.startswith(path) for loss_path in self.losses):
-                branch_value, results = self._body(
-                    flatten(branch, path, equation.scope), arguments[1:]
-                )
+                branch_value, results = self._body(branch, arguments[1:])
                 value = value + branch_value
         return value, results
 

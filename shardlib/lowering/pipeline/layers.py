@@ -781,7 +781,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
     if placing.reductions.when != DEFERRED:
         return None
     loop = cut.loop
-    body = flatten(loop.params["jaxpr"], f"{loop.path}/body/", loop.scope)
+    body = loop.inside("body")
     here = {equation.path for equation in body.equations}
     first = sum(scan_counts(loop.params))
     scanned = {body.inputs[first + k]: k for k in cut.roles.weights}
@@ -931,7 +931,7 @@ class Chunk:
         sums = self._no_sums() if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
-        body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
+        body_program = cut.loop.inside("body")
         inner = walk.layer() if self.saved.policy != "none" else walk.as_written()
         fixed = dict(
             zip(
