@@ -515,12 +515,10 @@ class _Trees:
     def __init__(
         self, graph: nnx.GraphDef[Any], params: nnx.State, state: nnx.State, trained: Predicate
     ):
-        self.graph, self.params, self.state, self.trained = (
-            graph,
-            _Form(params),
-            _Form(state),
-            trained,
-        )
+        self.graph = graph
+        self.params = _Form(params)
+        self.state = _Form(state)
+        self.trained = trained
 
     def rebuild(self, params: Tree, state: Tree) -> nnx.Module:
         """The user's module around the given arrays."""

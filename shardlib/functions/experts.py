@@ -416,11 +416,9 @@ def visited(form: ExpertForm, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     """
     x, weights, chosen, *parameters = arrays
     per_token = chosen.shape[-1]
-    tokens, token_weights, numbers = (
-        x.reshape(-1, x.shape[-1]),
-        weights.reshape(-1, per_token),
-        chosen.reshape(-1, per_token),
-    )
+    tokens = x.reshape(-1, x.shape[-1])
+    token_weights = weights.reshape(-1, per_token)
+    numbers = chosen.reshape(-1, per_token)
     used = [array.astype(x.dtype) for array in parameters]
     if form.capacity is None:
         home, dropped = _dropless(form, tokens, numbers, *used)

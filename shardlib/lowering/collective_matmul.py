@@ -639,10 +639,8 @@ class Loop:
                 return gathering(products, self.ring, activation, weights)
             return (scattering(products[0], self.ring, activation, weights[0]),)
 
-        specs, results = (
-            (self.activation, *(member.held for member in self.members)),
-            tuple(member.result for member in self.members),
-        )
+        specs = (self.activation, *(member.held for member in self.members))
+        results = tuple(member.result for member in self.members)
         return self.machine.manual(local, specs, results)(activation, *self._gathered(weights))
 
     def _backward(self, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -313,12 +313,10 @@ class DiskArray:
         written: Future[None] | None,
         sums: Any,
     ) -> None:
-        self.shape, self.dtype, self.sharding, self.sums = (
-            tuple(like.shape),
-            np.dtype(like.dtype),
-            like.sharding,
-            sums,
-        )
+        self.shape = tuple(like.shape)
+        self.dtype = np.dtype(like.dtype)
+        self.sharding = like.sharding
+        self.sums = sums
         self._folder, self._files, self._written = folder, dict(files), written
         self._end = weakref.finalize(self, _release, folder, tuple(self._files.values()), written)
         self._end.atexit = False

@@ -182,10 +182,8 @@ def _outer(
 
     def work(carry: _Sums, group: jax.Array, first: jax.Array, in_block: jax.Array) -> _Sums:
         result, sums, last = carry
-        a, b = (
-            jnp.where(in_block, steps.read(rows, first), 0),
-            jnp.where(in_block, steps.read(cotangent, first), 0),
-        )
+        a = jnp.where(in_block, steps.read(rows, first), 0)
+        b = jnp.where(in_block, steps.read(cotangent, first), 0)
         product = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
         sums = jnp.where(last == group, sums, 0) + product
         weights_so_far = jax.lax.dynamic_update_index_in_dim(

@@ -581,10 +581,8 @@ def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
     """Returns whether an op treats all positions of a factor alike: what looks positions up, and
     what makes them from their number, does not.
     """
-    read, written = (
-        sum(not result for result, _, _ in shared),
-        sum(result for result, _, _ in shared),
-    )
+    read = sum(not result for result, _, _ in shared)
+    written = sum(result for result, _, _ in shared)
     if op.category in ("gather", "scatter"):
         return written > 0 and read > (op.category == "scatter")
     if not written:
@@ -710,12 +708,10 @@ def placed_loss(
     Returns:
         (params, state, batch) -> (loss, (metrics, state)).
     """
-    plan, program = (
-        placing.plan,
-        with_frozen(
-            traced.program,
-            [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained],
-        ),
+    plan = placing.plan
+    program = with_frozen(
+        traced.program,
+        [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained],
     )
     policies = apart(plan, program, placing.loss, [plan.parameters[i].path for i in placing.order])
     walk = change(

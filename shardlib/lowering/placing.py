@@ -497,10 +497,8 @@ class Placing:
                 return [functions[equation.path](*operands)]
             if equation.name in CUSTOM and has_matmul(equation.eqn):
                 return bind(equation, self._operands(equation, operands, mesh))
-            use, pins = (
-                self.uses[equation.path] if equation.path in narrow else None,
-                Pins.of(equation, self.placements, mesh),
-            )
+            use = self.uses[equation.path] if equation.path in narrow else None
+            pins = Pins.of(equation, self.placements, mesh)
             if pins is None:
                 return None if use is None else [use.run(operands)]
             if use is None:

@@ -375,10 +375,8 @@ def checked(
 ) -> Checked:
     """Checks a step."""
     if state.scale is not None:
-        loss, gradients = (
-            loss / state.scale,
-            jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients),
-        )
+        loss = loss / state.scale
+        gradients = jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients)
     norm = global_norm(jax.tree.leaves(gradients), jax.tree.leaves(shardings))
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     wanted = finite if state.limit is None else finite & (loss <= state.limit)

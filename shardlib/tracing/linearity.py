@@ -141,10 +141,8 @@ def _scan(equation: Equation, kinds: list[int]) -> list[int]:
 
 def _while(equation: Equation, kinds: list[int]) -> list[int]:
     tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    body, test = (
-        equation.inside("body"),
-        equation.inside("cond"),
-    )
+    body = equation.inside("body")
+    test = equation.inside("cond")
     state = _settled(
         lambda state: _run(body, [*kinds[tests : tests + constants], *state]),
         kinds[tests + constants :],

@@ -183,10 +183,8 @@ def declared(
     nothing, or not of such operands.
     """
     assert first_equation.call is not None and two.call is not None
-    form, pairs = (
-        first_equation.call.form,
-        list(zip(first_equation.call.inputs, two.call.inputs, strict=True)),
-    )
+    form = first_equation.call.form
+    pairs = list(zip(first_equation.call.inputs, two.call.inputs, strict=True))
     if isinstance(form, WeightedMeanForm):
         kinds = read(pairs)
         why = _no_sums(kinds)
@@ -1156,10 +1154,9 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
         return _reshaped(step, kinds)
     if name in ("concatenate", "pad"):
         return _joined(step, kinds)
-    power, batch = (
-        result_power(step, kinds),
-        any(step.batch_dims(index) for index in range(len(kinds)))
-        or any(step.result_dims(index) for index in range(len(step.results))),
+    power = result_power(step, kinds)
+    batch = any(step.batch_dims(index) for index in range(len(kinds))) or any(
+        step.result_dims(index) for index in range(len(step.results))
     )
     if batch and name not in _UNIFORM and not _along_others(step):
         return step.mixed("positions in the batch", kinds)
@@ -1343,10 +1340,8 @@ def dot_general(step: Step, kinds: list[Kind]) -> Kind:
         return step.mixed("the number of rows goes into a factor", kinds)
     if any(kind.family == "sum" for kind in kinds):
         return _with_sum(step, kinds)
-    more, row_operands = (
-        common(kinds),
-        [row_operands for row_operands in (0, 1) if kinds[row_operands].family == "row"],
-    )
+    more = common(kinds)
+    row_operands = [row_operands for row_operands in (0, 1) if kinds[row_operands].family == "row"]
     if len(row_operands) == 2:
         return _rows_by_rows(step, kinds)
     row_operand, other_operand, (contracted, _, place) = (

@@ -106,12 +106,10 @@ class Analysis:
                 continue
             declared = None
             if e1.call is not None and e2.call is not None and e1.call is not examined:
-                declared, examined = (
-                    row_rules.declared(
-                        e1, e2, first_program, two, lambda pairs: [read(*pair) for pair in pairs]
-                    ),
-                    e1.call,
+                declared = row_rules.declared(
+                    e1, e2, first_program, two, lambda pairs: [read(*pair) for pair in pairs]
                 )
+                examined = e1.call
             if declared is not None and e1.call is not None:
                 env.update(zip(e1.call.outputs, declared, strict=True))
                 done = e1.call
@@ -778,11 +776,9 @@ def compare(
         raise Unlike
     analysis = Analysis(sizes=sizes, apart=inputs.apart)
     kinds = analysis.run((first_program, two), inputs.kinds(first_program), editable=True)
-    loss, metrics, states = (
-        kinds[0],
-        kinds[1 : 1 + len(names.metrics)],
-        kinds[1 + len(names.metrics) :],
-    )
+    loss = kinds[0]
+    metrics = kinds[1 : 1 + len(names.metrics)]
+    states = kinds[1 + len(names.metrics) :]
     unchanged = [
         before == after
         for before, after in zip(

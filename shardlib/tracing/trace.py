@@ -529,12 +529,10 @@ def proven_rows(
             )
         )
     (size,), (params, state, batch) = sizes, shapes
-    inputs, names = (
-        Inputs(
-            parameters=len(jax.tree.leaves(params)), states=len(jax.tree.leaves(state)), dims=dims
-        ),
-        result_names(out_shape),
+    inputs = Inputs(
+        parameters=len(jax.tree.leaves(params)), states=len(jax.tree.leaves(state)), dims=dims
     )
+    names = result_names(out_shape)
 
     def at(number: int) -> Any:
         return jax.make_jaxpr(model.bind(loss))(params, state, with_rows(batch, dims, number))
@@ -804,10 +802,8 @@ def _step(folded: Folded, inputs: Sequence[tuple[str, str]], policy: str) -> Ste
         return first, others_results
 
     def step(*args: Any) -> tuple[Any, Any]:
-        parameters, others = (
-            [args[i] for i in trained],
-            [arg for arg, role in zip(args, roles, strict=True) if role != "parameter"],
-        )
+        parameters = [args[i] for i in trained]
+        others = [arg for arg, role in zip(args, roles, strict=True) if role != "parameter"]
         return jax.value_and_grad(value, has_aux=True)(parameters, others)
 
     try:

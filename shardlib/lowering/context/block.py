@@ -148,10 +148,8 @@ class Sight:
         """A scalar that is false only where none of the queries sees any of the keys; None where
         nothing can be told. It looks at the ends alone, so that a block of scores can be left out.
         """
-        first, last = (
-            query.position.min() - key.position.max(),
-            query.position.max() - key.position.min(),
-        )
+        first = query.position.min() - key.position.max()
+        last = query.position.max() - key.position.min()
         conditions = [last >= 0] if self.causal else []
         if self.reach is not None:
             conditions += [first < self.reach, last > -self.reach]

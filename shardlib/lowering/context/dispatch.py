@@ -403,10 +403,8 @@ class Collected:
         `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
         position of a device.
         """
-        sight, whole = (
-            Sight(causal=self.causal, window=window, offsets=offsets),
-            self.cut.whole,
-        )
+        sight = Sight(causal=self.causal, window=window, offsets=offsets)
+        whole = self.cut.whole
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
             return self._by_kernel(query, whole(key), whole(value), documents, sight)
@@ -437,10 +435,8 @@ class Collected:
         sight = Sight(
             causal=self.causal, window=window, offsets=offsets and exchange.of_heads(offsets)
         )
-        arrays, documents = (
-            exchange.for_heads(query, key, value),
-            (None if segments is None else self.cut.whole(segments)),
-        )
+        arrays = exchange.for_heads(query, key, value)
+        documents = None if segments is None else self.cut.whole(segments)
         if self.kernels.kind == "blocks":
             tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
             return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, sight))
@@ -548,10 +544,8 @@ def around_devices(
     groups = site.avals[2 * form.parts].shape[2]
     batch, cut = placements[site.key(0)][0], cutting_heads(placements[site.key(0)], plan)
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
-    rows, context_axis = (
-        machine.parts(batch) or None,
-        (None if not context else tuple(context) if len(context) > 1 else context[0]),
-    )
+    rows = machine.parts(batch) or None
+    context_axis = None if not context else tuple(context) if len(context) > 1 else context[0]
     along = (
         None
         if context_axis is None

@@ -563,19 +563,15 @@ class Ticks:
         parts: Arrays,
         join: Callable[[Arrays], Tree],
     ) -> None:
-        self.pipeline, self.cut, self.stages, self.table = (
-            pipeline,
-            pipeline.cut,
-            pipeline.stages,
-            pipeline.stages.table,
-        )
-        self.made, self.fixed, self.states, self.parts, self.join = (
-            derived,
-            fixed,
-            states,
-            parts,
-            join,
-        )
+        self.pipeline = pipeline
+        self.cut = pipeline.cut
+        self.stages = pipeline.stages
+        self.table = pipeline.stages.table
+        self.made = derived
+        self.fixed = fixed
+        self.states = states
+        self.parts = parts
+        self.join = join
         self.held, self.rounds = replace(resident, drawn=self._drawn()), self.stages.in_rounds
         self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
 
@@ -698,10 +694,8 @@ class Ticks:
 
     def _env(self, outside: Values, micro: Any) -> Values:
         program = self.cut.program
-        state, batch = (
-            self._slices(self.states, micro),
-            jax.tree.leaves(self.join(self._slices(self.parts, micro))),
-        )
+        state = self._slices(self.states, micro)
+        batch = jax.tree.leaves(self.join(self._slices(self.parts, micro)))
         inputs = program.inputs[len(program.inputs) - len(state) - len(batch) :]
         return {
             **program.constants,
@@ -758,14 +752,12 @@ class Ticks:
 
     def run(self, sums: Carry) -> Carry:
         """Adds up gradients, loss and metrics."""
-        carry, work = (
-            {**self._start(), **sums},
-            {
-                "forward": self._forward,
-                "backward": self._backward,
-                "weights": self._weights,
-            },
-        )
+        carry = {**self._start(), **sums}
+        work = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "weights": self._weights,
+        }
         for start, stop, kinds in self.table.phases:
             if "forward" not in kinds:
                 carry.pop("hop", None)  # nothing goes forward any more
@@ -902,11 +894,9 @@ class Ticks:
 
     def _activations(self, positions: Sequence[int]) -> Hop:
         """Zeros for what is on its way, of some of what travels."""
-        leaves, count, lag = (
-            [self.stages.activations[k] for k in positions],
-            self.table.stages,
-            self.table.lag,
-        )
+        leaves = [self.stages.activations[k] for k in positions]
+        count = self.table.stages
+        lag = self.table.lag
         return Hop(
             next=[
                 self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
@@ -1184,11 +1174,9 @@ def _stages(
         walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
         known=gathered(placing, loss_cut, inside(mesh, axis)),
     )
-    activations, entering, carried = (
-        stage_activations(loss_cut, chunks * each),
-        len(loss_cut.entering),
-        len(loss_cut.carry),
-    )
+    activations = stage_activations(loss_cut, chunks * each)
+    entering = len(loss_cut.entering)
+    carried = len(loss_cut.carry)
 
     def of_carry(layouts: Placements) -> tuple[Layout | None, ...]:
         return tuple(

@@ -280,11 +280,9 @@ class Work:
         return {number: env[number] for number in numbers}
 
     def _operands(self, resident: Held, micro: Index) -> Operands:
-        cut, values, layers = (
-            self.cut,
-            {**self.cut.program.constants, **self._known()},
-            self.chunk.layers,
-        )
+        cut = self.cut
+        values = {**self.cut.program.constants, **self._known()}
+        layers = self.chunk.layers
         layers_of_chunk = slice(self.first, self.first + layers)
         stacks = [
             [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
@@ -705,10 +703,8 @@ def _late(
         passed, inputs.held, inputs.micro, left, list(saved), back, inputs.early
     )
     arguments = (inputs.held, inputs.micro, list(saved), shapes, inputs.late)
-    draft, first = (
-        _draft(work.backward_weights, arguments, mesh),
-        len(jax.tree.leaves(inputs.held)) + 1,
-    )
+    draft = _draft(work.backward_weights, arguments, mesh)
+    first = len(jax.tree.leaves(inputs.held)) + 1
     dropped = [k for k in range(first, first + len(saved)) if k not in draft.reads]
     return draft.without(dropped), tuple(k for k in range(len(saved)) if first + k not in dropped)
 

@@ -643,10 +643,8 @@ class Stages:
             )
             for k, old in zip(self.moving, arrived, strict=True)
         ]
-        operands, saved = (
-            self._operands(resident, stage, micro, chunk),
-            slot_of(ring, self.table.backward_slot(tick, stage)),
-        )
+        operands = self._operands(resident, stage, micro, chunk)
+        saved = slot_of(ring, self.table.backward_slot(tick, stage))
         if self.table.split:
             entered, passing = self._worked(
                 works, lambda: self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
