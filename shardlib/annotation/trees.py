@@ -157,9 +157,8 @@ def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
             return atom.val if isinstance(atom, jex.Literal) else values[atom]
 
         for eqn in closed.jaxpr.eqns:
-            arguments = jax.lax.optimization_barrier(
-                list(map(read, eqn.invars))
-            )  # a literal is an argument like any other, and not folded
+            # A literal is an argument like any other, and not folded.
+            arguments = jax.lax.optimization_barrier(list(map(read, eqn.invars)))
             results = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
             values.update(
                 zip(

@@ -370,9 +370,8 @@ class ExpertForm:
         """Tokens that one expert takes at most."""
         if self.capacity is None:
             return tokens * per_token
-        return math.ceil(
-            self.capacity * tokens * per_token / experts - 1e-9
-        )  # products of decimals may end a little above a whole number
+        # Products of decimals may end a little above a whole number.
+        return math.ceil(self.capacity * tokens * per_token / experts - 1e-9)
 
 
 def visit(
@@ -465,9 +464,8 @@ def _capped(
     """
     count, (number, per_token) = up.shape[0], chosen.shape
     slots = form.slots(tokens=number, per_token=per_token, experts=count)
-    queue = chosen.T.reshape(
-        -1
-    )  # all first choices in the order of the tokens, then all second ones
+    # All first choices in the order of the tokens, then all second ones.
+    queue = chosen.T.reshape(-1)
     order = jnp.argsort(queue)
     starts = jnp.searchsorted(jnp.take(queue, order), jnp.arange(count + 1))
     position = jnp.argsort(order) - jnp.take(starts, queue)

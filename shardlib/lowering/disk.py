@@ -238,9 +238,8 @@ def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
         draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
         lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # held as long as the process lives
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path = draft.rename(
-            root / draft.name[1:]
-        )  # others delete folders of this name that nobody holds
+        # Others delete folders of this name that nobody holds.
+        path = draft.rename(root / draft.name[1:])
     except OSError as error:
         raise DiskError(
             f"the folder for state on disk cannot be used: {root} ({error})\nTry: another one:"
@@ -738,10 +737,11 @@ def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: T
 
     first = compiled(cut.first, "step", state.difference(program.outputs, readers, stored))
     avals.update(zip(first.made, first.program.results, strict=True))
+    # What a piece makes of parameters takes their place.
     calls, resting = (
         [first],
         state.union(readers).difference(stored),
-    )  # what a piece makes of parameters takes their place
+    )
     for k, piece in enumerate(cut.rest):
         call = compiled(piece, f"update_{k}", spent(piece))
         calls.append(

@@ -81,9 +81,8 @@ class Grouped:
         """
         if self.kind == "blocks":
             return _in_blocks(self.block, rows, weights, sizes)
-        real = (jnp.arange(rows.shape[0]) < sizes.sum())[
-            :, None
-        ]  # what a kernel leaves beyond the last group is not defined
+        # What a kernel leaves beyond the last group is not defined.
+        real = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
         grouped_rows = jnp.where(real, rows, 0)
         if weights.shape[0] == 1:  # libtpu 0.0.42 makes no program of a kernel for one group
             return grouped_rows @ weights[0]
@@ -123,9 +122,8 @@ class _Steps:
         group = jnp.sum(self.last <= step)
         before = jnp.where(group > 0, self.last[group - 1], 0)
         begin = self.starts[group] + (step - before) * self.block
-        first = jnp.minimum(
-            begin, self.rows - self.block
-        )  # the last blocks would end beyond the rows
+        # The last blocks would end beyond the rows.
+        first = jnp.minimum(begin, self.rows - self.block)
         row = first + jnp.arange(self.block)
         return group, first, ((row >= begin) & (row < self.ends[group]))[:, None]
 
@@ -571,9 +569,8 @@ def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
     assignments, local = queue.order.shape[0], axes.local(queue.counts.shape[1])
     window = axes.window(assignments)
     from_to = queue.counts.reshape(axes.ways, axes.ways, local).sum(2)
-    waiting = (
-        jnp.cumsum(from_to, axis=1) - from_to
-    )  # what a device sends to the first devices waits first
+    # What a device sends to the first devices waits first.
+    waiting = jnp.cumsum(from_to, axis=1) - from_to
     arrivals = jnp.cumsum(from_to, axis=0) - from_to  # what the first devices send arrives first
     start = jnp.clip(number * window - arrivals, 0, from_to)
     size = jnp.clip((number + 1) * window - arrivals, 0, from_to) - start
@@ -1049,11 +1046,12 @@ def _placed(
     """
     form = site.call.form
     shared, hidden = _axes_of_matrices(site, parameters[3], machine)
+    # Capacities count tokens in the order of the whole sequence.
     along = (
         ()
         if form.capacity is not None or len(tokens) < 3
         else tuple(axis for axis in tokens[1] if axis not in hidden and axis != "tensor")
-    )  # capacities count tokens in the order of the whole sequence
+    )
     batch, sequence = machine.parts(tokens[0]), machine.parts(along)
     expert_axes = Where(
         expert=machine.parts(shared),

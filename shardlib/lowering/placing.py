@@ -605,9 +605,8 @@ def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Us
     """
 
     def product(use: Use) -> Any:
-        widest = (
-            2 if is_eight_bit(precision.products) else 8
-        )  # products in 8 bits are those that run in 16, and not the router
+        # Products in 8 bits are those that run in 16, and not the router.
+        widest = 2 if is_eight_bit(precision.products) else 8
         real = all(
             is_real(variable.aval) and variable.aval.dtype.itemsize <= widest
             for variable in use.equation.eqn.invars

@@ -217,9 +217,8 @@ def require_present(caller: str, state: Tree) -> None:
     no longer there, which kills the process on simulated devices.
     """
     try:
-        gone = any(
-            map(_IS_DELETED, jax.tree.leaves(state))
-        )  # hundreds of leaves at every step: some tens of microseconds
+        # Hundreds of leaves at every step: some tens of microseconds.
+        gone = any(map(_IS_DELETED, jax.tree.leaves(state)))
     except (AttributeError, jax.errors.JAXTypeError):  # arrays of NumPy, or traced ones
         gone = any(map(_deleted, jax.tree.leaves(state)))
     if not gone:

@@ -189,10 +189,11 @@ class Choice:
         if along:
             name = self.sequence or self.context
             assert name is not None
+            # The second where tensor shards another dim already.
             entries += [
                 (name, along),
                 *([(name, ("context",))] if len(along) > 1 else []),
-            ]  # the second where tensor shards another dim already
+            ]
         return Rules(tuple(entries))
 
 

@@ -348,9 +348,8 @@ def attend_block(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
     added = sight.added(inputs.rows, inputs.columns)
     seen = sight.seen(inputs.rows, inputs.columns)
     values = _hidden(_more(scores.of(query, inputs.key), added), seen)
-    largest = jnp.maximum(
-        values.max(-1), NOTHING / 2
-    )  # where nothing is seen, all exponentials are to be zeros
+    # Where nothing is seen, all exponentials are to be zeros.
+    largest = jnp.maximum(values.max(-1), NOTHING / 2)
     shares = jnp.exp(values - largest[..., None])
     total = shares.sum(-1)
     result = jnp.einsum(

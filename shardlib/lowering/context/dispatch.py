@@ -352,9 +352,8 @@ def _splash(
         attn_logits_soft_cap=scores.softcap or None,
         interpret=interpret,
     )
-    scaled = (query.astype(jnp.float32) * scores.scale).astype(
-        query.dtype
-    )  # the kernel does not scale
+    # The kernel does not scale.
+    scaled = (query.astype(jnp.float32) * scores.scale).astype(query.dtype)
     arrays = [jnp.swapaxes(array, 1, 2) for array in (scaled, key, value)]
     segments = None if documents is None else splash.SegmentIds(*documents)
     result: Any = jax.vmap(kernel)(*arrays, segments)
@@ -667,11 +666,12 @@ class Local:
                 jnp.int32
             )
             return self._attend(operands, window, offsets)
+        # A kernel for each.
         return jax.lax.cond(
             operands_of_call.global_layer,
             lambda: self._attend(operands, None, offsets),
             lambda: self._attend(operands, self.form.window, offsets),
-        )  # a kernel for each
+        )
 
     def _key(self, key: Value, groups: int) -> Value:
         return (

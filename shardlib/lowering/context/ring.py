@@ -244,9 +244,8 @@ class Ring:
         if isinstance(number, int) and not number:
             return work(EVERY, EVERY, replace(within, causal=True))
         here, half = self.cut.device(), local // 2
-        earlier = (
-            number <= here
-        )  # the device that it comes from: it has not gone past the first one
+        # The device that it comes from: it has not gone past the first one.
+        earlier = number <= here
         if self.cut.zigzag:
             return jax.lax.cond(
                 earlier,
@@ -344,9 +343,8 @@ def _with_gradients(
 
 def _forward(method: Ring | Local, *operands: Any) -> tuple[Any, Any]:
     part = method.forward(*operands)
-    result = part.result.astype(
-        operands[2].dtype
-    )  # what follows often keeps it as well, so that it is held once
+    # What follows often keeps it as well, so that it is held once.
+    result = part.result.astype(operands[2].dtype)
     return result, (*operands, result, part.total)
 
 

@@ -501,9 +501,8 @@ class Linearised:
 
     def late(self, stashed: Arrays, passed: Arrays) -> Arrays:
         """The other gradients."""
-        cotangents = [
-            leaf for leaf in self.left if is_floating(leaf)
-        ]  # of any value: the late part does not read them
+        # Of any value: the late part does not read them.
+        cotangents = [leaf for leaf in self.left if is_floating(leaf)]
         return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], passed)
 
     def _wants(self, stashed: Arrays) -> Arrays:

@@ -867,9 +867,8 @@ class Places:
         """The stages of a mesh."""
         axes = parts_of(mesh, ("stage",))
         sizes, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
-        parts = mesh.devices.reshape(
-            int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :]
-        )  # the stage axis is the first one
+        # The stage axis is the first one.
+        parts = mesh.devices.reshape(int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :])
         return Places(
             mesh=mesh,
             stages=tuple(Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts),
@@ -1396,9 +1395,8 @@ class Step:
             ]
             for turn in turns
         ]
-        sums: list[Values] = [
-            dict(stage_sums.outside) for stage_sums in self.first
-        ]  # of every stage, zeros where it sums nothing up
+        # Of every stage, zeros where it sums nothing up.
+        sums: list[Values] = [dict(stage_sums.outside) for stage_sums in self.first]
         for number in (0, last):
             sums[number % self.ways].update(
                 zip(programs.outside[number], self.early[number], strict=False)
