@@ -117,80 +117,54 @@ def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) ->
             f"initialiser {name!r} failed when called with jax.random.key(0):"
             f" {type(error).__name__}: {error}"
         ) from error
+    shapes = tree = initialised
     if described.stateful:
-        return _stateful(described, initialised, name, wrt)
-    if not is_plain(jax.tree.leaves(initialised)):
-        return _module(described, initialised, name, wrt)
-
-    def init(seed: Index) -> tuple[Tree, Tree]:
-        return described.initialise(key_of(seed)), {}
-
-    params = (
-        jax.eval_shape(lambda: initialised)
-        if not jax.tree.leaves(initialised)
-        else jax.tree.map(_abstract, initialised)
-    )
-    _check_trainable(params, name, all_trained=wrt is None)
-    axes, findings = _named(params, params, described.axes)
-    return Model(
-        name=name,
-        init=op_by_op(init),
-        params=params,
-        state={},
-        axes=axes,
-        bind=_binding(lambda params, state: params),
-        rebuild=lambda params, state: params,
-        findings=findings,
-        frozen=frozen_leaves(wrt, params, "pytree"),
-    )
-
-
-def _module(described: TreeInit, initialised: Tree, name: str, wrt: Filter) -> Model:
-    """The model of a tree with leaves that are not arrays."""
-    parts = Parts.of(initialised)
-    params, state = parts.split(initialised)
-    if not parts.trained:
-        raise AnnotationError(
-            f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves"
+        pair = Pair.of(initialised, name)
+        tree, parts, binding, more = initialised[0], pair, bound(pair), pair.model.findings
+    elif not is_plain(jax.tree.leaves(initialised)):
+        parts = Parts.of(initialised)
+        binding, more = _binding(parts.whole), parts.findings
+        if not parts.trained:
+            raise AnnotationError(
+                f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves"
+            )
+    else:
+        shapes = tree = (
+            jax.eval_shape(lambda: initialised)
+            if not jax.tree.leaves(initialised)
+            else jax.tree.map(_abstract, initialised)
         )
+        _check_trainable(tree, name, all_trained=wrt is None)
+        parts, binding, more = _Whole(), _binding(_Whole().whole), ()
+    params, state = parts.split(shapes)
 
     def init(seed: Index) -> tuple[Tree, Tree]:
         return parts.split(described.initialise(key_of(seed)))
 
-    axes, findings = _named(params, initialised, described.axes)
+    axes, findings = _named(params, tree, described.axes)
     return Model(
         name=name,
         init=op_by_op(init),
         params=params,
         state=state,
         axes=axes,
-        bind=_binding(parts.whole),
+        bind=binding,
         rebuild=parts.whole,
-        findings=(*findings, *parts.findings),
+        findings=(*findings, *more),
         frozen=frozen_leaves(wrt, params, "pytree"),
     )
 
 
-def _stateful(described: TreeInit, initialised: Tree, name: str, wrt: Filter) -> Model:
-    """The model of a pair (params, state)."""
-    pair = Pair.of(initialised, name)
-    params, state = pair.split(initialised)
+class _Whole:
+    """A tree of arrays, all of which are parameters."""
 
-    def init(seed: Index) -> tuple[Tree, Tree]:
-        return pair.split(described.initialise(key_of(seed)))
+    def split(self, tree: Tree) -> tuple[Tree, Tree]:
+        """The parameters, and no state."""
+        return tree, {}
 
-    axes, findings = _named(params, initialised[0], described.axes)
-    return Model(
-        name=name,
-        init=op_by_op(init),
-        params=params,
-        state=state,
-        axes=axes,
-        bind=bound(pair),
-        rebuild=pair.whole,
-        findings=(*findings, *pair.model.findings),
-        frozen=frozen_leaves(wrt, params, "pytree"),
-    )
+    def whole(self, params: Tree, state: Tree) -> Tree:
+        """The tree."""
+        return params
 
 
 def _named(
