@@ -3,7 +3,7 @@
 Read from top to bottom: `mesh` and `runtime` are devices and arrays; `uses` reads the parameter
 uses and custom calls of a loss; `contractions`, `weights`, `gradients`, `context`, `experts` and
 `collective_matmul` lower its operations; `loss` puts the plan's layouts into it; `accumulation`,
-`pipeline`, `offload` and `disk` are ways to drive a step; `program` is the compiled program that
+`pipeline` and `disk` are ways to drive a step; `program` is the compiled program that
 users hold.
 
 accumulation.py       gradient accumulation over microbatches, with gradients reduced in each or
@@ -19,7 +19,6 @@ experts.py            expert parallelism: dispatch and combination of tokens
 gradients.py          gathered weights, partial sums of gradients, and their reduction
 loss.py               the user's loss with the plan's layouts in it
 mesh.py               the device mesh, shardings of parameters and state on it
-offload.py            optimizer state offloaded to host memory
 pipeline/             a loop over layers as a pipeline
 placing.py            layouts of the values of a traced loss, and replacements of its operations
 plain.py              the runtime of plain JAX files that carry out a plan

@@ -17,7 +17,7 @@ from shardlib.annotation.trees import Partition, Tree, path_text
 from shardlib.errors import BatchError, LayoutError, ShardlibError, TopologyError, raise_all
 from shardlib.findings import Finding, diagnostic
 from shardlib.graph import STATE
-from shardlib.jax_types import KeyPath, Value
+from shardlib.jax_types import KeyPath
 from shardlib.layout import INNER_AXES, Layout, MeshShape
 from shardlib.machines.topology import device_order
 from shardlib.machines.topology import topology as parse_topology
@@ -298,20 +298,10 @@ def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memories of host and device, of values inside of a program.
+# Memory of the host.
 
 #: Memory of the host that devices read and write by themselves.
 HOST = "pinned_host"
-
-
-def in_host_memory(value: Value) -> bool:
-    """Returns whether a value is in memory of the host."""
-    return jax.typeof(value).memory_space == jax.memory.Space.Host
-
-
-def to_host_memory(value: Value) -> Value:
-    """The same value in memory of the host."""
-    return jax.device_put(value, jax.memory.Space.Host)
 
 
 # --------------------------------------------------------------------------------------------------

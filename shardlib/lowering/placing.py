@@ -19,6 +19,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.collective_matmul import Matmul, loops, matmuls
 from shardlib.lowering.collectives import (
     GradientExchange,
+    InDtype,
     Machine,
     Precision,
     is_eight_bit,
@@ -54,7 +55,6 @@ from shardlib.lowering.weights import (
     Deferred,
     GradientReductions,
     deferred,
-    exchange_of,
     gathered_slice,
     gradient_reductions,
     reduced,
@@ -446,7 +446,7 @@ class Placing:
         loss, order = traced.read(len(gradient)), parameter_order(plan, params.compute)
         uses = _in_dtypes(loss.uses, Precision.of(plan))
         matmuls_of_weights = matmuls(loss) if plan.collective_matmul == "loop" else ()
-        machine = machine_of(plan, mesh, exchange or exchange_of(plan))
+        machine = machine_of(plan, mesh, exchange or InDtype(Precision.of(plan).wire))
         looped = _looped(
             matmuls_of_weights, [plan.parameters[i] for i in order], placements, machine
         )

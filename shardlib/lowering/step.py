@@ -23,7 +23,7 @@ from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Partition, Tree
 from shardlib.errors import PlanError, TracingError, raise_all
 from shardlib.findings import Finding
-from shardlib.jax_types import Function, Index, Metrics, Value
+from shardlib.jax_types import Function, Index, KeyPath, Metrics, Value
 from shardlib.layout import Layout, LogicalAxes
 from shardlib.lowering import mesh as shardings
 from shardlib.lowering.accumulation import Microbatches, accumulated, accumulated_once, once
@@ -31,8 +31,7 @@ from shardlib.lowering.checks import FOREIGN, require_own, require_state
 from shardlib.lowering.collectives import Precision, like, stored
 from shardlib.lowering.disk import GRADIENT
 from shardlib.lowering.loss import LaidOut, abstract_batch, laid_out_for, placed_loss
-from shardlib.lowering.mesh import ParameterShardings, constrain, moved
-from shardlib.lowering.offload import fetched, offloading, to_host
+from shardlib.lowering.mesh import HOST, ParameterShardings, constrain, moved, owned, shapes_of
 from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
 from shardlib.lowering.placing import Placing
 from shardlib.lowering.random_keys import BatchDims, key_inputs, with_keys
@@ -613,7 +612,7 @@ def store_of(
     in_dtypes = stored(optimizer, trained, precision)
     opt_state = jax.eval_shape(in_dtypes.init, trained)
     on_devices, findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
-    offloaded, offload_findings = offloading(plan, opt_state, trained, on_devices, mesh)
+    opt_shardings, offload_findings = offloading(plan, opt_state, trained, on_devices, mesh)
     return Store(
         params=params,
         trained=cuts,
@@ -621,7 +620,7 @@ def store_of(
         precision=precision,
         optimizer=in_dtypes,
         opt_state=opt_state,
-        opt_shardings=offloaded,
+        opt_shardings=opt_shardings,
         findings=(*findings, *offload_findings),
     )
 
@@ -659,6 +658,74 @@ def abstract_state(
 
 
 # --------------------------------------------------------------------------------------------------
+# Optimizer state offloaded to host memory, and its transfers to the device and back.
+#
+# Arrays of optimizer state that have a parameter's shape rest in pinned memory of the host where
+# the plan says so (`pinned_host`), copied to the device for the update and back; the compiler
+# decides when. Everything is computed on the device: whatever is read is copied first, lest the
+# compiler computes where it lies. State on disk is read and written by the host
+# (`shardlib.lowering.disk`); a program for devices that are not here has it in host memory, which
+# is the same to them.
+
+#: Memory of the device.
+DEVICE = "device"
+
+
+def reachable(mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether the devices of a mesh have host memory at hand; abstract ones are taken to
+    have it.
+    """
+    return isinstance(mesh, AbstractMesh) or all(
+        HOST in {memory.kind for memory in device.addressable_memories()}
+        for device in mesh.local_devices
+    )
+
+
+def offloading(
+    plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh
+) -> tuple[Tree, tuple[Finding, ...]]:
+    """The shardings of optimizer state with the memories that a plan decides for."""
+    if "optimizer" not in plan.offload and not (
+        "disk" in plan.offload and isinstance(mesh, AbstractMesh)
+    ):
+        return cut, ()
+    if not reachable(mesh):
+        return cut, (
+            Finding(
+                code="no-host-memory",
+                severity="warning",
+                where="offload=optimizer",
+                message=(
+                    f"the devices cannot reach memory of the host ({HOST}): optimizer state stays"
+                    " on the device"
+                ),
+                hint="leave the offload out, or a higher zero stage",
+            ),
+        )
+    shapes = shapes_of(params)
+
+    def place(path: KeyPath, leaf: Tree, sharding: NamedSharding) -> NamedSharding:
+        return sharding if owned(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
+
+    return jax.tree_util.tree_map_with_path(place, opt_state, cut), ()
+
+
+def offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
+    """Arrays that are stored in memory of the host, in one of its memories or of the device; those
+    that are stored on the device are passed on.
+    """
+    return jax.tree.map(
+        lambda leaf, sharding: (
+            jax.device_put(leaf, sharding.with_memory_kind(memory))
+            if sharding.memory_kind == HOST
+            else leaf
+        ),
+        tree,
+        shardings,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
 # The update of a step: the optimizer on whatever part of the state is local.
 
 
@@ -678,7 +745,7 @@ def updated(
     optimizer = optax.with_extra_args_support(parts.optimizer)
     stored = parts.partition.trained(state.params)
     local = like(moved(stored, parts.params.rest, parts.params.state), parts.updated)
-    before = fetched(state.opt_state, parts.opt_state)
+    before = offloaded(state.opt_state, parts.opt_state, DEVICE)
     gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
     updates, opt_state = optimizer.update(gradients, before, local, value=loss)
     params = parts.precision.resting(
@@ -692,7 +759,7 @@ def updated(
         step=state.step + 1,
         params=rested,
         model_state=chosen(model_state, state.model_state),
-        opt_state=to_host(chosen(opt_state, before), parts.opt_state),
+        opt_state=offloaded(chosen(opt_state, before), parts.opt_state, HOST),
     )
 
 

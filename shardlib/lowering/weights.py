@@ -1131,8 +1131,8 @@ def reduced(
 #     embed.kernel   partial sums over data, fsdp; in the last microbatch; to A[I_F, J_T]; bfloat16
 #     norm.scale     partial sums over data, fsdp; each microbatch; to A[I]; its own dtype
 #
-# Another exchange (compression, error feedback) is another `GradientExchange`, named in
-# `exchange_of` or given to `build_program`.
+# Another exchange (compression, error feedback) is another `GradientExchange`, given to
+# `build_program`.
 
 #: When partial sums are reduced: as soon as a microbatch has made them; by the backward pass of the
 #: last microbatch, together with those of all before; or when the last one has left the pipeline.
@@ -1181,11 +1181,6 @@ class GradientReductions:
     def accumulator(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which gradients of a dtype are added up over microbatches."""
         return self.precision.sums(dtype)
-
-
-def exchange_of(plan: Plan) -> GradientExchange:
-    """Returns how a plan exchanges partial sums."""
-    return InDtype(Precision.of(plan).wire)
 
 
 def moment(plan: Plan, exchange: GradientExchange) -> str:

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
 from shardlib.findings import Finding
-from shardlib.graph import FactorRule, Graph, Op, Region, Value, check, elementwise
+from shardlib.graph import FactorRule, Graph, Op, Region, Value, check, elementwise, opaque
 from shardlib.jax_types import Aval
 from shardlib.tracing.layouts import OwnLayout
 from shardlib.tracing.primitives import TABLE
@@ -32,7 +32,7 @@ from shardlib.tracing.program import (
     stacking,
 )
 from shardlib.tracing.rules import Call as Described
-from shardlib.tracing.rules import Description, unknown
+from shardlib.tracing.rules import Description
 
 #: A custom call, and the values of a graph that are its operands.
 PlacedCall = tuple[Call, tuple[int, ...]]
@@ -233,7 +233,7 @@ class _Builder:
                 equation.scope or f"equation {equation.path}",
                 "write the computation with other jax.lax operations",
             )
-            return unknown(call)
+            return Description(opaque(call.operands, call.results), "opaque")
         return entry(call)
 
     def boundary(

@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise, opaque
+from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise
 
 # --------------------------------------------------------------------------------------------------
 # An equation as rules see it, and their answer.
@@ -102,11 +102,6 @@ class Factors:
 def elements(shape: Shape) -> float:
     """Number of elements of a shape."""
     return float(math.prod(shape))
-
-
-def unknown(call: Call) -> Description:
-    """The description of an equation about which nothing is known."""
-    return Description(opaque(call.operands, call.results), "opaque")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from shardlib import _jax_compat
 from shardlib.errors import PinError
-from shardlib.lowering import offload
+from shardlib.lowering import step
 from shardlib.lowering.program import BuildOptions, build_program
 from shardlib.verification.isolation import export_step
 from tests.lowering import models, small
@@ -76,7 +76,7 @@ def test_state_and_activations_in_host_memory_change_no_number(plain, remat):
 
 
 def test_devices_without_host_memory_keep_the_state_and_say_so(monkeypatch):
-    monkeypatch.setattr(offload, "reachable", lambda mesh: False)
+    monkeypatch.setattr(step, "reachable", lambda mesh: False)
     program = built({"data": 8}, offload=("optimizer",))
     assert kinds(program.state.opt_state) == {"device"} and "no-host-memory" in [
         finding.code for finding in program.findings

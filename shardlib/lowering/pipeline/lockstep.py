@@ -18,7 +18,7 @@ from shardlib.jax_types import Leaf, Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import GradientExchange
 from shardlib.lowering.loss import followed
-from shardlib.lowering.mesh import ParameterShardings, parameter_order, parts_of, to_host_memory
+from shardlib.lowering.mesh import ParameterShardings, parameter_order, parts_of
 from shardlib.lowering.pipeline.layers import (
     PARAMETERS,
     STATE,
@@ -921,7 +921,9 @@ class Ticks:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
 
         ring = [
-            to_host_memory(room(self.table.slots, leaf)) if away else room(self.table.slots, leaf)
+            jax.device_put(room(self.table.slots, leaf), jax.memory.Space.Host)
+            if away
+            else room(self.table.slots, leaf)
             for leaf, away in zip(stages.stashed(like), stages.in_host_memory(like), strict=True)
         ]
         passed = [room(count, leaf) for leaf in stages.passed_on(like)]

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.jax_types import Index, Value
 from shardlib.layout import Layout
-from shardlib.lowering.mesh import in_host_memory, parts_of
+from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
@@ -540,7 +540,7 @@ class Stages:
 
         def one(operands: Operands, zeros: Arrays) -> Arrays:
             saved = self.chunk.forward(operands, zeros)[1]
-            on_host[:] = [in_host_memory(leaf) for leaf in saved]
+            on_host[:] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in saved]
             return saved
 
         self._shapes(one, resident)
