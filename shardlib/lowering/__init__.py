@@ -1,10 +1,9 @@
 """From a plan to programs that XLA compiles.
 
 Read from top to bottom: `mesh` and `runtime` are devices and arrays; `uses` reads the parameter
-uses and custom calls of a loss; `contractions`, `weights`, `gradients`, `context`, `experts` and
+uses and custom calls of a loss; `contractions`, `weights`, `context`, `experts` and
 `collective_matmul` lower its operations; `loss` puts the plan's layouts into it; `accumulation`,
-`pipeline` and `disk` are ways to drive a step; `program` is the compiled program that
-users hold.
+`pipeline` and `disk` are ways to drive a step; `program` is the compiled program that users hold.
 
 accumulation.py       gradient accumulation over microbatches, with gradients reduced in each or
                       once per step
@@ -16,7 +15,6 @@ contractions.py       contractions in the layouts of a plan, forward and backwar
 contribution.py       the contribution of a microbatch to the loss of the whole batch
 disk.py               optimizer state stored on disk
 experts.py            expert parallelism: dispatch and combination of tokens
-gradients.py          gathered weights, partial sums of gradients, and their reduction
 loss.py               the user's loss with the plan's layouts in it
 mesh.py               the device mesh, shardings of parameters and state on it
 pipeline/             a loop over layers as a pipeline
@@ -30,5 +28,5 @@ step.py               a training step: storage, gradients, guards, loss scale, u
 steps.py              a step that a user wrote, run under a plan
 training_program.py   the protocol of programs that train
 uses.py               uses of the parameters of a traced loss
-weights.py            operations on sharded weights, and the reduction of their gradients
+weights.py            gathered weights, partial sums of gradients, and their reduction
 """
