@@ -473,13 +473,3 @@ def _read(record: JsonObject) -> JsonObject:
         name: float(value) if value in ("nan", "inf", "-inf") else value
         for name, value in record.items()
     }
-
-
-# --------------------------------------------------------------------------------------------------
-# Traces of the profiler, on demand: what the devices did in some steps.
-#
-# Before a run: `Settings(profile=(first step, number of steps))`. While it runs: make the file
-# `profile` in its folder, `touch RUN/profiles/profile`, and the next steps are recorded. Traces
-# are opened with xprof (TensorBoard's profile plugin) or with Perfetto. Of several processes each
-# writes into a folder of its own, since JAX takes the files of two in one folder for one broken
-# trace.

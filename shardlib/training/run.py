@@ -174,39 +174,6 @@ def _plain(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a traced function computes: a digest of its jaxpr that is the same in every process, and its
-# constants apart.
-#
-# Two jaxprs have the same structure where they do the same operations on values of the same shapes
-# and dtypes, in the same order; names of functions and variables, shardings and meshes do not
-# count. Numbers that are written into a jaxpr, a learning rate or the values of a schedule, are
-# its constants.
-
-#: Elements of a constant that are kept to be shown.
-
-
-# --------------------------------------------------------------------------------------------------
-# The identity of what is trained, as far as it decides the numbers: taken from the trace, not from
-# its name.
-#
-#     loss        its jaxpr, with derivatives that are written by hand, and the numbers in it
-# optimizer   the jaxprs of its `init` and `update`, without their numbers; the guards of the step
-#     lr          the numbers in them: learning rates, schedules, decays
-#     data        the digest of a dataset; of a function, that of its first batch
-#     seed, model, batch
-#                 as they are; of the model and the batch paths, shapes and dtypes
-#     exchange    how islands meet, with its numbers; not how many there are
-#
-# A step of the user's own (`shardlib.compile_step`) has all of it inside: its jaxpr is the loss,
-# and the numbers in it count as `lr`.
-#
-# Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests
-# are the same in every process; other versions of JAX, Flax or optax may write the same function
-# down otherwise, and then the versions are a part of the message (`differences`, which
-# compares).
-
-
-# --------------------------------------------------------------------------------------------------
 # The contents of `run.json`, read and compared with the current run.
 
 #: Of `run.json`.
@@ -644,10 +611,6 @@ class RunFolder:
 
     def _write(self, data: JsonMapping) -> None:
         write_whole(self.manifest, json.dumps(data, indent=1) + "\n")
-
-
-# --------------------------------------------------------------------------------------------------
-# The folder of a run in the hands of one job: its owner, and what is trained in it.
 
 
 # --------------------------------------------------------------------------------------------------
