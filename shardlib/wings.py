@@ -9,11 +9,13 @@ the core also uses `joining` (the public name `shardlib.join`, and `leave`) and 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -97,6 +99,35 @@ def required(name: str, what: str) -> ModuleType:
 def islands(module: str, what: str = "an exchange between islands") -> Any:
     """A module of `shardlib.islands`, for a plan or a checkpoint of several islands."""
     return required(f"shardlib.islands.{module}", what)
+
+
+def names_of(file: str) -> dict[str, str]:
+    """Public name -> the module that defines it, as the stub of a package (`__init__.pyi`, which
+    type checkers read) imports them.
+
+    Args:
+        file: `__file__` of the package.
+    """
+    tree = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def face(file: str, package: str) -> tuple[list[str], Callable[[str], Any]]:
+    """`__all__` and `__getattr__` of a package whose names are imported when they are first used.
+
+    Args:
+        file: `__file__` of the package, beside which its stub stands, see `names_of`.
+        package: its name in messages.
+    """
+    home = names_of(file)
+
+    def get(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(home[name]), name)
+
+    return sorted(home), get
 
 
 def commands() -> dict[str, Callable[..., None]]:

@@ -19,17 +19,6 @@ tpu_vm.py      the engine of Cloud TPU VMs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from shardlib import wings
 
-if TYPE_CHECKING:
-    from shardlib.launch.joining import Joined, join
-
-__all__ = ["Joined", "join"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'shardlib.launch' has no attribute {name!r}")
-    from shardlib.launch import joining
-
-    return getattr(joining, name)
+__all__, __getattr__ = wings.face(__file__, "shardlib.launch")  # pyright: ignore[reportUnsupportedDunderAll]

@@ -37,62 +37,6 @@ triton/         a repository for Triton's inference server
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from shardlib import wings
 
-if TYPE_CHECKING:
-    from shardlib.serve.engine import Engine, Models
-    from shardlib.serve.folders import read_folder, spelt
-    from shardlib.serve.loading import named
-    from shardlib.serve.requests import (
-        Asked,
-        Capacity,
-        Event,
-        Form,
-        Request,
-        Sampling,
-        Storage,
-        Told,
-    )
-    from shardlib.serve.served import Served
-
-_HOME = {
-    "Asked": "shardlib.serve.requests",
-    "Capacity": "shardlib.serve.requests",
-    "Storage": "shardlib.serve.requests",
-    "Engine": "shardlib.serve.engine",
-    "Event": "shardlib.serve.requests",
-    "Form": "shardlib.serve.requests",
-    "Models": "shardlib.serve.engine",
-    "Request": "shardlib.serve.requests",
-    "Sampling": "shardlib.serve.requests",
-    "Served": "shardlib.serve.served",
-    "Told": "shardlib.serve.requests",
-    "named": "shardlib.serve.loading",
-    "read_folder": "shardlib.serve.folders",
-    "spelt": "shardlib.serve.folders",
-}
-
-__all__ = [
-    "Asked",
-    "Capacity",
-    "Engine",
-    "Event",
-    "Form",
-    "Models",
-    "Request",
-    "Sampling",
-    "Served",
-    "Storage",
-    "Told",
-    "named",
-    "read_folder",
-    "spelt",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'shardlib.serving' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOME[name]), name)
+__all__, __getattr__ = wings.face(__file__, "shardlib.serving")  # pyright: ignore[reportUnsupportedDunderAll]

@@ -18,51 +18,6 @@ local.py   local training and evaluation
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from shardlib import wings
 
-if TYPE_CHECKING:
-    from shardlib.islands.federated.flower import client, epsilon, metrics, record, state, tolerant
-    from shardlib.islands.federated.job import Answer, Job, Local, Request, arrays
-    from shardlib.islands.federated.local import evaluate, program, train
-
-_HOME = {
-    "Answer": "shardlib.islands.federated.job",
-    "Job": "shardlib.islands.federated.job",
-    "Local": "shardlib.islands.federated.job",
-    "Request": "shardlib.islands.federated.job",
-    "arrays": "shardlib.islands.federated.job",
-    "client": "shardlib.islands.federated.flower",
-    "epsilon": "shardlib.islands.federated.flower",
-    "evaluate": "shardlib.islands.federated.local",
-    "metrics": "shardlib.islands.federated.flower",
-    "program": "shardlib.islands.federated.local",
-    "record": "shardlib.islands.federated.flower",
-    "state": "shardlib.islands.federated.flower",
-    "tolerant": "shardlib.islands.federated.flower",
-    "train": "shardlib.islands.federated.local",
-}
-
-__all__ = [
-    "Answer",
-    "Job",
-    "Local",
-    "Request",
-    "arrays",
-    "client",
-    "epsilon",
-    "evaluate",
-    "metrics",
-    "program",
-    "record",
-    "state",
-    "tolerant",
-    "train",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'shardlib.federated' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOME[name]), name)
+__all__, __getattr__ = wings.face(__file__, "shardlib.federated")  # pyright: ignore[reportUnsupportedDunderAll]

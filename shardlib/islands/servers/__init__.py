@@ -40,49 +40,6 @@ worker_process.py  the process of a worker
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from shardlib import wings
 
-if TYPE_CHECKING:
-    from shardlib.islands.servers.crew import Trained, Upkeep
-    from shardlib.islands.servers.island import Island
-    from shardlib.islands.servers.joining import MeetingPlace, OuterServer, join
-    from shardlib.islands.servers.relay import Link, Relay
-    from shardlib.islands.servers.rounds import Rounds
-    from shardlib.islands.servers.starting import train
-    from shardlib.islands.servers.worker import Job
-
-_HOME = {
-    "Island": "shardlib.islands.servers.island",
-    "Job": "shardlib.islands.servers.worker",
-    "Link": "shardlib.islands.servers.relay",
-    "MeetingPlace": "shardlib.islands.servers.joining",
-    "OuterServer": "shardlib.islands.servers.joining",
-    "Relay": "shardlib.islands.servers.relay",
-    "Rounds": "shardlib.islands.servers.rounds",
-    "Trained": "shardlib.islands.servers.crew",
-    "Upkeep": "shardlib.islands.servers.crew",
-    "join": "shardlib.islands.servers.joining",
-    "train": "shardlib.islands.servers.starting",
-}
-
-__all__ = [
-    "Island",
-    "Job",
-    "Link",
-    "MeetingPlace",
-    "OuterServer",
-    "Relay",
-    "Rounds",
-    "Trained",
-    "Upkeep",
-    "join",
-    "train",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'shardlib.servers' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOME[name]), name)
+__all__, __getattr__ = wings.face(__file__, "shardlib.servers")  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,0 +1,14 @@
+from shardlib.islands.federated.flower import client as client
+from shardlib.islands.federated.flower import epsilon as epsilon
+from shardlib.islands.federated.flower import metrics as metrics
+from shardlib.islands.federated.flower import record as record
+from shardlib.islands.federated.flower import state as state
+from shardlib.islands.federated.flower import tolerant as tolerant
+from shardlib.islands.federated.job import Answer as Answer
+from shardlib.islands.federated.job import Job as Job
+from shardlib.islands.federated.job import Local as Local
+from shardlib.islands.federated.job import Request as Request
+from shardlib.islands.federated.job import arrays as arrays
+from shardlib.islands.federated.local import evaluate as evaluate
+from shardlib.islands.federated.local import program as program
+from shardlib.islands.federated.local import train as train

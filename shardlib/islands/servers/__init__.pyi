@@ -1,0 +1,11 @@
+from shardlib.islands.servers.crew import Trained as Trained
+from shardlib.islands.servers.crew import Upkeep as Upkeep
+from shardlib.islands.servers.island import Island as Island
+from shardlib.islands.servers.joining import MeetingPlace as MeetingPlace
+from shardlib.islands.servers.joining import OuterServer as OuterServer
+from shardlib.islands.servers.joining import join as join
+from shardlib.islands.servers.relay import Link as Link
+from shardlib.islands.servers.relay import Relay as Relay
+from shardlib.islands.servers.rounds import Rounds as Rounds
+from shardlib.islands.servers.starting import train as train
+from shardlib.islands.servers.worker import Job as Job

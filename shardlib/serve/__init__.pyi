@@ -1,0 +1,14 @@
+from shardlib.serve.engine import Engine as Engine
+from shardlib.serve.engine import Models as Models
+from shardlib.serve.folders import read_folder as read_folder
+from shardlib.serve.folders import spelt as spelt
+from shardlib.serve.loading import named as named
+from shardlib.serve.requests import Asked as Asked
+from shardlib.serve.requests import Capacity as Capacity
+from shardlib.serve.requests import Event as Event
+from shardlib.serve.requests import Form as Form
+from shardlib.serve.requests import Request as Request
+from shardlib.serve.requests import Sampling as Sampling
+from shardlib.serve.requests import Storage as Storage
+from shardlib.serve.requests import Told as Told
+from shardlib.serve.served import Served as Served
