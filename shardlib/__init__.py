@@ -45,8 +45,8 @@ __version__ = "0.1.0"
 
 #: Public name -> the module that defines it: as `__init__.pyi` imports them.
 _HOME = wings.names_of(__file__)
-__all__ = sorted([*_HOME, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
-
+__all__ = ["__version__"]
+__all__ += sorted(_HOME)  # pyright: ignore
 
 _moved.install()
 

@@ -71,3 +71,5 @@ from shardlib.training.settings import Settings as Settings
 from shardlib.verification.report import Verification as Verification
 
 __version__: str
+__all__: list[str]
+_HOME: dict[str, str]

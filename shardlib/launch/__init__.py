@@ -21,4 +21,4 @@ from __future__ import annotations
 
 from shardlib import wings
 
-__all__, __getattr__ = wings.face(__file__, "shardlib.launch")  # pyright: ignore[reportUnsupportedDunderAll]
+__all__, __getattr__ = wings.face(__file__, "shardlib.launch")  # pyright: ignore

@@ -39,4 +39,4 @@ from __future__ import annotations
 
 from shardlib import wings
 
-__all__, __getattr__ = wings.face(__file__, "shardlib.serving")  # pyright: ignore[reportUnsupportedDunderAll]
+__all__, __getattr__ = wings.face(__file__, "shardlib.serving")  # pyright: ignore

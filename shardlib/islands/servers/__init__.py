@@ -42,4 +42,4 @@ from __future__ import annotations
 
 from shardlib import wings
 
-__all__, __getattr__ = wings.face(__file__, "shardlib.servers")  # pyright: ignore[reportUnsupportedDunderAll]
+__all__, __getattr__ = wings.face(__file__, "shardlib.servers")  # pyright: ignore
