@@ -46,7 +46,7 @@ __version__ = "0.1.0"
 #: Public name -> the module that defines it: as `__init__.pyi` imports them.
 _HOME = wings.names_of(__file__)
 __all__ = ["__version__"]
-__all__ += sorted(_HOME)  # pyright: ignore
+__all__ += sorted(_HOME)  # noqa: PLE0605  # pyright: ignore
 
 _moved.install()
 
