@@ -85,7 +85,7 @@ def drawn_pin(rng: random.Random) -> dict[str, Any]:
 
 def apart(found: Any, wanted: Any) -> float:
     """The largest difference of two trees, relative to the largest element of each array; 0 where
-    both are no numbers.
+    both are not numbers.
     """
     worst = 0.0
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -61,7 +61,7 @@ MEANING: Mapping[str, str] = {
     "microbatch_s": "launches that the device waits for, and work of the host between microbatches",
     "fast": "share of the link efficiency that the stack's collectives reach inside a domain",
     "slow": "the same between domains: congestion and shared ports",
-    "misaligned": "speed of matmuls whose dims are no multiple of 16 bytes",
+    "misaligned": "speed of matmuls whose dims are not a multiple of 16 bytes",
 }
 #: Levels from the widest on, as files call them.
 NAMES: tuple[str, ...] = (

@@ -8,7 +8,7 @@ with SIGKILL, and the second is started again at once. One of the two must get t
 other must be told who has it, and touch nothing. After each race:
 
 - `finished`, `refused`: how many processes did all steps, and how many ended with `OwnedError`;
-- `lines_wrong`: lines of metrics.jsonl that are no records, steps that are there twice or out of
+- `lines_wrong`: lines of metrics.jsonl that are not records, steps that are there twice or out of
   order (after a kill, those since the newest checkpoint are done again);
 - `steps_missing`: steps without a record; `losses_equal`: whether all losses have the bits of a run
   that was alone;

@@ -97,7 +97,7 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[AnyJaxpr, Sequence[Value]]:
 
 
 def scan_counts(params: EqnParams) -> tuple[int, int]:
-    """How many operands of a scan equation are constants and how many are carried; the rest is
+    """The number of constant operands of a scan equation, and of carried ones; the rest is
     scanned over.
 
     JAX 0.10 says so in `num_consts` and `num_carry`, 0.12 in the structure `ft_in` of (constants,
@@ -151,7 +151,7 @@ def runnable(
     arguments: Any,
     mesh: Mesh | AbstractMesh | None,
 ) -> Callable[..., Any]:
-    """What runs a compiled function.
+    """The executable of a compiled function.
 
     A `Compiled` of JAX 0.10 refuses arrays of fewer than 8 bits that have a sharding: it compares
     two descriptions of one layout. Called through `jax.jit`, the program that is compiled already

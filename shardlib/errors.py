@@ -1,4 +1,4 @@
-"""What can go wrong, as a small family of exceptions.
+"""The exceptions of the package, a small family.
 
 Each error is also the builtin a user would catch: a bad spelling is a `ValueError`, a missing file
 a `FileNotFoundError`. A message answers five questions: which function and argument, what was

@@ -16,7 +16,7 @@ from shardlib.untrusted.data import JsonObject, shown
 
 
 class Exchange(Protocol):
-    """How islands meet: parts of a machine that train apart. Values are frozen and hashable."""
+    """The exchange of islands, parts of a machine that train apart. Values are frozen and hashable."""
 
     @property
     def islands(self) -> int:
@@ -25,7 +25,7 @@ class Exchange(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether there are outer parameters, which belong to all islands."""
+        """Returns whether there are outer parameters, which belong to all islands."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What shardlib noticed: findings, and the report that collects them.
+"""Findings, and the report that collects them.
 
 A request that cannot be honoured is an error or a `Finding`, never a silent change.
 """

@@ -1,4 +1,4 @@
-"""How is a value sharded over the mesh?
+"""Layouts: how a value is sharded over the mesh.
 
 A layout says, for each dim of an array, which mesh axes shard it, the major one first. Printed as
 the scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is sharded over X along I
@@ -198,12 +198,12 @@ LogicalAxes = tuple[str | None, ...]
 def mesh_axis(name: str) -> str:
     """Returns the canonical mesh axis for a name or alias."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PinError(f"{name!r} is no mesh axis; mesh axes are {', '.join(INNER_AXES)}")
+        raise PinError(f"{name!r} is not a mesh axis; mesh axes are {', '.join(INNER_AXES)}")
     canonical = MESH_AXIS_ALIASES.get(name, name)
     if canonical not in MESH_AXES:
         near = difflib.get_close_matches(name, MESH_AXES, n=1)
         raise PinError(
-            f"{name!r} is no mesh axis; {f'did you mean {near[0]!r}? ' if near else ''}mesh axes"
+            f"{name!r} is not a mesh axis; {f'did you mean {near[0]!r}? ' if near else ''}mesh axes"
             f" are {', '.join(INNER_AXES)}"
         )
     return canonical
@@ -220,8 +220,8 @@ class MeshShape(Mapping[str, int]):
         axes: the same as keywords, beside them.
 
     Raises:
-        PinError: a name is no mesh axis, or names one twice, or a size is no positive integer; all
-            sizes that are wrong are listed.
+        PinError: a name is not a mesh axis, or names one twice, or a size is not a positive
+            integer; all sizes that are wrong are listed.
     """
 
     __slots__ = ("_sizes",)

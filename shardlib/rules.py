@@ -75,8 +75,8 @@ class Rules:
             The rules, with the canonical names of mesh axes.
 
         Raises:
-            RuleError: an entry is no pair, or names something that is no mesh axis; all of them are
-                listed.
+            RuleError: an entry is not a pair, or names something that is not a mesh axis; all of
+                them are listed.
         """
         if isinstance(rules, Rules):
             return rules
@@ -90,13 +90,13 @@ class Rules:
         given = cast("Iterable[Any]", rules.items() if isinstance(rules, Mapping) else rules)
         for entry in given:
             if not _is_pair(entry):
-                failures.append(f"{entry!r} is no pair (logical axis, mesh axes)")
+                failures.append(f"{entry!r} is not a pair (logical axis, mesh axes)")
                 continue
             logical, target = entry
             names: Any = () if target is None else (target,) if isinstance(target, str) else target
             if not _is_words(names):
                 failures.append(
-                    f"{logical!r}: {target!r} is no mesh axis, list of mesh axes or None"
+                    f"{logical!r}: {target!r} is not a mesh axis, list of mesh axes or None"
                 )
                 continue
             axes = tuple(MESH_AXIS_ALIASES.get(str(name), str(name)) for name in names)
@@ -104,7 +104,9 @@ class Rules:
                 str(name) for name, axis in zip(names, axes, strict=True) if axis not in INNER_AXES
             ]
             if unknown:
-                failures.append(f"{logical!r} -> {', '.join(map(repr, unknown))} is no mesh axis")
+                failures.append(
+                    f"{logical!r} -> {', '.join(map(repr, unknown))} is not a mesh axis"
+                )
             elif len(set(axes)) < len(axes):
                 failures.append(
                     f"{logical!r} -> {', '.join(map(repr, axes))} uses a mesh axis twice"
@@ -198,7 +200,7 @@ def _is_words(value: Any) -> bool:
 
 
 def _is_pair(entry: Any) -> bool:
-    """Whether an entry looks like (logical axis, mesh axes)."""
+    """Returns whether an entry looks like (logical axis, mesh axes)."""
     return (
         isinstance(entry, Sequence)
         and not isinstance(entry, str)

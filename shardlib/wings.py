@@ -31,7 +31,7 @@ class NoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What a wing adds to a command of another package.
+    """Options that a wing adds to a command of another package.
 
     Attributes:
         options: a dataclass of options.
@@ -46,7 +46,7 @@ class Extension:
 
 
 def is_missing(module: str) -> bool:
-    """Whether a module is of a wing whose package is missing.
+    """Returns whether a module is of a wing whose package is missing.
 
     >>> is_missing("shardlib.api")
     False
@@ -136,7 +136,7 @@ def commands() -> dict[str, Callable[..., None]]:
 
 
 def extension(command: str) -> Extension:
-    """What a wing adds to a command; an extension without options where none does."""
+    """Returns what a wing adds to a command; an extension without options where none does."""
     # A wing that calls this while it is imported has no table yet; its own commands need none.
     tables = [getattr(module, "EXTENSIONS", {}) for module in _modules()]
     return next((table[command] for table in tables if command in table), Extension())

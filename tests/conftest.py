@@ -89,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--one-in",
         type=int,
         metavar="N",
-        help="of the cases of every test that is no matrix, draw one in N, at least one",
+        help="of the cases of every test that is not a matrix, draw one in N, at least one",
     )
 
 
@@ -105,7 +105,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: a draw of one case in six is run")
     config.addinivalue_line(
         "markers",
-        "long: three seconds or more, a unit test one; a draw of one in five is run, none of --quick",
+        "long: three seconds or more, a unit test one; a draw of one in five is run, none of"
+        " --quick",
     )
     if not hasattr(config, "workerinput"):
         config.option.draw = config.option.draw or _commit(

@@ -1,7 +1,7 @@
 """Several processes of JAX in one test: a child forks them before JAX has started anything, so that
 imports are done once.
 
-What they have found goes to files of the test. Standard output is no place for it: collectives of
+What they have found goes to files of the test. Standard output is not a place for it: collectives of
 CPU devices report connections there, in pieces, from every process.
 """
 

@@ -141,7 +141,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"rules": [("mlp", "tenser")]}),
         shardlib.PinError,
         (
-            "pins are not usable: rules: 'mlp' -> 'tenser' is no mesh"
+            "pins are not usable: rules: 'mlp' -> 'tenser' is not a mesh"
             " axis\nTry: mesh axes are stage, data, fsdp, expert, context, tensor"
         ),
     ),
@@ -149,7 +149,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"mesh": {"tenser": 8}}),
         shardlib.PinError,
         (
-            "pins are not usable: 'tenser' is no mesh axis; did you mean 'tensor'? mesh axes are"
+            "pins are not usable: 'tenser' is not a mesh axis; did you mean 'tensor'? mesh axes are"
             " stage, data, fsdp, expert, context, tensor"
         ),
     ),
@@ -157,12 +157,12 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"remta": "full", "zero": 7, "mesh": {"data": 8}}),
         shardlib.PinError,
         (
-            "pins are not usable:\n  - 'remta' is no decision; did you mean 'remat'? (decisions are"
-            " mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
+            "pins are not usable:\n  - 'remta' is not a decision; did you mean 'remat'? (decisions"
+            " are mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
             " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
             " attention, experts, collective_matmul, offload, axis_order, exchange, dtypes,"
-            " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)\n "
-            " - zero is 7; it is one of 0, 1, 2, 3"
+            " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and"
+            " mesh.AXIS)\n  - zero is 7; it is one of 0, 1, 2, 3"
         ),
     ),
     "dtypes by their short names": (
@@ -249,9 +249,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"mesh": {"tensor": 3}}),
         shardlib.PinError,
         (
-            "tensor=3 divides no dimension that it could shard; dimensions with their largest common"
-            " size are embed (16), classes (8), mlp (64), hidden (64)\nTry: a tensor axis that divides"
-            " one of them"
+            "tensor=3 divides no dimension that it could shard; dimensions with their largest"
+            " common size are embed (16), classes (8), mlp (64), hidden (64)\nTry: a tensor axis"
+            " that divides one of them"
         ),
     ),
     "rules that do not divide": (
@@ -355,16 +355,17 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: shardlib.Plan.from_json(b"plan.json"),
         shardlib.PlanError,
         (
-            "the plan is not valid JSON: Expecting value at line 1, column 1, where 'plan.json' stands"
-            "\nTry: the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
+            "the plan is not valid JSON: Expecting value at line 1, column 1, where 'plan.json'"
+            " stands\nTry: the text itself, as"
+            " shardlib.Plan.from_json(Path('plan.json').read_text())"
         ),
     ),
     "a plan that ends too early": (
         lambda: shardlib.Plan.from_json('{"format": 1,'),
         shardlib.PlanError,
         (
-            "the plan is not valid JSON: Expecting property name enclosed in double quotes at line 1,"
-            " column 14, where the text ends"
+            "the plan is not valid JSON: Expecting property name enclosed in double quotes at line"
+            " 1, column 14, where the text ends"
             "\nTry: the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
         ),
     ),
@@ -401,8 +402,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
             "  - mesh.tensor=2 contradicts mesh={'data': 8}\n"
             "  - zero=3 shards over fsdp, which is pinned to 1\n"
             "  - sequence_parallel=True shards the sequence over tensor, which is pinned to 1\n"
-            "Try: mesh, or mesh.tensor alone; mesh.fsdp=2 or more, or zero=0; mesh.tensor=2 or more,"
-            " or sequence_parallel=False"
+            "Try: mesh, or mesh.tensor alone; mesh.fsdp=2 or more, or zero=0; mesh.tensor=2 or"
+            " more, or sequence_parallel=False"
         ),
     ),
     "a mesh larger than the topology": (
@@ -499,7 +500,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: compiled(batch={**SMALL, "name": "abc", "names": np.array(["a"] * 4)}),
         shardlib.BatchError,
         (
-            "the batch holds what is no array of numbers or random keys:\n"
+            "the batch holds what is not an array of numbers or random keys:\n"
             "  - batch.name is a str\n"
             "  - batch.names is an array of <U1\n"
             "Try: leave it out of the batch; tokens are integers"

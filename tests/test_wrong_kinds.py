@@ -47,7 +47,11 @@ def attend(**options: Any) -> jax.Array:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
-    "a number for a decision": (lambda: plan(pin={1: 2}), PinError, ["1 is no decision", "word"]),
+    "a number for a decision": (
+        lambda: plan(pin={1: 2}),
+        PinError,
+        ["1 is not a decision", "word"],
+    ),
     "the alias of an axis": (lambda: plan(pin={"dp": 8}), PinError, ["'dp'", "'mesh.data'?"]),
     "the name of an axis": (lambda: plan(pin={"tensor": 8}), PinError, ["'mesh.tensor'?"]),
     "a difference to a number": (

@@ -122,7 +122,7 @@ def as_known(row: Entry) -> tuple[Entry, tuple[str, ...]]:
 
 
 def _unusable(document: Document, row: Entry) -> str:
-    """Why a row is no measured run of a known plan; empty where it is."""
+    """Why a row is not a measured run of a known plan; empty where it is."""
     plan, measured = row["parallel"], row["measured"]
     if row["kind"] != "measured":
         return f"{row['kind']}, not measured"
@@ -183,7 +183,9 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
             return "micro-batch size not published"
     count = round(batch / (micro * ranks))
     if count < 1:
-        return f"a batch of {batch} is no whole number of micro-batches of {micro} on {ranks} ranks"
+        return (
+            f"a batch of {batch} is not a whole number of micro-batches of {micro} on {ranks} ranks"
+        )
     data, fsdp = plan["dp"], plan["fsdp"]
     if zero in (1, 2) and fsdp == 1:
         group = int(row.get("zero_group") or data)

@@ -36,7 +36,7 @@ def read(path: Path) -> Document:
     """Reads a file.
 
     Raises:
-        SystemExit: the file is no document of this schema, or is YAML and PyYAML is not installed.
+        SystemExit: the file is not a document of this schema, or is YAML and PyYAML is not installed.
     """
     data = json.loads(path.read_text()) if path.suffix == ".json" else _yaml(path)
     lacking = [name for name in ("hardware", "models", "rows") if name not in data]

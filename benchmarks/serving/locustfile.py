@@ -17,7 +17,7 @@ class Reader(HttpUser):
 
     @task
     def complete(self) -> None:
-        """One completion; a server that is full is no failure of it."""
+        """One completion; a server that is full is not a failure of it."""
         body = {
             "prompt": f"value_{random.randrange(1000)} = ",
             "max_tokens": 32,

@@ -53,7 +53,7 @@ def lay_out(folder: Path) -> None:
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copy(HERE / "conf.py", folder)
-    # files that pages lead to, and that are no pages
+    # files that pages lead to, and that are not pages
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         links = r"\]\((?:\.\./)?((?:benchmarks|examples)/[^)#]+)\)"
         for name in re.findall(links, page.read_text()):

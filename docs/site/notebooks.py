@@ -31,7 +31,7 @@ _TIME = re.compile(r"\b\d[\d.,]*( ?)(ns|µs|ms|s|min)\b")
 
 
 def run(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with the outputs of a fresh run, of which what libraries warn of is no part."""
+    """The notebook with the outputs of a fresh run, of which what libraries warn of is not part."""
     NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

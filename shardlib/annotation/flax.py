@@ -120,7 +120,8 @@ def _sorted(
             wrong.append("'params' are what the optimizer trains; a loss cannot return them")
         elif isinstance(entry, Mapping) and state:
             wrong.append(
-                f"{name!r} holds variables and is no collection that the model is initialised with"
+                f"{name!r} holds variables and is not a collection that the model is initialised"
+                " with"
             )
         else:
             metrics[name] = entry

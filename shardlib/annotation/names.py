@@ -55,7 +55,7 @@ def spelled(names: object) -> LogicalAxes:
     names = getattr(names, "sharding", names)
     spec = names.spec if isinstance(names, NamedSharding) else names
     if isinstance(spec, str) or not isinstance(spec, (tuple, list, PartitionSpec)):
-        raise TypeError(f"{spec!r} is no tuple of logical axes")
+        raise TypeError(f"{spec!r} is not a tuple of logical axes")
     return tuple(_one_dim(entry) for entry in spec)
 
 
@@ -67,7 +67,7 @@ def _one_dim(entry: Any) -> str | None:
     if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
         return "+".join(entry) or None
     raise TypeError(
-        f"{entry!r} is no logical axis; write a string, None, or a tuple of strings for a"
+        f"{entry!r} is not a logical axis; write a string, None, or a tuple of strings for a"
         " merged dim"
     )
 

@@ -485,7 +485,7 @@ class Folder:
         kind = (
             "a link"
             if _is_link(place)
-            else "a folder that is no whole checkpoint"
+            else "a folder that is not a whole checkpoint"
             if place.is_dir()
             else "a file"
         )

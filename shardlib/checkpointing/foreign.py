@@ -115,7 +115,7 @@ def write_adapter(
     adapters = _adapters(params)
     ranks = {pair["lora_a"].shape[-1] for pair in adapters.values()}
     failures = [f"{path} has no name" for path in adapters if path not in names]
-    failures += [f"{path} is no adapter" for path in names if path not in adapters]
+    failures += [f"{path} is not an adapter" for path in names if path not in adapters]
     failures += [f"ranks differ: {sorted(ranks)}"] if len(ranks) > 1 else []
     failures += [] if adapters else ["there are no arrays called lora_a and lora_b"]
     if failures:

@@ -149,7 +149,7 @@ def _paths(folder: Path) -> list[Path]:
             )
         )
         outside = [
-            f"{shown(name)} is no name of a file of its folder"
+            f"{shown(name)} is not a name of a file of its folder"
             for name in names
             if Path(name).name != name or name in ("", ".", "..") or "\0" in name or len(name) > 255
         ]
@@ -823,7 +823,7 @@ def matched(
         severity="info",
         where=shortened(passed),
         message=(
-            f"{len(passed)} tensors of {folder} are no parameters of the model and were passed"
+            f"{len(passed)} tensors of {folder} are not parameters of the model and were passed"
             " over."
         ),
     )

@@ -224,7 +224,7 @@ def checked_extra(extra: JsonMapping) -> JsonObject:
         return dict(json.loads(json.dumps(dict(extra))))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"extra is no plain data ({error})\nTry: dicts, lists, strings, numbers, booleans and"
+            f"extra is not plain data ({error})\nTry: dicts, lists, strings, numbers, booleans and"
             " None; arrays belong in the state"
         ) from error
 
@@ -361,7 +361,7 @@ def _about(path: epath.Path, step: int) -> About:
     ]  # to etils, whatever is not a folder is a file
     if others:
         raise DamagedError(
-            f"its description has {', '.join(sorted(others)[:4])}, which is no file that can be"
+            f"its description has {', '.join(sorted(others)[:4])}, which is not a file that can be"
             " read"
         )
     return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)

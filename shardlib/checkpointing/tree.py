@@ -81,7 +81,7 @@ def state_of(form: Tree, like: State) -> State:
 
 
 def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
-    """Whether a checkpoint is of as many islands as a state, which exchange alike."""
+    """Returns whether a checkpoint is of as many islands as a state, which exchange alike."""
     if isinstance(state, SeveralStates):
         return state.is_stored_in(arrays)
     several = any(path.startswith(("islands.", "outer.")) for path in arrays)
@@ -98,7 +98,7 @@ def without_optimizer(state: State) -> State:
 
 
 def is_of_optimizer(path: str) -> bool:
-    """Whether an array is of the state of an optimizer, or of what comes with it."""
+    """Returns whether an array is of the state of an optimizer, or of what comes with it."""
     return path.removeprefix("islands.").partition(".")[0] in _OPTIMIZER
 
 
@@ -339,7 +339,8 @@ class Camera:
     def __post_init__(self) -> None:
         if self.place not in PLACES:
             raise CheckpointError(
-                f"snapshot={self.place!r} is no place for copies\nTry: one of {', '.join(PLACES)}"
+                f"snapshot={self.place!r} is not a place for copies\nTry: one of"
+                f" {', '.join(PLACES)}"
             )
 
     def take(self, state: Mapping[str, jax.Array | DiskArray]) -> Snapshot:

@@ -1,4 +1,4 @@
-"""What commands print, and the files that they read and write."""
+"""The output of commands, and the files that they read and write."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def topologies_command(as_json: AsJson = False) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What may be added."""
+    """Limits of what a change may add."""
 
     max_seconds: Annotated[
         str | None,
@@ -377,7 +377,7 @@ class Page:
 
 
 def _held_to(plan: Plan, stored: Mapping[str, Any], source: Path) -> None:
-    """What stands beside a prediction has to be of the same plan."""
+    """Refuses evidence that is of another plan than the prediction."""
     digest = str(stored.get("digest", ""))
     if digest != plan.digest:
         raise PlanError(
@@ -406,7 +406,7 @@ def _plain_file(emit: str | None) -> tuple[Path, str] | None:
 
 
 def _emitted(emit: str | None) -> str | None:
-    """What `--emit` says, if its file can be written."""
+    """The validated value of `--emit`."""
     if emit is not None:
         plain = _plain_file(emit)
         writable(Path(emit) if plain is None else plain[0])
@@ -415,7 +415,7 @@ def _emitted(emit: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Searching:
-    """What is searched, and how."""
+    """Options of the search."""
 
     pin: PinList = None
     allow: Annotated[
@@ -684,7 +684,7 @@ def replan_command(
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What is compared, kept and allowed."""
+    """Options of the report."""
 
     baseline: Annotated[
         Path | None,
@@ -836,7 +836,7 @@ def write_trace(
 
 
 def told(steps: Mapping[str, float], trace: Path) -> str:
-    """What is in a trace."""
+    """The contents of a trace in words."""
     rows = [f"{name}: {seconds_text(seconds)} a step" for name, seconds in steps.items()]
     return "\n".join([*rows, f"{trace}: open it with https://ui.perfetto.dev", ""])
 

@@ -180,7 +180,7 @@ def train_command(
                 )
             )
     except StoppedError as error:
-        if is_first():  # it did what it was asked to: that is no error to be shown
+        if is_first():  # it did what it was asked to: that is not an error to be shown
             if as_json:
                 typer.echo(
                     json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}})
@@ -196,7 +196,7 @@ def status_command(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """How a run is doing: step, loss, speed against prediction, checkpoints, processes."""
+    """Show the progress of a run: step, loss, speed against prediction, checkpoints, processes."""
     from shardlib.training.run import status as look
 
     state = look(run)

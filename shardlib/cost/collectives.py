@@ -144,7 +144,7 @@ def collective_cost(kind: str, spans: Iterable[Span], topology: Topology) -> Lin
 @lru_cache(maxsize=1 << 16)
 def _cost(kind: str, spans: tuple[Span, ...], topology: Topology) -> LinearCost:
     if kind not in KINDS:
-        raise ValueError(f"{kind!r} is no collective; collectives are {', '.join(KINDS)}")
+        raise ValueError(f"{kind!r} is not a collective; collectives are {', '.join(KINDS)}")
     tiers = _tiers(spans, topology)
     if not tiers:
         return FREE

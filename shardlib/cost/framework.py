@@ -242,7 +242,7 @@ class FrameworkProfile:
             if not 0 <= (getattr(self, name) or 0) <= 1
         ]
         failures += [
-            f"{name} is {getattr(self, name)!r}, which is no dtype"
+            f"{name} is {getattr(self, name)!r}, which is not a dtype"
             for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
             if getattr(self, name) not in ("", *ITEMSIZE)
         ]
@@ -280,7 +280,7 @@ class FrameworkProfile:
     def from_json(cls, data: JsonMapping) -> FrameworkProfile:
         """Reads what `to_json` wrote; fields that are left out have their defaults."""
         names = {field.name for field in fields(cls)}
-        unknown = [f"{name!r} is no field" for name in data if name not in names]
+        unknown = [f"{name!r} is not a field" for name in data if name not in names]
         unknown += [] if "name" in data else ["'name' is missing"]
         if unknown:
             raise_all(
@@ -364,7 +364,7 @@ RULES: Mapping[str, str] = {
     "microbatches in groups": "the microbatches of stages are a multiple of the stages",
     "chunked in groups": "with several chunks on a stage, so they are there",
     "a microbatch a chunk": "stages have at least as many microbatches as chunks in all",
-    "ZeRO over all": "what shards batch or sequence and is no data axis shards parameters too",
+    "ZeRO over all": "what shards batch or sequence and is not a data axis shards parameters too",
     "replicas alone": "without ZeRO, a data axis is the only axis",
     "ZeRO or replicas": "with ZeRO there is no data axis beside it",
     "experts in sequence": "with experts, tensor shards the sequence too",
@@ -446,7 +446,7 @@ class Abilities:
 
     def has(self, rule: str) -> bool:
         """Returns whether plans keep a rule."""
-        assert rule in RULES, f"{rule!r} is no rule"
+        assert rule in RULES, f"{rule!r} is not a rule"
         return rule in self.rules
 
     @property

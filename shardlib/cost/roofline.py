@@ -470,7 +470,7 @@ class Efficiency:
     def with_values(self, values: JsonMapping) -> Efficiency:
         """These figures with some of them replaced, by name."""
         names = {field.name for field in fields(self)}
-        unknown = [f"{shown(name)} is no figure" for name in values if name not in names]
+        unknown = [f"{shown(name)} is not a figure" for name in values if name not in names]
         if unknown:
             raise_all(
                 PinError,

@@ -868,7 +868,7 @@ class Records:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"{name} is no UTF-8 text: {error}\nTry: records of UTF-8 text, or of JSON with"
+                f"{name} is not UTF-8 text: {error}\nTry: records of UTF-8 text, or of JSON with"
                 " field=..."
             ) from error
 

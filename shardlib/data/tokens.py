@@ -293,9 +293,9 @@ def _found(
         shape, begin = (info.size // dtype.itemsize,), 0
         if info.size % dtype.itemsize:
             raise DataError(
-                f"{info.name} of {files.root} has {info.size:,} bytes, which is no multiple of the"
-                f" {dtype.itemsize} of a token of {dtype}\nTry: another dtype=..., or check that"
-                " the file is whole"
+                f"{info.name} of {files.root} has {info.size:,} bytes, which is not a multiple of"
+                f" the {dtype.itemsize} of a token of {dtype}\nTry: another dtype=..., or check"
+                " that the file is whole"
             )
     if dtype.kind not in "iu" or len(shape) not in (1, 2):
         raise DataError(
@@ -325,12 +325,12 @@ def _header(path: object) -> tuple[tuple[int, ...], np.dtype, int]:
         zipfile.BadZipFile,
     ) as error:
         raise DataError(
-            f"{path} is no whole .npy file: {fit(printable(str(error)), 300)}\nTry: check that it"
-            " is complete"
+            f"{path} is not a whole .npy file: {fit(printable(str(error)), 300)}\nTry: check that"
+            " it is complete"
         ) from error
     if not isinstance(numbers, np.memmap) or not (numbers.flags.c_contiguous or numbers.ndim == 1):
         raise DataError(
-            f"{path} is no array in rows\nTry: np.save of a C-contiguous array of integers"
+            f"{path} is not an array in rows\nTry: np.save of a C-contiguous array of integers"
         )
     return tuple(int(size) for size in numbers.shape), numbers.dtype, int(numbers.offset)
 
@@ -755,7 +755,7 @@ def checked(folder: Path) -> JsonObject | str:
         recorded = construct(_Manifest, manifest, "manifest.json", DataError, least=0.0)
         if not TOKEN.fullmatch(recorded.dtype):
             return (
-                f"manifest.json says that tokens are {shown(recorded.dtype)}, which are no integers"
+                f"manifest.json says that tokens are {shown(recorded.dtype)}, which are not integers"
             )
         tokens, rows = folder / "tokens.bin", folder / "documents.bin"
         for path, size in (

@@ -109,10 +109,10 @@ def pin_words(word: str, value: PinValue) -> JsonObject:
 
 
 def unknown(word: str) -> str:
-    """That a word is not a decision, and which one may be meant."""
+    """The message about a word that is not a decision, with the nearest one."""
     near = difflib.get_close_matches(word, [*ENTRIES, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{word!r} is no decision{meant} (decisions are {', '.join(ENTRIES)} and mesh.AXIS)"
+    return f"{word!r} is not a decision{meant} (decisions are {', '.join(ENTRIES)} and mesh.AXIS)"
 
 
 def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
@@ -506,7 +506,9 @@ class Pins:
         for word, value in (pin or {}).items():
             try:
                 if not isinstance(word, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-                    failures.append(f"{word!r} is no decision; a decision is a word such as 'zero'")
+                    failures.append(
+                        f"{word!r} is not a decision; a decision is a word such as 'zero'"
+                    )
                     continue
                 word = word_of(word, value)
                 if word.startswith("mesh."):

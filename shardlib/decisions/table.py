@@ -741,7 +741,7 @@ def illegal(decisions: JsonMapping) -> list[str]:
         if word not in TABLE:
             continue
         if value == ANY:
-            failures.append(f"{word} is 'any', which is no decision")
+            failures.append(f"{word} is 'any', which is not a decision")
             continue
         try:
             TABLE[word].read(word, value)

@@ -168,7 +168,7 @@ class Layouts:
         if failures:
             raise_all(
                 PinError,
-                "the layouts of the program are no pins of one plan",
+                "the layouts of the program are not pins of one plan",
                 list(dict.fromkeys(failures)),
                 hint="honour='hints', which lists them and imposes none; or take out those that"
                 " contradict",

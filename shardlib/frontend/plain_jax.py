@@ -165,7 +165,7 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
         "a fused dim whose pieces are interleaved": bool(
             interleaved.parameters or interleaved.slices
         ),
-        f"{plan.microbatches} microbatches of a loss that is no mean over rows": (
+        f"{plan.microbatches} microbatches of a loss that is not a mean over rows": (
             several
             and rows is not None
             and any(dependence.kind not in ("mean", "constant") for _, dependence in rows.all)

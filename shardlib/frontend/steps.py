@@ -361,7 +361,7 @@ class StepProgram:
             paths = self.traced.paths
             raise_all(
                 StateError,
-                "this is no state of the program",
+                "this is not a state of the program",
                 [
                     *(f"{path}: not there" for path in paths if path not in theirs),
                     *(f"{path}: not of the program" for path in theirs if path not in paths),

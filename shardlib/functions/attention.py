@@ -94,7 +94,7 @@ def check(
         (block >= 0, f"block={block} is negative; it is 0 for all queries at once"),
         (
             block <= 0 or seq <= block or seq % block == 0,
-            f"a sequence of {seq} is no multiple of block={block}",
+            f"a sequence of {seq} is not a multiple of block={block}",
         ),
         (
             segments is None or tuple(segments.shape) == (batch, seq) == (batch, length),

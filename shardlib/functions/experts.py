@@ -290,7 +290,7 @@ class Wanted:
             return f"{self.queries} queries do not stand where {self.keys} keys do"
         if kind == "splash":
             odd = [length for length in (self.queries, self.keys) if length % LANES]
-            return f"a sequence of {odd[0]} is no multiple of {LANES}" if odd else ""
+            return f"a sequence of {odd[0]} is not a multiple of {LANES}" if odd else ""
         wrong = {
             f"the kernel is for bfloat16 and float16, not for {jnp.dtype(self.dtype)}": (
                 jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16)

@@ -309,7 +309,7 @@ def _repeated(array: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def keeps(state: State) -> bool:
-    """Whether parameters are outer in a state."""
+    """Returns whether parameters are outer in a state."""
     exchange = state.exchange if isinstance(state, IslandsState) else None
     return isinstance(exchange, OuterState) and bool(exchange.params)
 

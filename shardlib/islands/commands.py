@@ -75,7 +75,7 @@ class Islands:
 
 
 class Kept(Protocol):
-    """What all launches are told."""
+    """Options of all launches."""
 
     @property
     def run(self) -> str | None:
@@ -84,7 +84,7 @@ class Kept(Protocol):
 
     @property
     def restarts(self) -> int | None:
-        """How often to start again."""
+        """The number of restarts."""
         ...
 
 

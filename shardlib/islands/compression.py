@@ -490,7 +490,7 @@ class CompressedProgram(IslandsProgram):
     exchange: Compressed
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
-        """Does one step; see `IslandsProgram.step`."""
+        """Runs one step; see `IslandsProgram.step`."""
         require_islands(state, len(self.programs))
         kept = _residual(state)
         require_present("step", (state.islands[0].params, kept.residual))

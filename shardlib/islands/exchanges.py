@@ -219,8 +219,8 @@ class Asynchronous(Settings):
 def refuse_pin(word: str) -> NoReturn:
     """Says where training over a parameter server starts, to who pins it."""
     raise PinError(
-        f"{word} is asynchronous, which is no decision of a plan: workers and servers are processes"
-        " of their own\nTry: shardlib.servers.train(job, steps,"
+        f"{word} is asynchronous, which is not a decision of a plan: workers and servers are"
+        " processes of their own\nTry: shardlib.servers.train(job, steps,"
         " exchange=shardlib.Asynchronous(...)), see docs/parameter_server.md"
     )
 

@@ -136,7 +136,7 @@ def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
     if updated:
         failures.append(
             f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
-            " which are no parameters: each island would have its own, and nothing says which is"
+            " which are not parameters: each island would have its own, and nothing says which is"
             " right"
         )
     if plan.pipeline == "programs" and isinstance(exchange, Compressed):

@@ -212,7 +212,7 @@ def require_divided(program: Program, *, staged: bool = False) -> None:
     if updated:
         failures.append(
             f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
-            " which are no parameters: each worker would have its own"
+            " which are not parameters: each worker would have its own"
         )
     if failures:
         raise_all(PinError, "gradients without an update cannot be taken of this step", failures)
@@ -583,7 +583,7 @@ class IslandsState:
         return apart(form, self)
 
     def is_stored_in(self, arrays: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint has as many islands, and outer parameters where these have."""
+        """Returns whether a checkpoint has as many islands, and outer parameters where these have."""
         step = arrays.get("islands.step")
         exchange = self.exchange
         outer = isinstance(exchange, OuterState) and bool(exchange.params)
@@ -597,7 +597,7 @@ class IslandsState:
 
 
 def has_outer(arrays: Iterable[str], name: str) -> bool:
-    """Whether a checkpoint with arrays of these paths has a part of what is outer."""
+    """Returns whether a checkpoint with arrays of these paths has a part of what is outer."""
     return any(path.startswith(f"outer.{name}.") for path in arrays)
 
 
@@ -828,7 +828,7 @@ class IslandsProgram:
         return IslandsState(islands=own, exchange=self._first(own), trained=self.trained)
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
-        """Does one step on every island, and a meeting after every so many.
+        """Runs one step on every island, and a meeting after every so many.
 
         Args:
             state: from `init` or the step before; its buffers are donated.
@@ -857,7 +857,7 @@ class IslandsProgram:
         return self._between(after, int(count)), metrics
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:
-        """Does a meeting now; `step` does it when it is due.
+        """Runs a meeting now; `step` does so when it is due.
 
         Args:
             state: of this program; its parameters and what is outer are donated.

@@ -92,7 +92,7 @@ class FirstUse:
 
     @staticmethod
     def unknown(path: str, number: int) -> FirstUse:
-        """That of a parameter of a loss that nobody has traced."""
+        """The transfer of a parameter of a loss that is not traced."""
         return FirstUse(path=path, place=Place(op=number, row=0, within=number))
 
     def of_row(self, row: int) -> Place:

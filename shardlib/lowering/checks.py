@@ -47,7 +47,7 @@ def require_state(asked: str, state: object) -> None:
         raise StateError(
             f"{asked} was given"
             f" {'None' if state is None else f'a value of type {type(state).__name__}'}, which is"
-            " no state of training\nTry: state = program.init(seed=0), and then state, metrics ="
+            " not a state of training\nTry: state = program.init(seed=0), and then state, metrics ="
             " program.step(state, batch)"
         )
 

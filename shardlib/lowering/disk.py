@@ -654,7 +654,7 @@ class Where:
         """A function to a state, or to a tuple of which that is the first, over leaves of its
         inputs; and the structure of its results.
 
-        What goes to disk is no other value of the function too. Behind the results are its sums,
+        What goes to disk is not another value of the function too. Behind the results are its sums,
         where they are asked for.
         """
         leaves, structure = jax.tree.flatten(inputs)

@@ -551,14 +551,14 @@ class Program:
     def _one_program(self) -> None:
         if self.disk is not None:
             raise PlanError(
-                "a step whose optimizer state is on disk is no single program\nTry:"
+                "a step whose optimizer state is on disk is not a single program\nTry:"
                 " offload=['optimizer'], or shardlib.verify(init, loss, optimizer, batch,"
                 " plan=program.plan), which compiles it with that state in host memory"
             )
         if self.programs is not None:
             raise PlanError(
-                "a step whose stages are programs of their own (pipeline='programs') is no single"
-                " program\nTry: pipeline='lockstep'"
+                "a step whose stages are programs of their own (pipeline='programs') is not a"
+                " single program\nTry: pipeline='lockstep'"
             )
 
     @cached_property
@@ -651,7 +651,7 @@ class Program:
             return self._init(number)
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Does one training step.
+        """Runs one training step.
 
         Args:
             state: from `init` or the step before; its buffers are donated and cannot be used again.

@@ -159,7 +159,7 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
     if cut:
         raise_all(
             BatchError,
-            "the integers of a random key are no rows of the batch",
+            "the integers of a random key are not rows of the batch",
             cut,
             hint="batch_axes with (None,) for them, or typed keys, jax.random.key",
         )

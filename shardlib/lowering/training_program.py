@@ -55,7 +55,7 @@ class TrainingProgram(Protocol):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What the plan and the lowering have to say."""
+        """Findings of the plan and of the lowering."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class TrainingProgram(Protocol):
         ...
 
     def step(self, state: Any, batch: Tree) -> tuple[Any, Any]:
-        """Does one step: the next state, and metrics."""
+        """Runs one step: the next state, and metrics."""
         ...
 
     def prepare(self) -> None:
@@ -114,7 +114,7 @@ _MEMBERS = ("plan", "state", "loss_program", "init", "step", "prepare", "learned
 
 
 def is_program(value: object) -> TypeIs[TrainingProgram]:
-    """Whether a value is a training program. Its type is asked: properties may trace a loss."""
+    """Returns whether a value is a training program, by its type: properties may trace a loss."""
     fields = getattr(type(value), "__dataclass_fields__", {})
     return all(hasattr(type(value), name) or name in fields for name in _MEMBERS)
 
@@ -136,5 +136,5 @@ class SeveralStates(Protocol):
         ...
 
     def is_stored_in(self, paths: Any) -> bool:
-        """Whether a checkpoint with arrays of these paths and shapes has states like these."""
+        """Returns whether a checkpoint with arrays of these paths and shapes has states like these."""
         ...

@@ -375,7 +375,7 @@ def _devices_shape(name: str, devices: Sequence[JaxDevice]) -> str:
     shape, outer, chips = sides[: product.dims], sides[product.dims :], len(coords)
     if math.prod(shape) != chips or any(side > 1 for side in outer):
         raise TopologyError(
-            f"topology is {chips} chips of {name} that are no whole box: their coordinates span"
+            f"topology is {chips} chips of {name} that are not a whole box: their coordinates span"
             f" {'x'.join(map(str, sides))}\nTry: all chips of a box"
         )
     return "x".join(map(str, shape))
@@ -391,12 +391,12 @@ def faults_of(data: JsonMapping) -> list[str]:
         data, "", ("chip", "tiers"), ("name", "corrections", "efficiency", "alone")
     ) + _chip_faults(data.get("chip"))
     if not isinstance(data.get("corrections", {}), Mapping):
-        failures.append("'corrections' is no table from quantity to factor")
+        failures.append("'corrections' is not a table from quantity to factor")
     if not isinstance(data.get("efficiency", {}), Mapping):
-        failures.append("'efficiency' is no table from figure to value")
+        failures.append("'efficiency' is not a table from figure to value")
     tables = _tables(data.get("tiers", []))
     if tables is None:
-        failures.append("'tiers' is no list of tables ([[tiers]])")
+        failures.append("'tiers' is not a list of tables ([[tiers]])")
     for i, tier in enumerate(tables or []):
         failures += _key_faults(tier, f"tiers[{i}].", *_keys(Tier))
     return failures
@@ -422,7 +422,7 @@ def _chip_faults(chip: object) -> list[str]:
     table = cast("Mapping[str, Any]", chip)
     failures = _key_faults(table, "chip.", *_keys(Chip))
     if not isinstance(table.get("flops_per_s", {}), Mapping):
-        failures.append("'chip.flops_per_s' is no table from dtype to FLOP/s")
+        failures.append("'chip.flops_per_s' is not a table from dtype to FLOP/s")
     return failures
 
 
@@ -966,7 +966,7 @@ def _slices(product: Product, devices: int) -> str:
     chips, remainder = divmod(devices, per_chip)
     if remainder:
         raise TopologyError(
-            f"{product.chip.name} has {per_chip} devices a chip, and {devices} devices are no whole"
+            f"{product.chip.name} has {per_chip} devices a chip, and {devices} devices are not a whole"
             " number of chips"
         )
     for count in (number for number in range(1, chips + 1) if chips % number == 0):
@@ -1284,7 +1284,7 @@ def used_by(machine: Topology, islands: int, devices: int) -> Topology:
     if devices == island.devices:
         return machine
     used = used_shapes(devices, island)
-    assert used is not None, f"{devices} devices are no part of {island.name}"
+    assert used is not None, f"{devices} devices are not part of {island.name}"
     outer = machine.tiers[0]
     if len(used) == len(machine.tiers):
         shapes = ((islands * used[0][0],), *used[1:])

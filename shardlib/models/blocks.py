@@ -592,7 +592,7 @@ def _attend(
         and value.shape[1] % config.attention_block
     ):
         raise ModelError(
-            f"a sequence of {value.shape[1]} is no multiple of"
+            f"a sequence of {value.shape[1]} is not a multiple of"
             f" attention_block={config.attention_block}\nTry: a sequence that is, or"
             " attention_block=0"
         )

@@ -386,7 +386,7 @@ def _contradictions(config: TransformerConfig) -> list[str]:
         failures.append(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")
     if config.rope_dim % 2 and not config.learned_positions:
         failures.append(
-            f"rotary positions turn pairs, and {config.rope_dim} dims of a head are no pairs"
+            f"rotary positions turn pairs, and {config.rope_dim} dims of a head are not pairs"
         )
     if config.sliding_window < 0 or config.global_every < 0:
         failures.append(
@@ -518,7 +518,7 @@ class EncoderDecoderConfig:
             if self.experts and not failures and (interval < 0 or (interval and layers % interval)):
                 failures.append(
                     f"{name}_every {interval} puts experts in one of so many layers, and the"
-                    f" {layers} layers of the {name} are no multiple of it"
+                    f" {layers} layers of the {name} are not a multiple of it"
                 )
         if self.experts and (self.experts.first_dense or self.experts.every != 1):
             failures.append(

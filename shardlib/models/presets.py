@@ -356,7 +356,7 @@ def _check(kind: type, data: JsonMapping, prefix: str) -> list[str]:
         if key not in fields_by_name:
             near = difflib.get_close_matches(key, fields_by_name, 1)
             failures.append(
-                f"{fit(prefix + key, 80)} is no key"
+                f"{fit(prefix + key, 80)} is not a key"
                 + (
                     f"; did you mean {prefix}{near[0]}?"
                     if near
@@ -433,7 +433,7 @@ def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
     near = difflib.get_close_matches(spec, PRESETS, 1, 0.5)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     raise ModelError(
-        f"{spec!r} is no preset, .json or .toml file, or package.module:function{guess} (presets"
+        f"{spec!r} is not a preset, .json or .toml file, or package.module:function{guess} (presets"
         f" are {', '.join(PRESETS)})"
     )
 
@@ -467,10 +467,12 @@ def _user_model(spec: str) -> UserModel:
         if values.get(name) is not None and not callable(values[name])
     ]
     failures += [
-        f"{name!r} is no key; keys are {', '.join(_KEYS)}" for name in values if name not in _KEYS
+        f"{name!r} is not a key; keys are {', '.join(_KEYS)}"
+        for name in values
+        if name not in _KEYS
     ]
     if failures:
-        raise_all(ModelError, f"what {spec} returned is no model", failures)
+        raise_all(ModelError, f"what {spec} returned is not a model", failures)
     return UserModel(**{"name": spec, **values})
 
 

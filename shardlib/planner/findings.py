@@ -289,7 +289,7 @@ def odd_sizes(at: Situation) -> Finding | None:
         severity="warning" if any(size % least for size in odd.values()) else "info",
         where=", ".join(sorted(odd)),
         message=(
-            f"dims whose part on a device is no multiple of {better}: {listed}; matrix units"
+            f"dims whose part on a device is not a multiple of {better}: {listed}; matrix units"
             " compute with padding"
         ),
         hint=f"pad them to a multiple of {better} in the model, as vocabularies commonly are",

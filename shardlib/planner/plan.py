@@ -745,7 +745,7 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
         )
     if not isinstance(data, Mapping) or isinstance(found, bool) or found != FORMAT:
         raise PlanError(
-            f"this is no plan of format {FORMAT} (found {shown(found)}); make it with `shardlib"
+            f"this is not a plan of format {FORMAT} (found {shown(found)}); make it with `shardlib"
             " plan ... --out plan.json`"
         )
     table = cast("Mapping[str, Any]", data)
@@ -838,7 +838,7 @@ def _faults(plan: Plan) -> list[str]:
         or len(set(plan.axis_order)) < len(plan.axis_order)
     ]
     found += [
-        f"placement is of {shown(axis)}, which is no axis of the mesh {plan.mesh}"
+        f"placement is of {shown(axis)}, which is not an axis of the mesh {plan.mesh}"
         for axis, _ in plan.placement
         if axis not in plan.mesh
     ]

@@ -298,7 +298,7 @@ def _devices_fault(sizes: Mapping[str, int], devices: int) -> PinError | None:
         return None
     listed = " and ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
     return PinError(
-        f"{taken} devices are pinned ({listed}), which are no part of the {devices} that there"
+        f"{taken} devices are pinned ({listed}), which are not part of the {devices} that there"
         " are\nTry: smaller axes, or another number of devices"
     )
 
@@ -713,7 +713,7 @@ class Space:
         return {pair for policy in self.policies for pair in self._schedules(policy)}
 
     def orders(self, schedule: str, chunks: int) -> list[bool]:
-        """Whether pipelines of a schedule may work breadth first (True), or otherwise (False)."""
+        """The orders that pipelines of a schedule may work breadth first (True), or otherwise (False)."""
         staged, forward_first = named(schedule).staged, named(schedule).forward_first
         usual = [False] if not staged or (schedule, chunks) in self._usual else []
         return usual + ([True] if forward_first and chunks in self.breadth_first_chunks else [])

@@ -27,7 +27,7 @@ TRIES = 20
 
 
 def ask_kernel() -> None:
-    """Has the kernel kill this process when the thread that started it ends; where there is no such
+    """Makes the kernel kill this process when the thread that started it ends; where there is no such
     request, nothing.
     """
     if sys.platform == "linux":

@@ -75,7 +75,7 @@ def cpu_devices_of_job() -> int:
 
 
 def set_cpu_devices(count: int) -> None:
-    """Has this process simulate `count` CPU devices and use no accelerator, unless JAX has been
+    """Makes this process simulate `count` CPU devices and use no accelerator, unless JAX has been
     used already or XLA_FLAGS says how many.
     """
     if _FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -95,7 +95,7 @@ _LENT = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TPU_NAME", "TPU_WORK
 def cpu_without_accelerators(
     dev: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Has this process use the CPU where the machine has no accelerator and nobody says otherwise:
+    """Makes this process use the CPU where the machine has no accelerator and nobody says otherwise:
     plugins that are installed without one print errors of their own while JAX looks for it. Call it
     before JAX is used; processes that this one starts are not concerned.
     """
@@ -121,7 +121,7 @@ def let_collectives_wait(environ: MutableMapping[str, str] = os.environ) -> None
 
 
 def _simulated_devices(environ: Mapping[str, str]) -> int:
-    """How many CPU devices a process with these variables and JAX's settings simulates."""
+    """The number of CPU devices that a process with these variables and JAX's settings simulates."""
     flag = re.search(rf"{_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
     counts = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
     set_in_jax = jax.config.values["jax_num_cpu_devices"]  # -1: not set
@@ -129,7 +129,7 @@ def _simulated_devices(environ: Mapping[str, str]) -> int:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Has XLA keep what it compiles in a folder, so that a process that starts again need not
+    """Makes XLA keep what it compiles in a folder, so that a process that starts again need not
     compile; a folder that is set already stays.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:

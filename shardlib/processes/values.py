@@ -64,7 +64,7 @@ def owners_of(arrays: Iterable[Any]) -> frozenset[int]:
 
 
 def by_owners(name: str, owners: frozenset[int], do: Callable[[], T]) -> T | None:
-    """Has the owners of some devices do something, and the idle processes wait for them; to be
+    """Makes the owners of some devices do something, and the idle processes wait for them; to be
     called by all, in the same order for each name.
 
     Returns:

@@ -350,7 +350,7 @@ def unpack(body: bytes) -> dict[str, np.ndarray]:
 
 
 def _exactly(stream: Stream, count: int) -> bytes:
-    """So many bytes; of a socket without a timeout in one piece, with no copy."""
+    """Exactly this many bytes; of a socket without a timeout in one piece, with no copy."""
     blocking, chunks, left = stream.gettimeout() is None, list[bytes](), count
     while left:
         chunk = stream.recv(left, socket.MSG_WAITALL) if blocking else stream.recv(min(left, CHUNK))
@@ -444,7 +444,7 @@ def _line(header: JsonMapping) -> bytes:
 
 
 def keep_alive(stream: socket.socket) -> None:
-    """Has an end of a connection send at once, and notice where the other is gone without a word,
+    """Makes an end of a connection send at once, and notice where the other is gone without a word,
     or where something in between forgets a connection that is silent.
     """
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -701,7 +701,7 @@ def generate_command(
         engine = served.engine(sizes)
         others.join(engine)
         if seconds is not None:
-            engine.warm_up()  # compilation is no part of them
+            engine.warm_up()  # compilation is not part of them
     if served.sampling is not None:
         sampling = replace(served.sampling, **options)
     request = engine.add(

@@ -190,7 +190,7 @@ class Engine:
         self._guided.guides = Guides(tokens, ends, vocab=self.forward.vocab)
 
     def adapt(self, name: str, params: Tree) -> None:
-        """Has one more adapter, which requests name (`Asked(adapter=)`), or another one under a
+        """Adds an adapter, which requests name (`Asked(adapter=)`), or another one under a
         name that no request uses. Programs are compiled anew with the first.
         """
         others = [*self.schedule.running, *self.schedule.waiting]
@@ -211,7 +211,7 @@ class Engine:
             self.schedule.pool.forget()
 
     def encode_with(self, encode: Encode, *, longest: int) -> None:
-        """Has an encoder, whose results the forward pass looks at: each request has a source
+        """Adds an encoder, whose results the forward pass looks at: each request has a source
         (`Asked(source=)`), which is encoded once, when the request gets a slot.
 
         Args:

@@ -889,7 +889,7 @@ class Worker:
             self._end(f"{type(error).__name__}: {error}")
 
     def _take_in(self) -> bool:
-        """Does what has come in, and waits for it where there is nothing else to do; whether to go
+        """Handles what has come in, and waits for it where there is nothing else to do; whether to go
         on.
         """
         schedule = self.engine.schedule

@@ -138,7 +138,7 @@ class Counters:
 
 
 class Pool:
-    """So many pages.
+    """A pool of pages.
 
     Args:
         pages: how many, at least 1.
@@ -415,7 +415,7 @@ class Share:
 
     @property
     def tokens(self) -> list[int]:
-        """That it computes."""
+        """The tokens that it computes."""
         return [*self.request.tokens_from(self.first), *self.drafted][: self.count]
 
 

@@ -256,7 +256,7 @@ class Asked:
         return list(CHUNK_SIZES)
 
     def replica(self, tensor: int) -> Replica | None:
-        """So many devices that share every layer; None where the links have no such group, or the
+        """A group of devices that share every layer; None where the links have no such group, or the
         tokens of a pinned page do not divide among them.
         """
         devices = self.topology.devices

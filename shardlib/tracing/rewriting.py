@@ -365,7 +365,7 @@ def check_policy(remat: str | None) -> str:
     if remat is None or remat == "none" or remat in POLICIES:
         return remat or "none"
     raise TracingError(
-        f"{remat!r} is no remat policy\nTry: one of {', '.join(['none', *POLICIES])}"
+        f"{remat!r} is not a remat policy\nTry: one of {', '.join(['none', *POLICIES])}"
     )
 
 

@@ -213,7 +213,7 @@ def _no_sums(kinds: list[Kind]) -> str:
     """
     for name, kind in zip(("total", "weight"), kinds, strict=True):
         if kind.cause is not None and kind.cause.why == NOT_LINEAR:
-            return f"the {name} is no sum over rows, but {kind.cause}"
+            return f"the {name} is not a sum over rows, but {kind.cause}"
     growths = [_growth(kind) for kind in kinds]
     if None not in growths and growths[0] != growths[1]:
         return (
@@ -1300,7 +1300,7 @@ def reduce_other(step: Step, kinds: list[Kind]) -> Kind:
         return step.mixed(NOT_LINEAR, kinds)
     if kind.power != 0:
         return step.mixed("the number of rows goes into what is made of each row", kinds)
-    return _beside(step, kinds, axes, "a reduction over the batch that is no sum")
+    return _beside(step, kinds, axes, "a reduction over the batch that is not a sum")
 
 
 def _beside(step: Step, kinds: list[Kind], axes: set[int], why: str) -> Kind:

@@ -513,7 +513,7 @@ def _loops_by_position(step: Step, kind: Kind) -> Kind:
 def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
     """Returns what is carried into the next turn."""
     if over and result.family == "sum" and not result.running:
-        return step.mixed("a loop over rows carries what is no sum over them", [result])
+        return step.mixed("a loop over rows carries what is not a sum over them", [result])
     joined = _meet(step, before, result)
     if (
         over
@@ -521,7 +521,7 @@ def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
         and joined != before
         and not (joined.family == "free" and not joined.descent.learned)
     ):
-        return step.mixed("a loop over rows carries what is no sum over them", [joined])
+        return step.mixed("a loop over rows carries what is not a sum over them", [joined])
     return joined
 
 

@@ -217,7 +217,7 @@ def found_losses(
     if rootless:
         raise_all(
             TracingError,
-            f"params of a loss of the step {step} are no arrays of the state, nor made of one"
+            f"params of a loss of the step {step} are not arrays of the state, nor made of one"
             " element by element",
             rootless,
             hint="params from the state; or jax.value_and_grad, which marks nothing",

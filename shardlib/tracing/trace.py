@@ -139,7 +139,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     if failures:
         raise_all(
             BatchError,
-            "the batch holds what is no array of numbers or random keys",
+            "the batch holds what is not an array of numbers or random keys",
             failures,
             hint="leave it out of the batch; tokens are integers",
         )
@@ -240,13 +240,13 @@ def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> l
     failures: list[str] = []
     for (path, leaf), names in zip(leaves, names_by_leaf, strict=True):
         if names is not None and (isinstance(names, str) or not isinstance(names, (tuple, list))):
-            failures.append(f"{path}: {names!r} is no tuple of names")
+            failures.append(f"{path}: {names!r} is not a tuple of names")
         elif names is not None and len(names) != len(leaf.shape):
             failures.append(
                 f"{path}: {len(names)} names {tuple(names)} for shape {tuple(leaf.shape)}"
             )
         elif names is not None and not all(name is None or isinstance(name, str) for name in names):
-            failures.append(f"{path}: {tuple(names)} holds something that is no name")
+            failures.append(f"{path}: {tuple(names)} holds something that is not a name")
         elif names is not None and (
             twice := sorted(
                 {name for name in names if name is not None and list(names).count(name) > 1}

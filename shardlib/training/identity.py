@@ -112,7 +112,7 @@ def draw(closed: core.ClosedJaxpr) -> Drawn:
 
 
 def drawn(function: Function, *arguments: Tree) -> Drawn:
-    """What a function does with abstract arguments."""
+    """The jaxpr of a function for abstract arguments."""
     return draw(jax.make_jaxpr(function)(*arguments))
 
 
@@ -141,7 +141,7 @@ def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJa
 
 
 def has_custom(jaxpr: core.Jaxpr) -> bool:
-    """Whether an operation of a jaxpr, however deep, has a derivative of its own."""
+    """Returns whether an operation of a jaxpr, however deep, has a derivative of its own."""
     return any(
         eqn.primitive.name in CUSTOM or any(has_custom(inner) for inner in _inner(eqn.params))
         for eqn in jaxpr.eqns
@@ -276,7 +276,7 @@ NUMBERS = 64
 def traced(
     programs: Sequence[tuple[int, TrainingProgram]], data: Rows | Callable[[int], Tree], seed: int
 ) -> JsonObject:
-    """What is traced, as plain data."""
+    """The traced program, as plain data."""
     program = programs[0][1]
     own = program.loss_program
     if own is None:
@@ -301,7 +301,7 @@ def traced(
 
 
 def _of_step(program: TrainingProgram, data: Rows | Callable[[int], Tree], seed: int) -> JsonObject:
-    """What is traced of a step that has everything inside."""
+    """The traced program of a step that has everything inside."""
     assert program.source is not None
     found = draw(program.source.closed_jaxpr)
     return {
@@ -322,7 +322,7 @@ def _of_step(program: TrainingProgram, data: Rows | Callable[[int], Tree], seed:
 
 
 def _exchange(program: TrainingProgram) -> str:
-    """How islands meet, however many there are."""
+    """The exchange of islands, however many there are."""
     numbers = program.plan.exchange.to_json()
     kind = str(numbers.pop("kind"))
     numbers.pop("islands", None)
@@ -364,7 +364,7 @@ def _loss(program: TrainingProgram) -> _Loss:
 
 
 def _optimizer(program: Program) -> JsonObject:
-    """What the optimizer does, and its numbers apart."""
+    """The program of the optimizer, and its numbers separately."""
     params, optimizer = program.model.params, optax.with_extra_args_support(program.optimizer)
     state = jax.eval_shape(optimizer.init, params)
     loss = jax.ShapeDtypeStruct((), np.float32)
@@ -395,7 +395,7 @@ def _optimizer(program: Program) -> JsonObject:
 
 
 def _data(data: Any) -> str:
-    """What examples there are."""
+    """The examples, as plain data."""
     known = getattr(data, "digest", None)
     if isinstance(known, str):
         return known

@@ -190,7 +190,7 @@ class Ramp:
         ]
         if not failures and (self.last <= self.first or (self.last - self.first) % self.increment):
             failures.append(
-                f"from {self.first} to {self.last} is no whole number of increments of"
+                f"from {self.first} to {self.last} is not a whole number of increments of"
                 f" {self.increment}"
             )
         if failures:

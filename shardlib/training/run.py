@@ -194,7 +194,7 @@ def read_manifest(path: Path) -> JsonObject | None:
         why = "it is a folder" if isinstance(error, IsADirectoryError) else error.strerror or error
         raise _undescribed(path, f"it cannot be read: {why}") from error
     except UnicodeDecodeError as error:
-        raise _undescribed(path, "its bytes are no text (UTF-8)") from error
+        raise _undescribed(path, "its bytes are not text (UTF-8)") from error
     except RecursionError as error:
         raise _undescribed(path, "it is nested too deeply") from error
     except ValueError as error:
@@ -213,7 +213,7 @@ def read_manifest(path: Path) -> JsonObject | None:
 
 def _undescribed(path: Path, why: str) -> RunError:
     return RunError(
-        f"{path} is no description of a run: {why}\nTry: a copy of that file, if there"
+        f"{path} is not a description of a run: {why}\nTry: a copy of that file, if there"
         " is one, or another folder; to keep the checkpoints beside it, which need no repair,"
         f" rename it and go on with --allow-changes {UNKNOWN}. Nothing was changed"
     )

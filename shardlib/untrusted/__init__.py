@@ -12,7 +12,7 @@ runs native code on a stranger's input.
 >>> parse_json('{"zero": NaN}', "the plan", PlanError)
 Traceback (most recent call last):
     ...
-shardlib.errors.PlanError: the plan is not valid JSON: NaN is no finite number
+shardlib.errors.PlanError: the plan is not valid JSON: NaN is not a finite number
 
 confined.py        native code on a stranger's input, in processes with limits
 confined_child.py  the program of such a process

@@ -29,7 +29,7 @@ Operation = Callable[[Mapping[str, Any], bytes], "tuple[Mapping[str, Any], bytes
 
 
 def _exactly(stream: socket.socket, count: int) -> bytes:
-    """So many bytes; the process ends where the other end is closed."""
+    """Exactly this many bytes; the process ends where the other end is closed."""
     chunks, left = list[bytes](), count
     while left:
         chunk = stream.recv(min(left, 1 << 20))

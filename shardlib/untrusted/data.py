@@ -356,7 +356,7 @@ def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
 
 
 def _constant(word: str) -> Any:
-    raise _Refused(f"{word} is no finite number")
+    raise _Refused(f"{word} is not a finite number")
 
 
 def _check(root: Any, limits: Limits) -> None:

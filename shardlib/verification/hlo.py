@@ -633,7 +633,7 @@ def _value(text: str, start: int) -> str:
 def _instruction(line: str) -> Instruction:
     match = _START.match(line)
     if not match:
-        raise HloError("this is no instruction")
+        raise HloError("this is not an instruction")
     start = match.end()
     end = _close(line, start) if line.startswith("(", start) else line.find(" ", start)
     shape = line[start:end] if end > 0 else ""

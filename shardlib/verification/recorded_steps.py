@@ -73,7 +73,7 @@ def _executions(profile: Path, digest: str) -> tuple[list[list[Operation]], set[
     except OSError as error:
         raise MissingFileError(f"{profile} cannot be read: {error.strerror or error}") from error
     except Exception as error:
-        raise VerificationError(f"{profile} is no profile of JAX: {error}") from error
+        raise VerificationError(f"{profile} is not a profile of JAX: {error}") from error
     modules = [
         (plane, begin, begin + duration, event)
         for plane, line, event, begin, duration, _ in events

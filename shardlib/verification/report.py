@@ -608,7 +608,7 @@ def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]
 
 @diagnostic
 def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[Finding]:
-    """Does it fit, and was that foreseen?"""
+    """Compares the compiled memory with the limit and with the prediction."""
     peak, usable, promised = (
         compiled.device_bytes["peak"],
         topology.chip.usable_bytes,
@@ -639,7 +639,7 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
 
 @diagnostic
 def kernels(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
-    """Is the predicted step shorter than what the compiler thinks of its kernels alone?"""
+    """Compares the predicted step with the compiler's estimate of its kernels alone."""
     parts, compiled_seconds = plan.estimate.seconds, compiled.compute_seconds
     predicted = parts.compute + parts.optimizer
     if compiled_seconds > predicted * (1 + OPTIMISTIC):

@@ -179,7 +179,7 @@ _ARRIVED = frozenset({"collective-permute", "collective-permute-done"})
 def measure_timeline(
     program: Program, state: TrainState, batch: Tree
 ) -> tuple[Timeline, TrainState]:
-    """Does two steps, the second under the profiler."""
+    """Runs two steps, the second under the profiler."""
     table, groups = program.parts.run.table, program.plan.accumulation
     if table is None:
         raise VerificationError(
@@ -734,7 +734,7 @@ class _TrafficReader:
                 return Executions()
             if axes is None:
                 self.problems.append(
-                    f"the groups of {instruction.name} are no product of mesh axes:"
+                    f"the groups of {instruction.name} are not a product of mesh axes:"
                     f" {instruction.attribute('replica_groups')[:80]}"
                 )
             collective = Found(

@@ -373,13 +373,13 @@ def test_names_of_a_tree_by_path():
 
 def test_spellings():
     assert spelled(PartitionSpec("a", None, ("b", "c"))) == ("a", None, "b+c")
-    with pytest.raises(TypeError, match="3 is no logical axis"):
+    with pytest.raises(TypeError, match="3 is not a logical axis"):
         spelled(("a", 3))
 
 
 @jax.tree_util.register_pytree_node_class
 class Perceptron:
-    """A module that is a pytree, with leaves that are no arrays, as those of Equinox have."""
+    """A module that is a pytree, with leaves that are not arrays, as those of Equinox have."""
 
     def __init__(self, key, activation=jax.nn.gelu):
         self.parts = (jax.random.normal(key, (4, 8)), activation, True, jnp.arange(3))

@@ -315,7 +315,7 @@ def test_a_target_says_where_its_arrays_live(good: Path):
 def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path):
     with (
         Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(CheckpointError, match=r"extra is no plain data"),
+        pytest.raises(CheckpointError, match=r"extra is not plain data"),
     ):
         checkpoints.save(1, state(), plan=None, extra={"position": np.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["owner"]

@@ -75,8 +75,8 @@ def test_models_as_a_table(shell):
             ("plan", "llama3-8b", "--topology", "h100:8", "--pin", "mesh.tensr=8"),
             "PinError",
             (
-                "pins are not usable: 'tensr' is no mesh axis; did you mean 'tensor'? mesh axes are"
-                " stage, data, fsdp, expert, context, tensor"
+                "pins are not usable: 'tensr' is not a mesh axis; did you mean 'tensor'? mesh axes"
+                " are stage, data, fsdp, expert, context, tensor"
             ),
         ),
         (
@@ -94,8 +94,8 @@ def test_models_as_a_table(shell):
             ),
             "PinError",
             (
-                "pins are not usable:\n  - 'zero' is not KEY=VALUE\n  - 'remat' is given twice\nTry:"
-                " for example --pin mesh.tensor=8 --pin remat=full"
+                "pins are not usable:\n  - 'zero' is not KEY=VALUE\n  - 'remat' is given"
+                " twice\nTry: for example --pin mesh.tensor=8 --pin remat=full"
             ),
         ),
     ],
@@ -148,6 +148,6 @@ def test_traceback_shows_where(plan_file: Path):
     plan_file.write_text("{}")
     with pytest.raises(
         shardlib.PlanError,
-        match=r"plan\.json holds no plan: this is no plan of format 1 \(found None\)",
+        match=r"plan\.json holds no plan: this is not a plan of format 1 \(found None\)",
     ):
         main(["explain", str(plan_file), "--traceback"])

@@ -263,7 +263,7 @@ def test_unknown_kind_is_refused():
         collective_cost("broadcast", (Span(0, 0, 8),), topology("cpu:8"))
     assert (
         str(caught.value)
-        == "'broadcast' is no collective; collectives are all-gather, all-reduce, reduce-scatter,"
+        == "'broadcast' is not a collective; collectives are all-gather, all-reduce, reduce-scatter,"
         " all-to-all, collective-permute"
     )
 

@@ -488,11 +488,11 @@ def test_a_topology_file_brings_its_own(tmp_path: Path):
     assert (
         str(caught.value)
         == f"the corrections of topology {str(path)!r} are not usable:\n  - 'temporary' is unknown;"
-        " quantities are compute, activations, temporaries, communication, margin\n  - activations is"
-        " 'much'; it must be a positive number\n  - compute is -1; it must be a positive number"
+        " quantities are compute, activations, temporaries, communication, margin\n  - activations"
+        " is 'much'; it must be a positive number\n  - compute is -1; it must be a positive number"
     )
     path.write_text(text.replace("[corrections]\n", "").replace("chip", "corrections = 3\nchip"))
-    with pytest.raises(TopologyError, match="'corrections' is no table from quantity to factor"):
+    with pytest.raises(TopologyError, match="'corrections' is not a table from quantity to factor"):
         topology(str(path))
 
 

@@ -222,7 +222,7 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
     plain, loss = FrameworkProfile(name="toy"), FrameworkProfile(name="toy", unfused_loss=3.0)
     assert seconds(plain, 1.0) < seconds(loss, 1.0) < seconds(plain, 3.0)
     assert seconds(loss, 3.0) == seconds(plain, 3.0), (
-        "where all kernels are apart, those of the loss are no further"
+        "where all kernels are apart, those of the loss are not further"
     )
 
 

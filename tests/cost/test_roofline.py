@@ -367,7 +367,7 @@ def test_measured_figures_come_last() -> None:
         ((128.0, 128.0, 0.9),),
         fitted,
     ) and fitted != efficiency_of("h100", "nvidia", "").attention
-    with pytest.raises(PinError, match="'speed' is no figure"):
+    with pytest.raises(PinError, match="'speed' is not a figure"):
         efficiency("cpu").with_values({"speed": 1})
     with pytest.raises(PinError, match=r"matmul is 1.5; it is above 0 and at most 1"):
         efficiency("cpu").with_values({"matmul": 1.5})
@@ -395,7 +395,7 @@ def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:
     assert Topology.from_json(place.to_json()) == place
     found = efficiency_of(place.chip.name, place.chip.vendor, "xla", dict(place.efficiency))
     assert found == replace(efficiency("nvidia"), matmul=0.66, tiles=((128.0, 256.0, 1.0),))
-    with pytest.raises(TopologyError, match="'efficiency' is no table"):
+    with pytest.raises(TopologyError, match="'efficiency' is not a table"):
         Topology.from_json({**place.to_json(), "efficiency": 3})
 
 
@@ -486,7 +486,7 @@ def test_all_faults_are_listed() -> None:
         str(caught.value) == "framework profile 'mine' is not usable:\n"
         "  - attention is 'flash'; it is one of traced, fused, blocks, rematerialised\n"
         "  - gather_overlap is 1.5; it is a share from 0 to 1\n"
-        "  - reduction_dtype is 'half', which is no dtype\n"
+        "  - reduction_dtype is 'half', which is not a dtype\n"
         "  - runtime_bytes is -1; it must not be negative\n"
         "  - fragmentation is 0.5; it is at least 1"
     )
@@ -503,5 +503,5 @@ def test_every_word_is_checked(field: str) -> None:
 def test_unknown_names_and_fields() -> None:
     with pytest.raises(PinError, match="framework profiles are xla, alpa, "):
         framework_profile("caffe")
-    with pytest.raises(PinError, match="'speed' is no field"):
+    with pytest.raises(PinError, match="'speed' is not a field"):
         FrameworkProfile.from_json({"name": "mine", "speed": 1})

@@ -81,7 +81,7 @@ def test_schedules_are_in_the_order_of_their_bubbles() -> None:
     assert gpipe == plain == 21 and interleaved == plain / 4 and zero == plain / 3
     # a group of seven takes as long as one of eight
     assert waiting("interleaved", 4, 31) == interleaved + 3
-    # which is no matter where all microbatches are one group
+    # which does not matter where all microbatches are one group
     assert waiting("gpipe", 4, 31) == interleaved
     # too few microbatches to fill the gaps with
     assert [waiting("zero-bubble", 1, n) for n in (1, 4, 8)] == [14, 11, 7]

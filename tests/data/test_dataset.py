@@ -296,7 +296,7 @@ def test_arrays_that_shrink(tmp_path: Path):
         ),
     ):
         data.batch(0, 500)
-    with pytest.raises(DataError, match=r"is no whole .npy file"):
+    with pytest.raises(DataError, match=r"is not a whole .npy file"):
         read(path, seq=10)
     path.write_bytes(whole)
     assert (data.batch(0, 4)["inputs"] == before["inputs"]).all()

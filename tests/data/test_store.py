@@ -299,7 +299,7 @@ def test_what_is_no_text_is_left_out_and_said(tmp_path: Path):
     (texts / "picture").write_bytes(b"\x89PNG\0\0")
     (texts / ".hidden").write_text("hidden")
     (finding,) = read(texts, seq=4, cache=tmp_path / "cache").findings
-    assert finding.message == f"1 of 31 files of {texts} are no UTF-8 text and are left out"
+    assert finding.message == f"1 of 31 files of {texts} are not UTF-8 text and are left out"
     with pytest.raises(DataError, match=r"holds no documents \(1 files looked at, read as text\)"):
         read(texts / "picture", seq=4, cache=tmp_path / "cache")
     with pytest.raises(MissingFileError, match="there is no training data at "):

@@ -101,7 +101,7 @@ def test_plans_without_it_keep_their_identity(answers: dict[str, Any]) -> None:
 
 
 def test_it_is_checked(answers: dict[str, Any]) -> None:
-    assert "'prefech' is no decision; did you mean 'prefetch'?" in answers["unknown"]
+    assert "'prefech' is not a decision; did you mean 'prefetch'?" in answers["unknown"]
     assert "prefetch is 'three'; it is one of 'one', 'two'" in answers["illegal"]
     assert "prefetch is 'three'; it is one of 'one', 'two'" in answers["stored"]
 

@@ -167,14 +167,17 @@ REFUSED = (
     ({"schedule": "1F1B"}, "did you mean '1f1b'?"),
     ({"remat": "x" * 5000}, "xxxx...xxxx"),
     ({"rules": np.array(2)}, "sharding rules are array(2); they are a list of pairs"),
-    ({"mesh": {1: 2}}, "1 is no mesh axis"),
+    ({"mesh": {1: 2}}, "1 is not a mesh axis"),
     ({"mesh.tp": 2, "mesh.tensor": 4}, "mesh.tensor=4 contradicts mesh.tensor=2"),
     ({"tensor": 2, "mesh.tensor": 4}, "mesh.tensor=4 contradicts mesh.tensor=2"),
     ({"moment_dtype": np.int32}, "it is one of float32, bfloat16, float16"),
     ({"moment_dtype": np.zeros(2, np.float32)}, "it is one of float32, bfloat16, float16"),
     ({"moment_dtype": dict}, "moment_dtype is <class 'dict'>; it is one of float32"),
     ({"mesh": {"data": 0}}, "pins are not usable: mesh axis 'data' has size 0"),
-    ({"rules": [("a", "tenser")]}, "pins are not usable: rules: 'a' -> 'tenser' is no mesh axis"),
+    (
+        {"rules": [("a", "tenser")]},
+        "pins are not usable: rules: 'a' -> 'tenser' is not a mesh axis",
+    ),
     ("zero=3", "pins are a mapping such as {'zero': 3}"),
 )
 

@@ -204,7 +204,7 @@ def step_of(example: Example, **change: Any) -> dict[str, Any]:
         ({"pin": {"mesh": {"stage": 2}}}, PinError, "stage"),
         ({"pin": {"remat": "full"}}, PinError, "needs them apart"),
         ({"pin": {"zer": 1}}, PinError, "zer"),
-        ({"axes": {"params": {"up": "embed"}}}, AnnotationError, "is no tuple of logical axes"),
+        ({"axes": {"params": {"up": "embed"}}}, AnnotationError, "is not a tuple of logical axes"),
     ],
 )
 def test_wrong_steps_say_what_is_wrong(change: dict[str, Any], error: type, said: str):

@@ -94,7 +94,7 @@ def test_frameworks_and_rules_have_no_islands() -> None:
         )
     with pytest.raises(shardlib.PlanError, match="refine is about the plans of one island"):
         shardlib.plan(*given, topology="cpu:8", pin={"exchange": ISLANDS}, refine=1)
-    with pytest.raises(shardlib.PinError, match="'embed' -> 'island' is no mesh axis"):
+    with pytest.raises(shardlib.PinError, match="'embed' -> 'island' is not a mesh axis"):
         plan(rules=[["embed", "island"]])
 
 

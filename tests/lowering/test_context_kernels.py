@@ -110,7 +110,7 @@ def of(*shape, dtype=jnp.bfloat16):
             "splash",
             {name: of(1, 200, 4, 64) for name in ("query", "key", "value")},
             {},
-            "a sequence of 200 is no multiple of 128",
+            "a sequence of 200 is not a multiple of 128",
         ),
         ("splash", {}, {"window": jnp.int32(3)}, "the window is known only when the program runs"),
         ("cudnn", {"query": of(1, 64, 4, 64)}, {}, "64 queries do not stand where 256 keys do"),

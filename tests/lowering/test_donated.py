@@ -151,7 +151,7 @@ def test_what_is_no_state_is_refused():
         }.items():
             assert (
                 refused(ask, given, small.batch())
-                == f"{name} was given {what}, which is no state of training\nTry: state ="
+                == f"{name} was given {what}, which is not a state of training\nTry: state ="
                 " program.init(seed=0), and then state, metrics = program.step(state, batch)"
             )
 

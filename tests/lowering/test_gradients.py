@@ -258,7 +258,7 @@ def test_a_users_own_layouts_hold_on_a_mesh_in_parts():
 
 @pytest.mark.parametrize("microbatches", (1, 2))
 def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, microbatches):
-    """With links that are no memory, every contraction outside of the layers is made to wait for
+    """With links that are not memory, every contraction outside of the layers is made to wait for
     its partial sums; then none is.
     """
     found = []

@@ -220,7 +220,7 @@ def test_stages_share_buffers_with_the_arrays_of_all_devices():
 def test_what_is_no_single_program():
     p = program({"stage": 2}, 4, "1f1b", **PROGRAMS)
     for ask in (p.compiled, p.lower, p.step_function):
-        with pytest.raises(PlanError, match="is no single program\nTry: pipeline='lockstep'"):
+        with pytest.raises(PlanError, match="is not a single program\nTry: pipeline='lockstep'"):
             ask()
 
 

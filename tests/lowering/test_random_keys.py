@@ -181,7 +181,7 @@ def test_an_unnamed_key_of_integers_says_what_to_write():
 def test_integers_of_a_key_are_no_rows():
     given = {"tokens": batch(None)["tokens"][:2], "key": jax.random.PRNGKey(7)}
     with pytest.raises(
-        BatchError, match=r"the integers of a random key are no rows of the batch: batch\.key"
+        BatchError, match=r"the integers of a random key are not rows of the batch: batch\.key"
     ):
         shardlib.compile(shardlib.tree(init, AXES), folded, optax.sgd(1.0), given, topology="cpu:1")
 

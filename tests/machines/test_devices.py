@@ -84,7 +84,7 @@ def test_devices_are_a_topology_of_the_catalogue(devices: list[Any], spelling: s
         ),
         (
             chips("TPU v5 lite", 4, 4, 1)[:5],
-            "topology is 5 chips of v5e that are no whole box: their coordinates span 2x4x1\nTry:"
+            "topology is 5 chips of v5e that are not a whole box: their coordinates span 2x4x1\nTry:"
             " all chips of a box",
         ),
         (

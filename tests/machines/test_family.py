@@ -94,6 +94,6 @@ def test_no_such_member():
         of_size("h100:8", 0)
     with pytest.raises(
         TopologyError,
-        match="tpu7x has 2 devices a chip, and 7 devices are no whole number of chips",
+        match="tpu7x has 2 devices a chip, and 7 devices are not a whole number of chips",
     ):
         of_size("tpu7x:4x4x4", 7)

@@ -252,7 +252,7 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             (
                 "topology file 'c.toml' is not usable:\n"
                 f"  - chip 'h101' is unknown; chips are {CHIPS}\n"
-                "  - 'tiers' is no list of tables ([[tiers]])"
+                "  - 'tiers' is not a list of tables ([[tiers]])"
             ),
         ),
         (
@@ -262,7 +262,7 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 "  - 'chip.vendor' is missing\n"
                 "  - 'chip.hbm_bytes' is missing\n"
                 "  - 'chip.hbm_bytes_per_s' is missing\n"
-                "  - 'chip.flops_per_s' is no table from dtype to FLOP/s"
+                "  - 'chip.flops_per_s' is not a table from dtype to FLOP/s"
             ),
         ),
         (

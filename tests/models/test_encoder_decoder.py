@@ -307,7 +307,7 @@ def test_contradictions_are_listed_together():
             mlp=8,
             experts=Experts(count=4, per_token=1, mlp=8, first_dense=1),
         )
-    assert "the 3 layers of the encoder are no multiple" in str(
+    assert "the 3 layers of the encoder are not a multiple" in str(
         caught.value
     ) and "first_dense is 1" in str(caught.value)
     with pytest.raises(ModelError, match="takes sequences of 1 to 32 tokens, not 64"):

@@ -167,7 +167,7 @@ def message(spec: str, kind: type[Exception] = ModelError) -> str:
 def test_misspelt_preset():
     assert (
         message("llama3-8")
-        == "'llama3-8' is no preset, .json or .toml file, or package.module:function; did you mean"
+        == "'llama3-8' is not a preset, .json or .toml file, or package.module:function; did you mean"
         " 'llama3-8b'? (presets are demo, gpt2-small, llama2-7b, llama2-70b, llama3-8b,"
         " llama3-70b, llama3-405b, mt-nlg-530b, mixtral-8x7b, deepseek-v3, 1t-moe,"
         " switch-base-8, switch-c-2048)"
@@ -267,9 +267,9 @@ def test_card_lists_all_that_is_wrong():
     assert (
         str(caught.value)
         == "the model card is not usable:\n  - vocab_size is missing\n  - mlp is missing\n  -"
-        " vocab_sise is no key; did you mean vocab_size?\n  - layers is 'two'; expected int\n  -"
+        " vocab_sise is not a key; did you mean vocab_size?\n  - layers is 'two'; expected int\n  -"
         " tied is 1; expected bool\n  - experts.per_token is missing\n  - experts.mlp is"
-        " missing\n  - experts.top is no key; keys are count, per_token, mlp, shared,"
+        " missing\n  - experts.top is not a key; keys are count, per_token, mlp, shared,"
         " shared_gate, first_dense, every, router, normalise, scaling, groups, groups_per_token,"
         " group_score, balance, z_loss, capacity, sequence_capacity, bias, bias_rate"
     )
@@ -333,8 +333,8 @@ def test_user_functions_that_do_not_work(tmp_path: Path, monkeypatch: pytest.Mon
     write_module(tmp_path, "user_model_c", "import no_such_package\n", monkeypatch)
     assert (
         message("user_model_b:make")
-        == "what user_model_b:make returned is no model:\n  - 'loss' is missing\n  - 'batch' is"
-        " missing\n  - 'bach' is no key; keys are name, init, loss, batch, optimizer,"
+        == "what user_model_b:make returned is not a model:\n  - 'loss' is missing\n  - 'batch' is"
+        " missing\n  - 'bach' is not a key; keys are name, init, loss, batch, optimizer,"
         " batch_axes, wrt, rows, forward, outputs, weights"
     )
     assert (

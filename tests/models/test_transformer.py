@@ -350,5 +350,5 @@ def test_attention_in_blocks_is_attention(changed: dict[str, Any]):
 
 def test_a_sequence_that_blocks_do_not_divide_is_an_error():
     model, _ = made(replace(CONFIG, attention_block=5))
-    with pytest.raises(ModelError, match="a sequence of 16 is no multiple of attention_block=5"):
+    with pytest.raises(ModelError, match="a sequence of 16 is not a multiple of attention_block=5"):
         model(jnp.asarray(tokens_of(CONFIG, 1, 16)))

@@ -182,7 +182,7 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
         assert of_entries[pair[0]] <= bounds[pair] * (1 + 1e-9) <= size * (1 + 2e-9)
     assert (
         max(bounds[pair] / size for pair, size in least.items()) > 0.5
-    )  # and it is no empty bound
+    )  # and it is not an empty bound
 
 
 def test_a_mixture_lies_on_the_line_between_policies() -> None:

@@ -370,8 +370,8 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
             {"mesh": {"tensor": 7}},
             (
                 "tensor=7 divides no dimension that it could shard; dimensions with their largest"
-                " common size are vocab (128), mlp (256), head_dim (16), heads (4)\nTry: a tensor axis"
-                " that divides one of them"
+                " common size are vocab (128), mlp (256), head_dim (16), heads (4)\nTry: a tensor"
+                " axis that divides one of them"
             ),
         ),
         (
@@ -397,16 +397,18 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
         ),
         (
             {"remat": "dots"},
-            "remat='dots' rematerialises layers, and world has no repeated layer; it can be none, full",
+            "remat='dots' rematerialises layers, and world has no repeated layer; it can be none,"
+            " full",
         ),
         (
             {"remt": "full"},
             (
-                "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are"
-                " mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
+                "pins are not usable: 'remt' is not a decision; did you mean 'remat'? (decisions"
+                " are mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
                 " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
                 " attention, experts, collective_matmul, offload, axis_order, exchange, dtypes,"
-                " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"
+                " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow"
+                " and mesh.AXIS)"
             ),
         ),
         (
@@ -527,7 +529,7 @@ def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() 
         "virtual_stages": 2,
         "microbatches": 3,
         "zero": 3,
-    }  # three microbatches are no multiple of two stages
+    }  # three microbatches are not a multiple of two stages
     use, once, plain = (
         planner.search(load.problem, "h100:4", {**pin, **more}, load=load)
         for more in (

@@ -64,7 +64,7 @@ def test_pins_are_said_as_users_write_them() -> None:
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        ({"mesh.tensor": 8}, "8 devices are pinned (tensor=8), which are no part of the 2"),
+        ({"mesh.tensor": 8}, "8 devices are pinned (tensor=8), which are not part of the 2"),
         ({"mesh.tensor": 2, "mesh.fsdp": 2}, "4 devices are pinned (fsdp=2 and tensor=2)"),
     ],
 )

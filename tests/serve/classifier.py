@@ -1,4 +1,4 @@
-"""A model of a user's own that is no language model."""
+"""A model of a user's own that is not a language model."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_remat_recomputes_matmuls(name: str) -> None:
 
 
 def test_unknown_policy() -> None:
-    with pytest.raises(TracingError, match="'half' is no remat policy"):
+    with pytest.raises(TracingError, match="'half' is not a remat policy"):
         evaluate(jax.make_jaxpr(jnp.sin)(X), [X], remat="half")
 
 

@@ -281,7 +281,7 @@ def test_loss_that_fails_keeps_its_cause() -> None:
         ({"x": (8, 4), "y": (6,)}, None, "batch.y: shape (6,)"),
         ({"x": (8, 4)}, {"x": ("batch",)}, "batch.x: 1 names ('batch',) for shape (8, 4)"),
         ({"x": (8, 4)}, {"z": ("batch", None)}, "batch_axes has another structure than the batch"),
-        ({"x": (8, 4)}, {"x": "batch"}, "batch.x: 'batch' is no tuple of names"),
+        ({"x": (8, 4)}, {"x": "batch"}, "batch.x: 'batch' is not a tuple of names"),
     ],
 )
 def test_bad_batches(batch: dict[str, tuple[int, ...]], axes: Any, message: str) -> None:

@@ -63,7 +63,7 @@ def test_tensorboard_shows_the_plan_beside_the_curves(tmp_path: Path):
     for line in PLAN.explain().splitlines():
         assert line.encode() in data
     (tmp_path / "plan.json").write_text("{}")
-    written(TensorBoard(folder=tmp_path / "other"), tmp_path)  # what is no plan has no page
+    written(TensorBoard(folder=tmp_path / "other"), tmp_path)  # what is not a plan has no page
     data = b"".join(path.read_bytes() for path in (tmp_path / "other").iterdir())
     assert b"loss" in data and b"Decisions" not in data
 

@@ -76,7 +76,7 @@ def test_ramp_covers_every_example_once():
     assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 64
     full = next(step for step, size in enumerate(sizes) if size == 64)
     assert 1000 <= ramp.at(full)[1] < 1000 + 48
-    with pytest.raises(ModelError, match="from 16 to 70 is no whole number of increments of 16"):
+    with pytest.raises(ModelError, match="from 16 to 70 is not a whole number of increments of 16"):
         Ramp(first=16, last=70, increment=16, examples=100)
 
 

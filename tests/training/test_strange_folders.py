@@ -138,7 +138,7 @@ def test_any_text_of_the_description(folder: RunFolder, text: str):
     assert folder.manifest.read_bytes() == before
 
 
-#: Names that are no steps, however much they look like one.
+#: Names that are not steps, however much they look like one.
 NAMES = st.one_of(
     st.sampled_from(
         [
@@ -299,7 +299,7 @@ def test_only_regular_files_are_read(folder: RunFolder, kind: str, monkeypatch: 
         with pytest.raises(
             RunError,
             match=(
-                r"run\.json is no description of a run: it cannot be read:"
+                r"run\.json is not a description of a run: it cannot be read:"
                 rf" .*{KINDS[kind]}(.|\n)*Try: a copy of that file"
             ),
         ):
@@ -340,9 +340,9 @@ def test_pipes_among_checkpoints_and_safetensors(tmp_path: Path):
         ("null", "it is JSON, and no object"),
         ('{"format": 1}', "it does not say its run"),
         ("{}", "it does not say its format and run"),
-        ('{"format": 1, "run": null, "traced": 5}', "its run and traced are no object"),
+        ('{"format": 1, "run": null, "traced": 5}', "its run and traced are not object"),
         ("[" * 100_000, "it is nested too deeply"),
-        (b"\xff\xfe", "its bytes are no text"),
+        (b"\xff\xfe", "its bytes are not text"),
     ],
 )
 def test_a_damaged_description_is_told_in_plain_words(
@@ -352,7 +352,7 @@ def test_a_damaged_description_is_told_in_plain_words(
     with pytest.raises(RunError) as caught:
         folder.check({})
     assert (
-        f"is no description of a run: {why}" in str(caught.value)
+        f"is not a description of a run: {why}" in str(caught.value)
         and "Error" not in str(caught.value)
         and "--allow-changes identity" in str(caught.value)
     )
@@ -516,7 +516,7 @@ def test_folders_that_are_none(tmp_path: Path):
     for text in ("{", "[]", "{}", '{"format": 1}'):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(
-            RunError, match=r"is no description of a run: .*\n.*Nothing was changed"
+            RunError, match=r"is not a description of a run: .*\n.*Nothing was changed"
         ):
             RunFolder(tmp_path).open({})
     (tmp_path / "run.json").write_text('{"format": 7, "run": {}}')

@@ -30,9 +30,9 @@ from shardlib.untrusted.data import (
 )
 
 JSON = {
-    "NaN": ('{"a": NaN}', "NaN is no finite number"),
-    "infinity": ("[-Infinity]", "-Infinity is no finite number"),
-    "huge float": ("1e999", "inf is no finite number"),
+    "NaN": ('{"a": NaN}', "NaN is not a finite number"),
+    "infinity": ("[-Infinity]", "-Infinity is not a finite number"),
+    "huge float": ("1e999", "inf is not a finite number"),
     "huge integer": ("1" * 400, "is too large a number"),
     "endless integer": ("1" * 10_000, "Exceeds the limit"),
     "twice": ('{"a": 1, "b": {"a": 2, "a": 3}}', "the key 'a' is there twice"),
@@ -48,7 +48,7 @@ JSON = {
     "control character": ('"a\x1b"', "Invalid control character"),
 }
 TOML = {
-    "NaN": ("a = nan", "nan is no finite number"),
+    "NaN": ("a = nan", "nan is not a finite number"),
     "a date": ("a = 2024-01-01", "is a date, which nothing here takes"),
     "a key of many parts": ("a" + ".a" * 100_000 + " = 1", "a line has more than 200 dots"),
     "a table of many parts": ("[a" + ".a" * 100_000 + "]", "a line has more than 200 dots"),

@@ -242,7 +242,7 @@ def test_what_is_no_profile_of_the_plan_is_said(recorded, tmp_path: Path):
         newest_profile(tmp_path)
     other = tmp_path / "a.xplane.pb"
     other.write_bytes(b"nothing of the kind" + os.urandom(64))
-    with pytest.raises(VerificationError, match="is no profile of JAX"):
+    with pytest.raises(VerificationError, match="is not a profile of JAX"):
         recorded_steps(newest_profile(tmp_path), program.plan.digest)
 
 

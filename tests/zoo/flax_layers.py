@@ -183,7 +183,7 @@ class Layer:
 
 
 class Applied(nnx.Module):
-    """A container of layers, which is no function itself."""
+    """A container of layers, which is not a function itself."""
 
     def __init__(self, parts: Any):
         self.parts = parts

@@ -86,7 +86,7 @@ def _compiled(job: Job, topology: Place, pin: PinMapping | None, *, term: bool) 
     if updated:
         raise PinError(
             f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
-            " which are no parameters: each client would have its own"
+            " which are not parameters: each client would have its own"
         )
     return program
 

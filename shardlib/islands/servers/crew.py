@@ -106,7 +106,7 @@ class Crew:
             self.say(self._last_lines(f"worker-{number}"))
 
     def end_servers(self) -> None:
-        """Has servers save and end."""
+        """Makes servers save and end."""
         running = [self._running[f"server-{number}"] for number in range(len(self.servers))]
         for process in running:
             process.send_signal(signal.SIGTERM)

@@ -275,7 +275,7 @@ class Exchanging:
 
     @property
     def fragment(self) -> int:
-        """That the next round is about."""
+        """The number of the fragment of the next round."""
         return (self.round - 1) % self.exchange.fragments
 
     def span(self) -> tuple[int, int]:
@@ -547,7 +547,7 @@ class Island:
         return self.outer(state)
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
-        """Does one step of this island, and sends and takes in what is due after it."""
+        """Runs one step of this island, then sends and receives what is due."""
         if not self.round:
             raise StateError("the island has not started\nTry: state = island.start(seed=0)")
         state, metrics = self.program.step(state, batch)

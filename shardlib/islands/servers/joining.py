@@ -238,7 +238,7 @@ def _require_island(program: Program, exchange: Exchange) -> Outline:
         parameter.path for parameter in program.plan.parameters if parameter.role == "updated"
     ]
     if updated:
-        failures.append(f"steps update {', '.join(updated[:4])}, which are no parameters")
+        failures.append(f"steps update {', '.join(updated[:4])}, which are not parameters")
     parameters = trained(program)
     failures += [
         f"{path} is {leaf.dtype}, and what is outer is float32"
@@ -350,7 +350,7 @@ class OuterServer:
         return answer.report
 
     def close(self) -> None:
-        """Has the server save and end."""
+        """Makes the server save and end."""
         self._ending.set()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -188,7 +188,7 @@ def _watched(
     workers: Sequence[Handle],
     events: list[str],
 ) -> None:
-    """Has all workers train, and waits until the last has ended; what happens is put into
+    """Makes all workers train, and waits until the last has ended; what happens is put into
     `events`.
     """
     waiting = {

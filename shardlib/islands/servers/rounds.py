@@ -133,7 +133,7 @@ class Outer:
             return outer_update(exchange, gradient, theta, momentum)
 
     def update(self, start: int, stop: int, gradient: np.ndarray, exchange: DiLoCo) -> None:
-        """Does the outer update of a run; arguments as those of `after`."""
+        """Runs the outer update of a run; arguments as those of `after`."""
         theta, momentum = self.after(start, stop, gradient, exchange)
         self.theta[start:stop], self.momentum[start:stop] = theta, momentum
 
@@ -433,7 +433,7 @@ class Held:
         return unpack(arrays, self.sizes(number), self.exchange.wire)
 
     def repeat(self, number: int, arrays: Mapping[str, np.ndarray], islands: Iterable[int]) -> None:
-        """Does the outer update of a round whose mean is known; nothing where it changed
+        """Runs the outer update of a round whose mean is known; nothing where it changed
         nothing.
         """
         span, self.gradients = self.span(number), {}
@@ -452,7 +452,7 @@ class Held:
         return self.outline.span((number - 1) % fragments, fragments)
 
     def close(self, number: int, sent: tuple[int, ...]) -> tuple[Last, str]:
-        """Does the outer update by what has come."""
+        """Runs the outer update with what has arrived."""
         gradients, self.gradients = self.gradients, {}
         span, wire = self.span(number), self.exchange.wire
         arrays, why = Flat(), "" if gradients else "no outer gradient was finite"
@@ -990,7 +990,7 @@ class RoundService:
         )
 
     def _repeated(self, ask: Ask, arrays: Flat) -> Answer:
-        """Does a round once more that was closed before the server was started again."""
+        """Runs a round once more that was closed before the server was started again."""
         state, number = self.held, self.table.number
         if state is None or not state.knows(ask.worker, ask.start):
             return Answer(kind="late")
@@ -1025,7 +1025,7 @@ class RoundService:
         self._tick()
 
     def _tick(self) -> None:
-        """Does what is due by time: closes rounds, takes in islands that wait."""
+        """Runs what is due by time: closes rounds, takes in islands that wait."""
         for island in self.table.gone_for_good():
             self.note(f"island {island} is gone in round {self.table.number}; the others go on")
         for island in self.table.stalled():

@@ -383,7 +383,7 @@ def read_order(text: str) -> Order:
     limits = Limits(bytes=ORDER_BYTES, depth=4)
     data = parse_json(text, "the order", OrderError, limits=limits)
     if not isinstance(data, list):
-        raise OrderError("the order is no list")
+        raise OrderError("the order is not a list")
     return tuple(_bucket(bucket) for bucket in data)
 
 

@@ -143,7 +143,7 @@ def _module(reference: Reference) -> ModuleType:
         return importlib.import_module(reference.module)
     spec = importlib.util.spec_from_file_location(MAIN, reference.file)
     if spec is None or spec.loader is None:
-        raise LaunchError(f"{reference.file} is no file of Python")
+        raise LaunchError(f"{reference.file} is not a file of Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[MAIN] = module
     spec.loader.exec_module(module)

@@ -1243,7 +1243,7 @@ def in_turn(
     do: Callable[[int, Task], None],
     arriving: Arriving,
 ) -> None:
-    """Does all tasks, each as soon as its stage has its parameters and its neighbours have done
+    """Runs all tasks, each as soon as its stage has its parameters and its neighbours have done
     what it reads; where none can be done, it waits for the first one's parameters.
     """
     left = list(turns)

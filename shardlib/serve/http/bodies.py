@@ -765,7 +765,7 @@ def asked_of(
 async def compile_form(
     requests: Sequence[Asked], deployed: Deployment, stack: contextlib.ExitStack
 ) -> None:
-    """Has the form of answers compiled, beside the event loop and the engine."""
+    """Compiles the form of answers, beside the event loop and the engine."""
     form, guides = requests[0].form, deployed.worker.engine.guides
     if form is None or guides is None:
         return

@@ -365,7 +365,7 @@ def _path(error: Mapping[str, Any], body: object) -> list[str]:
 
 
 def install(app: FastAPI) -> None:
-    """Has an application answer so."""
+    """Makes an application answer so."""
 
     def answering(fault_of: Callable[[Any], Fault]) -> Callable[..., Awaitable[JSONResponse]]:
         async def answer(_: Request, error: Exception) -> JSONResponse:

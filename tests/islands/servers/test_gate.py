@@ -77,7 +77,7 @@ def test_one_trains_alone_until_the_warm_start_is_over() -> None:
     assert gate.enter(0, 0, 4) and not gate.enter(0, 0, 5)
 
 
-# The value, and what it is no decision of.
+# The value, and what it does not decide.
 
 
 def test_all_that_is_wrong_is_listed() -> None:

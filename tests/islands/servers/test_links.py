@@ -93,7 +93,7 @@ def test_strangers_are_refused_and_the_others_go_on(server: Listening) -> None:
             while stream.recv(1 << 12):
                 pass
     with socket.create_connection(("127.0.0.1", server.port)) as stream:
-        introduce(stream, TOKEN, 0, 7)  # it knows the token, and is no island of this run
+        introduce(stream, TOKEN, 0, 7)  # it knows the token, and is not an island of this run
         stream.sendall(b"x" * 64)
         with contextlib.suppress(ConnectionResetError):
             while stream.recv(1 << 12):

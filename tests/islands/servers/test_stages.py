@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(staged: Computing) -> Non
     broken = dict(services[1].shard.values or {})
     broken["z_embed"] = np.full_like(
         broken["z_embed"], np.inf
-    )  # so that all gradients are no numbers
+    )  # so that all gradients are not numbers
     services[1].shard.values = broken
     worker.step(0, _rows(0, 0))
     assert [service.shard.clock for service in services] == [0, 0]

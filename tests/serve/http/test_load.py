@@ -83,7 +83,7 @@ def test_one_more_than_there_are_places_is_told_to_come_back(url: str, deployed:
     with held(deployed), contextlib.ExitStack() as stack:
         for _ in range(8):
             assert opened(stack, url).status_code == 200
-        # What is no prompt at all is not even looked at: places come before tokens.
+        # What is not a prompt at all is not even looked at: places come before tokens.
         for body in ({"prompt": "a"}, {"prompt": [999]}):
             late = httpx2.post(f"{url}/v1/completions", json=body, headers=HEAD)
             assert late.status_code == 429 and 1 <= int(late.headers["retry-after"]) <= 60

@@ -77,7 +77,7 @@ def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nothing-of-that-name", "--port", "0"], "'nothing-of-that-name' is no preset"),
+        (["nothing-of-that-name", "--port", "0"], "'nothing-of-that-name' is not a preset"),
         (
             ["demo", "--port", "0", "--longest", "9999"],
             "--longest 9999 is more than the 256 tokens",
@@ -132,7 +132,7 @@ def test_where_no_model_is_named_a_demonstration_is_trained_once(
     assert place == tmp_path / "demonstration" and "is trained for a minute" in said[0]
     served = serve.named(str(place))
     assert served.version.startswith("step ") and served.newer is not None
-    assert not served.warning, "it is no model with random weights"
+    assert not served.warning, "it is not a model with random weights"
     assert demonstration(said.append) == place and len(said) == 2
     (place / "demonstration.txt").unlink()  # as where somebody has stopped it
     before = RunFolder(place).saved()[-1]
