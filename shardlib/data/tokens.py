@@ -755,7 +755,8 @@ def checked(folder: Path) -> JsonObject | str:
         recorded = construct(_Manifest, manifest, "manifest.json", DataError, least=0.0)
         if not TOKEN.fullmatch(recorded.dtype):
             return (
-                f"manifest.json says that tokens are {shown(recorded.dtype)}, which are not integers"
+                f"manifest.json says that tokens are {shown(recorded.dtype)}, which are not"
+                " integers"
             )
         tokens, rows = folder / "tokens.bin", folder / "documents.bin"
         for path, size in (

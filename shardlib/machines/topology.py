@@ -966,8 +966,8 @@ def _slices(product: Product, devices: int) -> str:
     chips, remainder = divmod(devices, per_chip)
     if remainder:
         raise TopologyError(
-            f"{product.chip.name} has {per_chip} devices a chip, and {devices} devices are not a whole"
-            " number of chips"
+            f"{product.chip.name} has {per_chip} devices a chip, and {devices} devices are not a"
+            " whole number of chips"
         )
     for count in (number for number in range(1, chips + 1) if chips % number == 0):
         shape = _family_shape(product, chips // count)

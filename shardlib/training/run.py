@@ -290,7 +290,7 @@ def allowed_differences(
 def _wrong(data: Any) -> str:
     """Returns what is wrong with the plain data of a description; nothing where it is one."""
     if not isinstance(data, dict):
-        return "it is JSON, and no object"
+        return "it is JSON, but not an object"
     missing = [name for name in ("format", "run") if name not in data]
     if missing:
         return f"it does not say its {' and '.join(missing)}"
@@ -298,7 +298,7 @@ def _wrong(data: Any) -> str:
         name for name in ("run", "traced", "versions") if not isinstance(data.get(name, {}), dict)
     ]
     return (
-        f"its {' and '.join(broken)} {'are' if len(broken) > 1 else 'is'} no object"
+        f"its {' and '.join(broken)} {'are not objects' if len(broken) > 1 else 'is not an object'}"
         if broken
         else ""
     )

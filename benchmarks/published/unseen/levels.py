@@ -44,7 +44,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "microbatch_s": (0.0, 0.02),
     "misaligned": (0.12, 1.0),
 }
-#: Figures that are not share: their own values are fitted, not parts of the chip's.
+#: Figures that are not shares: their own values are fitted, not parts of the chip's.
 ABSOLUTE: frozenset[str] = frozenset({"unfused", "dispatch_s", "gap_s", "microbatch_s"})
 #: Rows that a figure takes.
 ROWS_A_FIGURE = 3
