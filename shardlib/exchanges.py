@@ -16,7 +16,7 @@ from shardlib.untrusted.data import JsonObject, shown
 
 
 class Exchange(Protocol):
-    """The exchange of islands, parts of a machine that train apart. Values are frozen and hashable."""
+    """The exchange of islands, which are parts of a machine; frozen and hashable."""
 
     @property
     def islands(self) -> int:

@@ -583,7 +583,7 @@ class IslandsState:
         return apart(form, self)
 
     def is_stored_in(self, arrays: Mapping[str, Any]) -> bool:
-        """Returns whether a checkpoint has as many islands, and outer parameters where these have."""
+        """Returns whether a checkpoint has as many islands, and outer parameters if these have."""
         step = arrays.get("islands.step")
         exchange = self.exchange
         outer = isinstance(exchange, OuterState) and bool(exchange.params)

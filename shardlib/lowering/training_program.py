@@ -136,5 +136,5 @@ class SeveralStates(Protocol):
         ...
 
     def is_stored_in(self, paths: Any) -> bool:
-        """Returns whether a checkpoint with arrays of these paths and shapes has states like these."""
+        """Returns whether a checkpoint with these paths and shapes has states like these."""
         ...

@@ -713,7 +713,7 @@ class Space:
         return {pair for policy in self.policies for pair in self._schedules(policy)}
 
     def orders(self, schedule: str, chunks: int) -> list[bool]:
-        """The orders that pipelines of a schedule may work breadth first (True), or otherwise (False)."""
+        """The orders of work of a schedule: breadth first (True) or otherwise (False)."""
         staged, forward_first = named(schedule).staged, named(schedule).forward_first
         usual = [False] if not staged or (schedule, chunks) in self._usual else []
         return usual + ([True] if forward_first and chunks in self.breadth_first_chunks else [])

@@ -27,8 +27,8 @@ TRIES = 20
 
 
 def ask_kernel() -> None:
-    """Makes the kernel kill this process when the thread that started it ends; where there is no such
-    request, nothing.
+    """Makes the kernel kill this process when the thread that started it ends; where there is no
+    such request, nothing.
     """
     if sys.platform == "linux":
         import ctypes

@@ -95,9 +95,9 @@ _LENT = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TPU_NAME", "TPU_WORK
 def cpu_without_accelerators(
     dev: Path = Path("/dev"), environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Makes this process use the CPU where the machine has no accelerator and nobody says otherwise:
-    plugins that are installed without one print errors of their own while JAX looks for it. Call it
-    before JAX is used; processes that this one starts are not concerned.
+    """Makes this process use the CPU where the machine has no accelerator and nobody says
+    otherwise: plugins that are installed without one print errors of their own while JAX looks for
+    it. Call it before JAX is used; processes that this one starts are not concerned.
     """
     if jax.config.values["jax_platforms"] or {*_LENT} & environ.keys():
         return
@@ -121,7 +121,7 @@ def let_collectives_wait(environ: MutableMapping[str, str] = os.environ) -> None
 
 
 def _simulated_devices(environ: Mapping[str, str]) -> int:
-    """The number of CPU devices that a process with these variables and JAX's settings simulates."""
+    """The number of CPU devices that these variables and JAX's settings simulate."""
     flag = re.search(rf"{_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
     counts = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
     set_in_jax = jax.config.values["jax_num_cpu_devices"]  # -1: not set

@@ -889,8 +889,10 @@ class Worker:
             self._end(f"{type(error).__name__}: {error}")
 
     def _take_in(self) -> bool:
-        """Handles what has come in, and waits for it where there is nothing else to do; whether to go
-        on.
+        """Handles what has come in, and waits for it where there is nothing else to do.
+
+        Returns:
+            Whether to go on.
         """
         schedule = self.engine.schedule
         idle = not (schedule.running or schedule.waiting or self.engine.replacing)

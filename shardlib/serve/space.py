@@ -256,8 +256,8 @@ class Asked:
         return list(CHUNK_SIZES)
 
     def replica(self, tensor: int) -> Replica | None:
-        """A group of devices that share every layer; None where the links have no such group, or the
-        tokens of a pinned page do not divide among them.
+        """A group of devices that share every layer; None where the links have no such group, or
+        the tokens of a pinned page do not divide among them.
         """
         devices = self.topology.devices
         if self.pins.page is not None and self.pins.page % self.shared(tensor):
