@@ -63,7 +63,7 @@ MUTATIONS = (
         "fits = peak <= self._capacity",
         "fits = peak < self._capacity",
         "a plan that fills the memory to the byte is refused",
-        "tests/planner/test_search.py tests/planner/test_bounds.py",
+        "tests/planner/test_search.py::test_memory_may_be_filled_to_the_byte",
     ),
     Mutation(
         "capacity not checked",
@@ -76,8 +76,8 @@ MUTATIONS = (
     Mutation(
         "pin ignored",
         "planner/space.py",
-        "zeros = [zero for zero in space.limits.able.zero if pins.zero in (None, zero)]",
-        "zeros = list(space.limits.able.zero)",
+        "zeros = [zero for zero in self.limits.able.zero if pins.zero in (None, zero)]",
+        "zeros = list(self.limits.able.zero)",
         "a pinned ZeRO stage restricts nothing",
         "tests/decisions/test_obeyed.py tests/planner/test_search.py",
     ),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib.cost.framework import XLA
-from shardlib.cost.roofline import fitting_bytes
+from shardlib.cost.roofline import fitting_bytes, without_margin
 from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph import Problem
@@ -110,6 +110,20 @@ def test_search_equals_brute_force_when_memory_binds(world: str, share: float) -
     plan = planner.search(load.problem, tight, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
     assert plan.estimate.device_bytes.peak <= fitting_bytes(tight)
+
+
+def test_memory_may_be_filled_to_the_byte() -> None:
+    load, place = load_of("mlp"), without_margin(topology("h100:2"))
+    pin = planner.search(load.problem, place, load=load).decisions
+    (only,) = planner.ranked(load.problem, place, pin, load=load)
+
+    def with_room(size: float) -> Plan:
+        chip = replace(place.chip, hbm_bytes=size, reserved_bytes=0)
+        return planner.search(load.problem, replace(place, chip=chip), pin, load=load)
+
+    assert with_room(only.peak_bytes).estimate.step_seconds == only.seconds
+    with pytest.raises(InfeasibleError):
+        with_room(only.peak_bytes - 1)
 
 
 @pytest.mark.matrix
