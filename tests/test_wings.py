@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,10 @@ NAMES = {
         "TopK",
     ),
 }
-#: A step of SGD of a linear model on two devices, beside the same step in NumPy.
-STEP = """
-import json, sys
+#: What a process does that has a package without a wing, as JSON: a step of SGD of a linear model on
+#: two devices beside the same step in NumPy, public names that are refused, and commands.
+WORK = """
+import contextlib, io, json, os, sys
 import jax, jax.numpy as jnp, numpy as np, optax
 import shardlib
 
@@ -58,43 +60,49 @@ def loss(params, batch):
 
 model = shardlib.tree(init, {"w": ("embed", "mlp")})
 batch = {"x": jnp.asarray(x), "y": jnp.asarray(y)}
-plan = shardlib.plan(model, loss, optax.sgd(0.5), batch, topology="cpu:2")
 program = shardlib.compile(model, loss, optax.sgd(0.5), batch, topology="cpu:2")
 before = program.init(0)
 state, metrics = program.step(before, batch)
 after = np.asarray(jax.tree.leaves(state.params)[0])
 error = x @ w - y
 expected = w - 0.5 * 2 / error.size * x.T @ error
+names, commands = json.loads(sys.argv[1])
 refusals = {}
-for name in json.loads(sys.argv[1]):
+for name in names:
     try:
         getattr(shardlib, name)
     except shardlib.MissingPackageError as refusal:
         refusals[name] = str(refusal)
+loaded = sorted({name.split(".")[1] for name in sys.modules if name.startswith("shardlib.")})
+
+def run(variables, words):
+    from shardlib.cli import main
+
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    os.environ.update(variables)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(words)
+        except SystemExit as end:
+            status = end.code or 0
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
 print(json.dumps({
     "file": shardlib.__file__,
-    "devices": plan.topology,
+    "devices": program.plan.topology,
     "loss": [float(metrics["loss"]), float((error ** 2).mean())],
     "weights": float(abs(after - expected).max()),
     "refusals": refusals,
-    "wings": sorted({name.split(".")[1] for name in sys.modules if name.startswith("shardlib.")}),
+    "wings": loaded,
+    "commands": {name: run(*command) for name, command in commands.items()},
 }))
 """
+CARD = (
+    "vocab_size = 256\nlayers = 1\nembed = 32\nheads = 2\nkv_heads = 2\nhead_dim = 16\nmlp = 32\n"
+)
 
 
-@pytest.fixture(params=wings.WINGS, scope="module")
-def without(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
-    """A wing, and a folder with a copy of the package that has it no more."""
-    folder = tmp_path_factory.mktemp(request.param)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, folder / "shardlib", ignore=ignored)
-    shutil.rmtree(folder / "shardlib" / request.param)
-    return request.param, folder
-
-
-def python(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
         capture_output=True,
@@ -106,9 +114,53 @@ def python(folder: Path, *words: str, **variables: str) -> subprocess.CompletedP
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "2",
             "XLA_FLAGS": "",
-            **variables,
         },
     )
+
+
+@pytest.fixture(params=wings.WINGS, scope="module")
+def without(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, dict[str, Any]]:
+    """A wing, a folder with a copy of the package that has it no more, and what that does."""
+    wing, folder = request.param, tmp_path_factory.mktemp(request.param)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, folder / "shardlib", ignore=ignored)
+    shutil.rmtree(folder / "shardlib" / wing)
+    sizes = ("--batch", "64", "--seq", "128", "--pin", "mesh.data=64")
+    plan = ("plan", "gpt2-small", "--topology", "8*h100:8", *sizes, "--json", "--out", "plan.json")
+    commands: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+        "help": ({}, ("--help",)),
+        "plan": ({}, plan),
+        "explain": ({}, ("explain", "plan.json")),
+    }
+    if option := COMMANDS[wing][1]:
+        commands["option"] = {}, (option[0], "--help")
+    if wing == "islands":
+        commands["exchange"] = {}, (*plan[:6], "--seq", "128", "--pin", "exchange=diloco:2:100")
+    if wing == "launch":
+        (folder / "small.toml").write_text(f"{CARD}max_seq = 64\n")
+        (folder / "text").mkdir()
+        (folder / "text" / "a.txt").write_text("the cat sat and looked at the rat\n" * 3000)
+        train = ("train", "--steps", "1", "--batch", "2", "--seq", "16", "--data", "text")
+        train = (*train, "--sample-bytes", "0", "--json", "--topology", "cpu:2")
+        train = (*train, "--model", "small.toml")
+        commands["train"] = {}, train
+        commands["train as one of several"] = {"SHARDLIB_PROCESSES": "auto"}, train
+    done = python(folder, "-c", WORK, json.dumps([NAMES[wing], commands]))
+    assert done.returncode == 0, done.stderr
+    return wing, folder, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def help_texts() -> dict[str, str]:
+    """Helps of the whole package, by command; "" for that of all commands."""
+    commands = {command: ({}, (command, "--help")) for command in ("plan", "launch")}
+    commands[""] = {}, ("--help",)
+    done = python(PACKAGE.parent, "-c", WORK, json.dumps([(), commands]))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["commands"]
+    return {command: result["out"] for command, result in results.items()}
 
 
 def commands_of(text: str) -> list[str]:
@@ -117,11 +169,8 @@ def commands_of(text: str) -> list[str]:
     return [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
 
 
-def test_core_plans_compiles_and_steps(without: tuple[str, Path]):
-    wing, folder = without
-    done = python(folder, "-c", STEP, json.dumps(NAMES[wing]))
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+def test_core_compiles_and_steps(without: tuple[str, Path, dict[str, Any]]):
+    wing, folder, data = without
     assert Path(data["file"]).is_relative_to(folder) and data["devices"] == "cpu:2"
     assert data["loss"][0] == pytest.approx(data["loss"][1], rel=1e-5)
     assert data["weights"] < 1e-5
@@ -133,66 +182,51 @@ def test_core_plans_compiles_and_steps(without: tuple[str, Path]):
     }
 
 
-def test_command_line_lacks_the_commands_of_the_wing(without: tuple[str, Path]):
-    wing, folder = without
+def test_command_line_lacks_the_commands_of_the_wing(
+    without: tuple[str, Path, dict[str, Any]], help_texts: dict[str, str]
+):
+    wing, _, data = without
     own, option = COMMANDS[wing]
-    whole = python(PACKAGE.parent, "-m", "shardlib", "--help").stdout
-    done = python(folder, "-m", "shardlib", "--help")
-    assert done.returncode == 0, done.stderr
-    assert set(own) <= set(commands_of(whole))
-    assert commands_of(done.stdout) == [name for name in commands_of(whole) if name not in own]
+    every = commands_of(help_texts[""])
+    assert set(own) <= set(every)
+    assert commands_of(data["commands"]["help"]["out"]) == [
+        name for name in every if name not in own
+    ]
     if option is not None:
         command, name = option
-        whole_text = python(PACKAGE.parent, "-m", "shardlib", command, "--help")
-        assert name in whole_text.stdout
-        text = python(folder, "-m", "shardlib", command, "--help")
-        assert text.returncode == 0 and name not in text.stdout, text.stderr
+        assert name in help_texts[command]
+        text = data["commands"]["option"]
+        assert text["status"] == 0 and name not in text["out"], text
 
 
-def test_plan_command_works(without: tuple[str, Path], tmp_path: Path):
-    _, folder = without
-    sizes = ("--batch", "64", "--seq", "128", "--pin", "mesh.data=64")
-    words = ("gpt2-small", "--topology", "8*h100:8", *sizes, "--json")
-    file = tmp_path / "plan.json"
-    done = python(folder, "-m", "shardlib", "plan", *words, "--out", str(file))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["mesh"]["data"] == 64
-    text = python(folder, "-m", "shardlib", "explain", str(file))
-    assert text.returncode == 0 and "data" in text.stdout, text.stderr
+def test_plan_command_works(without: tuple[str, Path, dict[str, Any]]):
+    plan, text = (without[2]["commands"][name] for name in ("plan", "explain"))
+    assert plan["status"] == 0 and json.loads(plan["out"])["mesh"]["data"] == 64, plan
+    assert text["status"] == 0 and "data" in text["out"], text
 
 
-def test_islands_say_what_is_missing(without: tuple[str, Path], tmp_path: Path):
-    wing, folder = without
+def test_islands_say_what_is_missing(without: tuple[str, Path, dict[str, Any]]):
+    wing, _, data = without
     if wing != "islands":
         pytest.skip("only islands exchange")
-    sizes = ("--batch", "64", "--seq", "128", "--pin", "exchange=diloco:2:100")
-    done = python(folder, "-m", "shardlib", "plan", "gpt2-small", "--topology", "8*h100:8", *sizes)
-    assert done.returncode == 2
-    said = " ".join((done.stdout + done.stderr).split())
+    refused = data["commands"]["exchange"]
+    assert refused["status"] == 2
+    said = " ".join((refused["out"] + refused["err"]).split())
     assert (
         "exchange='diloco:2:100' is part of shardlib.islands, and that package is missing" in said
     )
 
 
-def test_train_needs_launch_where_it_is_one_of_several_processes(without: tuple[str, Path]):
-    wing, folder = without
+def test_train_needs_launch_where_it_is_one_of_several_processes(
+    without: tuple[str, Path, dict[str, Any]],
+):
+    wing, _, data = without
     if wing != "launch":
         pytest.skip("only launch joins processes")
-    words = ("-m", "shardlib", "train", "--steps", "1", "--batch", "2", "--seq", "16")
-    card = (
-        "vocab_size = 256\nlayers = 1\nembed = 32\nheads = 2\nkv_heads = 2\nhead_dim = 16\nmlp = 32"
-    )
-    (folder / "small.toml").write_text(f"{card}\nmax_seq = 64\n")
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text("the cat sat on the mat and looked at the rat\n" * 2000)
-    words = (*words, "--data", "text", "--sample-bytes", "0", "--json", "--topology", "cpu:2")
-    words = (*words, "--model", "small.toml")
-    alone = python(folder, *words)
-    assert alone.returncode == 0, alone.stderr
-    assert json.loads(alone.stdout)["validation_loss"] > 0
-    several = python(folder, *words, SHARDLIB_PROCESSES="auto")
-    assert several.returncode == 2
-    assert "shardlib.join is part of shardlib.launch" in several.stdout + several.stderr
+    alone, several = (data["commands"][name] for name in ("train", "train as one of several"))
+    assert alone["status"] == 0 and json.loads(alone["out"])["validation_loss"] > 0, alone
+    assert several["status"] == 2
+    assert "shardlib.join is part of shardlib.launch" in several["out"] + several["err"]
 
 
 @pytest.mark.parametrize("wing", ["launch", "serve", "islands"])

@@ -93,6 +93,7 @@ def test_a_step_is_that_of_one_device(heads, groups, rules, remat):
         np.testing.assert_allclose(np.asarray(found), np.asarray(one), rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("heads", "groups", "rules", "remat"), CASES[:5])
 def test_what_moves_for_heads_is_what_the_plan_lists(heads, groups, rules, remat):
     made, _ = sharded(heads, groups, rules, remat)

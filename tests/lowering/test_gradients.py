@@ -73,6 +73,7 @@ def test_axes_in_parts_compute_the_numbers_of_one_device(case, mesh):
     assert max(wrong.values()) <= 1, max(wrong.items(), key=lambda item: item[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("zero", "microbatches"), [(3, 1), (1, 2)])
 def test_what_rematerialised_layers_gather_is_right_for_products_and_gradients(zero, microbatches):
     """Tensor shards the sequence between matmuls; what they read is gathered in the layers."""
@@ -256,6 +257,7 @@ def test_a_users_own_layouts_hold_on_a_mesh_in_parts():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", (1, 2))
 def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, microbatches):
     """With links that are not memory, every contraction outside of the layers is made to wait for

@@ -95,6 +95,7 @@ def test_answers_are_those_without_guesses(
     assert (engine.schedule.preempted > 0) == (pages < 48)
 
 
+@pytest.mark.long
 def test_tokens_are_as_likely_as_the_model_says():
     sizes = replace(SIZES, slots=16, drafts=2, pages=192, budget=64)
     engine = Engine(INIT, forward, weights=3, capacity=sizes, check=False)
@@ -147,6 +148,7 @@ def test_what_followed_is_guessed():
     assert after([7]) == []
 
 
+@pytest.mark.long
 def test_what_cannot_guess_is_refused():
     engine = Engine(INIT, forward, weights=3, capacity=SIZES, check=False)
     with pytest.raises(ArgumentError, match="drafts of the capacity is 0"):

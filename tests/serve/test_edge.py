@@ -105,6 +105,7 @@ def equal(found: list[Any], right: list[Any]) -> None:
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_processes_give_the_results_of_one(small: Any):
     init, plan, batches, right = small
@@ -114,6 +115,7 @@ def test_processes_give_the_results_of_one(small: Any):
     assert found.batches_per_s is not None
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_stage_is_an_error_within_seconds(small: Any, how: str):
@@ -133,6 +135,7 @@ def test_a_lost_stage_is_an_error_within_seconds(small: Any, how: str):
     assert time.monotonic() - struck[0] < 12
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_chain_goes_on_without_a_lost_device(small: Any):
     init, plan, batches, right = small
@@ -166,6 +169,7 @@ def _strike(workers: Workers, how: int, stage: int, when: list[float]) -> None:
     threading.Thread(target=strike, daemon=True).start()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_strangers_are_turned_away(small: Any):
     init, plan, batches, right = small

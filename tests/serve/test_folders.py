@@ -58,6 +58,7 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str,
     return int(ended.value.code or 0), said.out, said.err
 
 
+@pytest.mark.long
 def test_the_command_line_continues_a_text(
     folder: Path, served: Served, capsys: pytest.CaptureFixture[str]
 ):
@@ -108,6 +109,7 @@ def test_characters_are_never_cut(folder: Path):
         assert len([piece for piece in pieces if piece]) > 2
 
 
+@pytest.mark.long
 def test_the_program_of_the_page_runs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

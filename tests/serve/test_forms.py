@@ -106,6 +106,7 @@ def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[
     )
 
 
+@pytest.mark.long
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -133,6 +134,7 @@ def test_expressions_and_choices_are_matched(engine: Engine):
     assert re.fullmatch(r"[1-9]{2}\+[1-9]{2}", text(summed))
 
 
+@pytest.mark.long
 def test_others_are_not_bound_and_guesses_change_nothing(engine: Engine):
     form = Form.schema({"type": "array", "items": {"enum": ["ab", "abab"]}, "maxItems": 6})
     plain = Engine(INIT, forward, weights=3, capacity=replace(SIZES, pages=24), check=False)

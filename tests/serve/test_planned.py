@@ -34,6 +34,7 @@ MODELS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_bytes_of_a_device_are_those_of_an_engine(name: str, tensor: int):

@@ -58,6 +58,7 @@ def engine(family: str, tensor: int, **stored: str) -> Engine:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "tensor", "how", "moved"),
     [("grouped", 4, "int8", 0.03), ("latent", 2, "int8", 0.03), ("grouped", 1, "fp8", 0.12)],
@@ -81,6 +82,7 @@ def test_logits_hardly_move_with_weights_of_eight_bits(
     assert len(answer) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "how", "tensor", "moved"),
     [("grouped", "fp8", 2, 0.1), ("grouped", "int8", 4, 0.02), ("latent", "int8", 2, 0.02)],
@@ -318,6 +320,7 @@ def test_engines_on_cpus_hold_the_layers_of_a_loop_one_by_one():
         np.testing.assert_array_equal(np.asarray(plain(one)), np.asarray(right))
 
 
+@pytest.mark.long
 def test_adapters_of_layers_in_a_loop_answer_as_models_that_have_them():
     init, sizes = (
         models.build(FAMILIES["grouped"])[0],

@@ -67,6 +67,7 @@ def run_command(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.long
 def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.CaptureFixture[str]):
     words = (str(folder), "--prompt", "value_", "--most", "20", "--temperature", "0")
     assert run_command(*words, "--json") == 0

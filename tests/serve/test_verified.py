@@ -25,6 +25,7 @@ CONFIG = replace(SERVED, compute_dtype="bfloat16", param_dtype="bfloat16")
 SIZES = Capacity(longest=256, slots=4, page=16, pages=256, budget=16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "machine",
     [
@@ -59,6 +60,7 @@ def test_layers_are_reduced_and_pages_written_in_place(machine: str):
         assert one.to_json()["predicted"] == one.predicted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(
     "machine", ["cpu:8", pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu"))]
@@ -79,6 +81,7 @@ def test_no_device_has_all_pages_of_fewer_key_heads(machine: str, kv_heads: int)
         assert held["arguments"] == pytest.approx(sum(one.predicted.values()), rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "machine", ["cpu:4", pytest.param("v5e:2x2", marks=pytest.mark.compiler("tpu"))]
 )
@@ -137,6 +140,7 @@ def test_groups_of_devices_move_nothing_large_between_each_other(machine: str):
         assert all(each.bytes <= logits for each in between), str(one)
 
 
+@pytest.mark.long
 def test_what_was_predicted_is_what_an_engine_has():
     tensor = 4
     engine = Engine(

@@ -83,6 +83,7 @@ def whole(init: Callable[..., Any], given: list[tuple[int, ...]], most: int) -> 
     return found
 
 
+@pytest.mark.long
 def test_pages_are_those_of_what_each_layer_sees():
     engine = Engine(models.build(FAMILIES[SOME])[0], forward, weights=3, capacity=SIZES, tensor=2)
     windows = [(group.window, group.pages, group.table) for group in engine.capacity.groups]

@@ -36,6 +36,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "out"
 
 
+@pytest.mark.long
 def test_what_is_written_says_the_same(out: Path):
     before, after = serve.named(str(out.parent / "tiny.toml")), serve.named(str(out))
     assert after.config is not None

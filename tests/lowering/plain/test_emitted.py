@@ -76,6 +76,7 @@ def traffic(text: str, program: shardlib.Program | StepProgram) -> Counter[Any]:
     return found
 
 
+@pytest.mark.long
 def test_emitted_files_train_without_shardlib_as_the_program_does(tmp_path: Path) -> None:
     files: dict[str, str] = {}
     for case in CASES:
@@ -115,6 +116,7 @@ def stepped(case: str) -> StepProgram:
     )
 
 
+@pytest.mark.long
 def test_emitted_files_do_steps_as_the_program_does(tmp_path: Path) -> None:
     files: dict[str, str] = {}
     for number, (case, (_, mode)) in enumerate(STEPPED.items()):

@@ -166,6 +166,7 @@ def test_a_schema_of_any_depth_is_refused(url: str):
         assert found.status_code == 400, (depth, found.text)
 
 
+@pytest.mark.long
 def test_hostile_forms_of_every_kind_leave_others_their_answers(url: str):
     """A short run of `benchmarks/hostile_forms.py`, which measures how long the others wait."""
     pytest.importorskip("llguidance")

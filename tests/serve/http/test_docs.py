@@ -12,6 +12,7 @@ import pytest
 PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 
 
+@pytest.mark.long
 def test_the_programs_of_the_page_run(
     client: openai.OpenAI, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

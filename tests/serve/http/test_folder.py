@@ -20,6 +20,7 @@ def engine(folder: Deployment) -> serve.Engine:
     return folder.served.engine(serve.Capacity(longest=96, slots=1))
 
 
+@pytest.mark.long
 def test_a_conversation_is_what_the_template_writes(
     folder_client: openai.OpenAI, folder: Deployment, engine: serve.Engine
 ):

@@ -222,6 +222,7 @@ def test_who_does_not_read_is_cut_off(second: tuple[str, Deployment]):
     )
 
 
+@pytest.mark.long
 def test_newer_weights_are_served_without_a_dropped_request(
     second: tuple[str, Deployment], others: tuple[serving.Served, Any], engine: serving.Engine
 ):
