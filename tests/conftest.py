@@ -327,3 +327,18 @@ def _case(item: pytest.Item) -> Case:
         matrix=item.get_closest_marker("matrix") is not None,
         long=item.get_closest_marker("long") is not None,
     )
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]):
+    """Runs a command; returns (exit code, stdout, stderr)."""
+
+    from shardlib.cli import main
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(words))
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return run

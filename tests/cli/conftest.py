@@ -24,19 +24,6 @@ max_seq = 64
 
 
 @pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]):
-    """Runs a command; returns (exit code, stdout, stderr)."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(list(words))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return run
-
-
-@pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
     path.write_text(PLAN.to_json())

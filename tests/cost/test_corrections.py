@@ -46,10 +46,9 @@ from shardlib.machines.topology import Topology, place, topology
 from shardlib.planner import planner
 from shardlib.planner.assembly import price
 from shardlib.planner.plan import Plan
-from shardlib.planner.workload import Workload
 from shardlib.report.text import explain
 from shardlib.verification.report import other_compiler
-from tests.planner import worlds
+from tests.planner.worlds import workload
 
 PIN = {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2}
 KEY = ("v5e", (("jax", "0.10.2"), ("jaxlib", "0.10.2"), ("libtpu", "0.0.42")))
@@ -59,10 +58,6 @@ PATH = {
     "median_error_after": 0.1,
     "held_out_error": 0.1,
 }
-
-
-def workload() -> Workload:
-    return worlds.prepared(worlds.layers)
 
 
 def samples(rng: np.random.Generator, count: int, factor: float | None = None) -> list[Sample]:

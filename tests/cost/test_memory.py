@@ -20,13 +20,10 @@ from shardlib.machines.topology import place, topology
 from shardlib.planner import planner
 from shardlib.planner.assembly import price
 from shardlib.planner.stored import Candidate
-from shardlib.planner.workload import Workload, prepare
+from shardlib.planner.workload import prepare
 from shardlib.propagation.colours import Choice
 from tests.planner import worlds
-
-
-def workload() -> Workload:
-    return worlds.prepared(worlds.layers)
+from tests.planner.worlds import workload
 
 
 def chain(*kinds: str) -> Graph:

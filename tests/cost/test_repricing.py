@@ -15,12 +15,7 @@ from shardlib.cost.pricing import group_seconds, reprice
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner import planner
-from shardlib.planner.workload import Workload
-from tests.planner import worlds
-
-
-def workload() -> Workload:
-    return worlds.prepared(worlds.layers)
+from tests.planner.worlds import workload
 
 
 @pytest.mark.long

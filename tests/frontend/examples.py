@@ -14,6 +14,8 @@ import optax
 ROWS, WIDE, VOCAB, SEQ = 16, 32, 24, 8
 State = dict[str, Any]
 Batch = dict[str, Any]
+#: `jax.value_and_grad`, or that of shardlib.
+ValueAndGrad = Callable[..., Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,11 @@ def nll(logits: jax.Array, ids: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:])
 
 
-def language_model() -> Example:
+def unit(x: jax.Array) -> jax.Array:
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def language_model(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """One model, gradients clipped by their norm."""
     # Adam's first update is the sign of the gradient: a large eps keeps rounding out of it.
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
@@ -94,11 +100,11 @@ def language_model() -> Example:
         params = lm_init(key)
         return {"params": params, "opt": optimizer.init(params), "steps": jnp.zeros((), jnp.int32)}
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        def loss(params: State) -> jax.Array:
-            return nll(lm(params, batch["ids"]), batch["ids"]).mean()
+    def loss(params: State, batch: Batch) -> jax.Array:
+        return nll(lm(params, batch["ids"]), batch["ids"]).mean()
 
-        value, gradients = jax.value_and_grad(loss)(state["params"])
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        value, gradients = value_and_grad(loss)(state["params"], batch)
         updates, opt = optimizer.update(gradients, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt": opt, "steps": state["steps"] + 1}, {"loss": value}
@@ -106,7 +112,7 @@ def language_model() -> Example:
     return Example(init, step, {"ids": tokens(0)})
 
 
-def gan() -> Example:
+def gan(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """Two models and two optimizers, of which one works in every second step."""
     make, judge = optax.adam(1e-3, b1=0.5), optax.rmsprop(1e-3)
 
@@ -121,22 +127,21 @@ def gan() -> Example:
             "steps": jnp.zeros((), jnp.int32),
         }
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        def judged(d: Any) -> jax.Array:
-            both = jnp.concatenate([batch["real"], mlp(state["g"], batch["noise"])])
-            found = mlp(d, both)[:, 0]
-            real, fake = jnp.split(found, 2)
-            return jax.nn.softplus(-real).mean() + jax.nn.softplus(fake).mean()
+    def judged(d: Any, batch: Batch, g: Any) -> jax.Array:
+        both = jnp.concatenate([batch["real"], mlp(g, batch["noise"])])
+        real, fake = jnp.split(mlp(d, both)[:, 0], 2)
+        return jax.nn.softplus(-real).mean() + jax.nn.softplus(fake).mean()
 
-        d_loss, gradients = jax.value_and_grad(judged)(state["d"])
+    def made(g: Any, noise: jax.Array, d: Any) -> jax.Array:
+        return jax.nn.softplus(-mlp(d, mlp(g, noise))[:, 0]).mean()
+
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        d_loss, gradients = value_and_grad(judged)(state["d"], batch, state["g"])
         updates, judging = judge.update(gradients, state["judge"], state["d"])
         d = optax.apply_updates(state["d"], updates)
 
-        def made(g: Any) -> jax.Array:
-            return jax.nn.softplus(-mlp(d, mlp(g, batch["noise"]))[:, 0]).mean()
-
         def train(_: None) -> tuple[Any, Any, jax.Array]:
-            loss, gradients = jax.value_and_grad(made)(state["g"])
+            loss, gradients = value_and_grad(made)(state["g"], batch["noise"], d)
             updates, making = make.update(gradients, state["make"])
             return optax.apply_updates(state["g"], updates), making, loss
 
@@ -149,7 +154,7 @@ def gan() -> Example:
     return Example(init, step, {"real": drawn(1, ROWS, 16), "noise": drawn(2, ROWS, 8)})
 
 
-def distillation() -> Example:
+def distillation(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """A frozen teacher."""
     optimizer = optax.adamw(1e-2, eps=1e-3)
 
@@ -158,15 +163,15 @@ def distillation() -> Example:
         student = lm_init(a)
         return {"student": student, "teacher": lm_init(b), "opt": optimizer.init(student)}
 
+    def loss(student: State, batch: Batch) -> jax.Array:
+        logits = lm(student, batch["ids"])
+        near = optax.kl_divergence(jax.nn.log_softmax(logits / 2), batch["wanted"]).mean() * 4
+        return near + nll(logits, batch["ids"]).mean() / 2
+
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         wanted = jax.nn.softmax(lm(state["teacher"], batch["ids"]) / 2)
-
-        def loss(student: State) -> jax.Array:
-            logits = lm(student, batch["ids"])
-            near = optax.kl_divergence(jax.nn.log_softmax(logits / 2), wanted).mean() * 4
-            return near + nll(logits, batch["ids"]).mean() / 2
-
-        value, gradients = jax.value_and_grad(loss)(state["student"])
+        given = {**batch, "wanted": wanted}
+        value, gradients = value_and_grad(loss)(state["student"], given)
         updates, opt = optimizer.update(gradients, state["opt"], state["student"])
         student = optax.apply_updates(state["student"], updates)
         return {**state, "student": student, "opt": opt}, {"loss": value}
@@ -174,7 +179,7 @@ def distillation() -> Example:
     return Example(init, step, {"ids": tokens(3)})
 
 
-def dpo() -> Example:
+def dpo(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """Preferences, with adapters over a reference model that stays."""
     optimizer = optax.adam(1e-2)
 
@@ -186,29 +191,29 @@ def dpo() -> Example:
         }
         return {"base": lm_init(a), "lora": lora, "opt": optimizer.init(lora)}
 
+    def likely(params: State, ids: jax.Array) -> jax.Array:
+        return -nll(lm(params, ids), ids).sum(-1)
+
+    def loss(lora: State, batch: Batch, base: State) -> tuple[jax.Array, dict[str, jax.Array]]:
+        adapted = {**base, "up": base["up"] + lora["a"] @ lora["b"]}
+        better, worse = (
+            likely(adapted, batch[name]) - likely(base, batch[name])
+            for name in ("chosen", "rejected")
+        )
+        margin = 0.1 * (better - worse)
+        return -jax.nn.log_sigmoid(margin).mean(), {"right": (margin > 0).mean()}
+
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        both = jnp.concatenate([batch["chosen"], batch["rejected"]])
-
-        def likely(params: State) -> jax.Array:
-            return -nll(lm(params, both), both).sum(-1)
-
-        reference = likely(state["base"])
-
-        def loss(lora: State) -> tuple[jax.Array, jax.Array]:
-            adapted = {**state["base"], "up": state["base"]["up"] + lora["a"] @ lora["b"]}
-            better, worse = jnp.split(likely(adapted) - reference, 2)
-            margin = 0.1 * (better - worse)
-            return -jax.nn.log_sigmoid(margin).mean(), (margin > 0).mean()
-
-        (value, right), gradients = jax.value_and_grad(loss, has_aux=True)(state["lora"])
+        marked = value_and_grad(loss, has_aux=True)
+        (value, aux), gradients = marked(state["lora"], batch, state["base"])
         updates, opt = optimizer.update(gradients, state["opt"])
         lora = optax.apply_updates(state["lora"], updates)
-        return {**state, "lora": lora, "opt": opt}, {"loss": value, "right": right}
+        return {**state, "lora": lora, "opt": opt}, {"loss": value, **aux}
 
     return Example(init, step, {"chosen": tokens(4), "rejected": tokens(5)})
 
 
-def ppo() -> Example:
+def ppo(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """A rollout of a toy environment and several epochs over it, in one step."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3))
     push = jnp.asarray(drawn(6, 4, 3)) / 4
@@ -217,6 +222,14 @@ def ppo() -> Example:
         a, b, c = jax.random.split(key, 3)
         nets = {"actor": mlp_init(a, 3, WIDE, 4), "critic": mlp_init(b, 3, WIDE, 1)}
         return {"nets": nets, "opt": optimizer.init(nets), "key": c}
+
+    def loss(nets: State, batch: Batch) -> jax.Array:
+        value = mlp(nets["critic"], batch["seen"])[..., 0]
+        new = jax.nn.log_softmax(mlp(nets["actor"], batch["seen"]))
+        picked = jnp.take_along_axis(new, batch["chosen"][..., None], -1)[..., 0]
+        ratio, gain = jnp.exp(picked - batch["logp"]), batch["gain"]
+        clipped = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
+        return -clipped.mean() + 0.5 * ((value - batch["returns"]) ** 2).mean()
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         key, draw = jax.random.split(state["key"])
@@ -232,21 +245,15 @@ def ppo() -> Example:
             act, batch["start"], jax.random.split(draw, 6)
         )
         returns = jax.lax.scan(
-            lambda ahead, now: (now + 0.9 * ahead,) * 2, jnp.zeros(ROWS), reward, reverse=True
+            lambda ahead, now: (now + 0.9 * ahead,) * 2, reward[0] * 0, reward, reverse=True
         )[1]
-
-        def loss(nets: State) -> jax.Array:
-            value = mlp(nets["critic"], seen)[..., 0]
-            gain = jax.lax.stop_gradient(returns - value)
-            gain = (gain - gain.mean()) / (gain.std() + 1e-6)
-            new = jax.nn.log_softmax(mlp(nets["actor"], seen))
-            ratio = jnp.exp(jnp.take_along_axis(new, chosen[..., None], -1)[..., 0] - logp)
-            clipped = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
-            return -clipped.mean() + 0.5 * ((value - returns) ** 2).mean()
+        gain = returns - mlp(state["nets"]["critic"], seen)[..., 0]
+        gain = (gain - gain.mean()) / (gain.std() + 1e-6)
+        rollout = {"seen": seen, "chosen": chosen, "logp": logp, "gain": gain, "returns": returns}
 
         def epoch(carry: Any, _: None) -> tuple[Any, jax.Array]:
             nets, opt = carry
-            value, gradients = jax.value_and_grad(loss)(nets)
+            value, gradients = value_and_grad(loss)(nets, rollout)
             updates, opt = optimizer.update(gradients, opt, nets)
             return (optax.apply_updates(nets, updates), opt), value
 
@@ -259,12 +266,9 @@ def ppo() -> Example:
     return Example(init, step, {"start": drawn(7, ROWS, 3)})
 
 
-def contrastive() -> Example:
+def contrastive(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """Two views of every row against a queue of earlier ones, and a slow encoder."""
     optimizer = optax.sgd(1e-2, momentum=0.9)
-
-    def unit(x: jax.Array) -> jax.Array:
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
     def init(key: jax.Array) -> State:
         a, b = jax.random.split(key)
@@ -276,26 +280,26 @@ def contrastive() -> Example:
             "queue": unit(jax.random.normal(b, (4 * ROWS, 8))),
         }
 
+    def loss(encoder: Any, batch: Batch, queue: jax.Array) -> jax.Array:
+        queries = unit(mlp(encoder, batch["one"]))
+        right = (queries * batch["keys"]).sum(-1, keepdims=True)
+        logits = jnp.concatenate([right, queries @ queue.T], -1) / 0.1
+        return -jax.nn.log_softmax(logits)[:, 0].mean()
+
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         keys = unit(mlp(state["slow"], batch["two"]))
-
-        def loss(encoder: Any) -> jax.Array:
-            queries = unit(mlp(encoder, batch["one"]))
-            right = (queries * keys).sum(-1, keepdims=True)
-            logits = jnp.concatenate([right, queries @ state["queue"].T], -1) / 0.1
-            return -jax.nn.log_softmax(logits)[:, 0].mean()
-
-        value, gradients = jax.value_and_grad(loss)(state["encoder"])
+        given = {"one": batch["one"], "keys": keys}
+        value, gradients = value_and_grad(loss)(state["encoder"], given, state["queue"])
         updates, opt = optimizer.update(gradients, state["opt"])
         encoder = optax.apply_updates(state["encoder"], updates)
         slow = optax.incremental_update(encoder, state["slow"], 0.05)
-        queue = jnp.concatenate([keys, state["queue"][:-ROWS]])
+        queue = jnp.concatenate([keys, state["queue"][: -len(keys)]])
         return {"encoder": encoder, "slow": slow, "opt": opt, "queue": queue}, {"loss": value}
 
     return Example(init, step, {"one": drawn(8, ROWS, 16), "two": drawn(9, ROWS, 16)})
 
 
-def two_towers() -> Example:
+def two_towers(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """Users and items by their embeddings, with a softmax over sampled items."""
     optimizer = optax.adagrad(0.1)
 
@@ -309,16 +313,17 @@ def two_towers() -> Example:
         }
         return {"params": params, "opt": optimizer.init(params)}
 
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        def loss(params: State) -> jax.Array:
-            user = mlp(params["user"], params["users"][batch["user"]])
-            item = mlp(params["item"], params["items"][batch["item"]])
-            others = mlp(params["item"], params["items"][batch["sampled"]])
-            right = (user * item).sum(-1, keepdims=True)
-            logits = jnp.concatenate([right, user @ others.T - jnp.log(24 / 96)], -1)
-            return -jax.nn.log_softmax(logits)[:, 0].mean()
+    def loss(params: State, batch: Batch, sampled: jax.Array) -> jax.Array:
+        user = mlp(params["user"], params["users"][batch["user"]])
+        item = mlp(params["item"], params["items"][batch["item"]])
+        others = mlp(params["item"], params["items"][sampled])
+        right = (user * item).sum(-1, keepdims=True)
+        logits = jnp.concatenate([right, user @ others.T - jnp.log(24 / 96)], -1)
+        return -jax.nn.log_softmax(logits)[:, 0].mean()
 
-        value, gradients = jax.value_and_grad(loss)(state["params"])
+    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        rows = {name: batch[name] for name in ("user", "item")}
+        value, gradients = value_and_grad(loss)(state["params"], rows, batch["sampled"])
         updates, opt = optimizer.update(gradients, state["opt"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {
             "loss": value
@@ -337,7 +342,7 @@ def two_towers() -> Example:
     )
 
 
-def meta_learning() -> Example:
+def meta_learning(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """An inner loop of gradient steps for each task, and gradients through it."""
     optimizer = optax.adam(1e-2)
 
@@ -345,20 +350,20 @@ def meta_learning() -> Example:
         params = mlp_init(key, 4, WIDE, 1)
         return {"params": params, "opt": optimizer.init(params)}
 
+    def fit(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return ((mlp(params, x)[:, 0] - y) ** 2).mean()
+
+    def task(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        for _ in range(2):
+            gradients = jax.grad(fit)(params, x[:4], y[:4])
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        return fit(params, x[4:], y[4:])
+
+    def loss(params: Any, batch: Batch) -> jax.Array:
+        return jax.vmap(task, (None, 0, 0))(params, batch["x"], batch["y"]).mean()
+
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        def fit(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-            return ((mlp(params, x)[:, 0] - y) ** 2).mean()
-
-        def task(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-            for _ in range(2):
-                gradients = jax.grad(fit)(params, x[:4], y[:4])
-                params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
-            return fit(params, x[4:], y[4:])
-
-        def loss(params: Any) -> jax.Array:
-            return jax.vmap(task, (None, 0, 0))(params, batch["x"], batch["y"]).mean()
-
-        value, gradients = jax.value_and_grad(loss)(state["params"])
+        value, gradients = value_and_grad(loss)(state["params"], batch)
         updates, opt = optimizer.update(gradients, state["opt"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {
             "loss": value
@@ -367,7 +372,7 @@ def meta_learning() -> Example:
     return Example(init, step, {"x": drawn(11, ROWS, 8, 4), "y": drawn(12, ROWS, 8)})
 
 
-def ema_teacher() -> Example:
+def ema_teacher(value_and_grad: ValueAndGrad = jax.value_and_grad) -> Example:
     """A teacher that follows its student slowly, and random numbers in the state."""
     optimizer = optax.chain(optax.scale_by_adam(eps=1e-3), optax.scale(-1e-2))
 
@@ -381,16 +386,16 @@ def ema_teacher() -> Example:
             "key": b,
         }
 
+    def loss(student: State, batch: Batch) -> jax.Array:
+        found = lm(student, jnp.where(batch["hidden"], 0, batch["ids"]))
+        far = (found - batch["wanted"]) ** 2
+        return jnp.where(batch["hidden"][..., None], far, 0).mean()
+
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         key, draw = jax.random.split(state["key"])
         hidden = jax.random.bernoulli(draw, 0.3, batch["ids"].shape)
-        wanted = lm(state["teacher"], batch["ids"])
-
-        def loss(student: State) -> jax.Array:
-            found = lm(student, jnp.where(hidden, 0, batch["ids"]))
-            return jnp.where(hidden[..., None], (found - wanted) ** 2, 0).mean()
-
-        value, gradients = jax.value_and_grad(loss)(state["student"])
+        given = {**batch, "hidden": hidden, "wanted": lm(state["teacher"], batch["ids"])}
+        value, gradients = value_and_grad(loss)(state["student"], given)
         updates, opt = optimizer.update(gradients, state["opt"])
         student = optax.apply_updates(state["student"], updates)
         teacher = optax.incremental_update(student, state["teacher"], 0.02)
@@ -399,7 +404,7 @@ def ema_teacher() -> Example:
     return Example(init, step, {"ids": tokens(13)})
 
 
-EXAMPLES: dict[str, Callable[[], Example]] = {
+EXAMPLES: dict[str, Callable[..., Example]] = {
     one.__name__: one
     for one in (
         language_model,

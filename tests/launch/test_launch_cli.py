@@ -10,24 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardlib.cli import main
 from shardlib.errors import LaunchError
 from shardlib.launch.kubernetes import KubernetesSettings
 from shardlib.launch.slurm import SlurmSettings
 from shardlib.launch.submission import settings_of
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]):
-    """Runs a command; returns (exit code, stdout, stderr)."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(list(words))
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return run
 
 
 @pytest.fixture

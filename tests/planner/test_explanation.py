@@ -20,15 +20,12 @@ from shardlib.planner.questions import SHOCK, constraints, staircase
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import WIDTH
 from tests.planner import worlds
+from tests.planner.worlds import workload
 
 GB = 10**9
 
 
 FOUND: dict[str, Plan] = {}
-
-
-def workload() -> Workload:
-    return worlds.prepared(worlds.layers)
 
 
 def perceptron() -> Workload:

@@ -20,14 +20,9 @@ from shardlib.planner import planner
 from shardlib.planner.answers import Replan, Shards, lost_elements, moved_elements
 from shardlib.planner.plan import Plan
 from shardlib.planner.scaling import KEPT
-from shardlib.planner.workload import Workload
 from shardlib.report.elements import WIDTH
 from tests.planner import worlds
-
-
-def workload() -> Workload:
-    return worlds.prepared(worlds.layers)
-
+from tests.planner.worlds import workload
 
 FOUND: dict[str, Plan] = {}
 

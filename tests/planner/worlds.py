@@ -293,3 +293,8 @@ def prepared(make: Callable[..., Problem], **sizes: int) -> Workload:
 def made(make: Callable[..., Problem], **sizes: int) -> Problem:
     """A world, traced once in a process."""
     return make(**sizes)
+
+
+def workload() -> Workload:
+    """The layers, prepared for any chips."""
+    return prepared(layers)

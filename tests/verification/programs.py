@@ -13,6 +13,21 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.layout import MESH_AXES
+from shardlib.models.config import TransformerConfig
+
+#: A model that compiles in seconds.
+CONFIG = TransformerConfig(
+    name="tiny",
+    vocab_size=256,
+    layers=2,
+    embed=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    mlp=128,
+    max_seq=32,
+    compute_dtype="float32",
+)
 
 LAYERS, EMBED, MLP, ROWS = 3, 512, 1024, 64
 FSDP, TENSOR = 4, 2

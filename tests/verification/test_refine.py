@@ -26,27 +26,14 @@ from shardlib.errors import (
 )
 from shardlib.findings import Finding
 from shardlib.machines.topology import Topology, place, topology
-from shardlib.models.config import TransformerConfig
 from shardlib.planner import planner
 from shardlib.planner.plan import Plan, Ranked
-from shardlib.planner.workload import Workload
 from shardlib.report.text import explain
 from shardlib.verification.refining import COMPILATIONS, one_of_each_policy, refine
 from shardlib.verification.report import CompiledStep, Verification
-from tests.planner import worlds
+from tests.planner.worlds import workload
+from tests.verification.programs import CONFIG
 
-CONFIG = TransformerConfig(
-    name="tiny",
-    vocab_size=256,
-    layers=2,
-    embed=64,
-    heads=4,
-    kv_heads=4,
-    head_dim=16,
-    mlp=128,
-    max_seq=32,
-    compute_dtype="float32",
-)
 INIT, LOSS = models.build(CONFIG)
 BATCH = models.example_batch(CONFIG, 16, 32)
 BOX = """
@@ -63,10 +50,6 @@ shape = [8]
 bytes_per_s = 5e9
 latency_s = 1e-4
 """
-
-
-def workload() -> Workload:
-    return worlds.prepared(worlds.layers)
 
 
 @pytest.fixture

@@ -21,25 +21,13 @@ from shardlib.errors import VerificationError
 from shardlib.findings import Finding
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
-from shardlib.models.config import TransformerConfig
 from shardlib.verification import report as compare
 from shardlib.verification.hlo import Found
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
 from shardlib.verification.timelines import read_traffic
+from tests.verification.programs import CONFIG
 
-CONFIG = TransformerConfig(
-    name="tiny",
-    vocab_size=256,
-    layers=2,
-    embed=64,
-    heads=4,
-    kv_heads=4,
-    head_dim=16,
-    mlp=128,
-    max_seq=32,
-    compute_dtype="float32",
-)
 INIT, LOSS = models.build(CONFIG)
 BATCH = models.example_batch(CONFIG, 16, 32)
 PINS = {"mesh": {"fsdp": 4, "tensor": 2}, "microbatches": 1, "remat": "none", "zero": 3}
