@@ -133,6 +133,12 @@ sharded_step = importlib.reload(sharded_step)
     ),
     "partial_training": Page(
         before={
+            1: """
+first = program.module(program.init(seed=0))
+assert np.array_equal(first.up.kernel[...], model.up.kernel[...])
+assert not first.up.lora.lora_b[...].any() and model.up.lora.lora_b[...].any()
+assert state.params["up"]["kernel"].addressable_shards[0].data.size == 64 * 256 // 8
+""",
             2: "optimizer = optax.adamw(1e-3)",
             3: """
 class Layer(nnx.Module):
@@ -205,7 +211,7 @@ head_dim = 8
         holds="np.allclose(result, mixed, atol=1e-5)",
     ),
     "islands": Page(
-        unrun={1: "runs as two processes in remote/test_docs.py"},
+        unrun={1: "runs as two processes in islands/servers/test_islands_docs.py"},
         before={2: "data = lambda step: batch"},
         holds="Path('runs/a').exists()",
     ),
@@ -283,7 +289,7 @@ given = program.state_dict(program.init(seed=3))
 save_file({name: np.asarray(value) for name, value in given.items()}, "folder/a.safetensors")
 """,
         },
-        unrun={0: "runs in serving/test_folders.py"},
+        unrun={0: "runs in serve/test_folders.py"},
         holds="all(np.array_equal(program.state_dict(state)[name], given[name]) for name in given)",
     ),
     "data": Page(unrun={0: "reads until it is stopped", 1: "needs a bucket of the network"}),
@@ -351,7 +357,7 @@ start, tokens = 1, (4, 5, 6)
         },
         holds="engine.run() is None",
     ),
-    "serving": Page(unrun={0: "runs in serving/test_docs.py", 1: TPU}),
+    "serving": Page(unrun={0: "runs in serve/test_docs.py", 1: TPU}),
     "serving_plans": Page(
         before={
             0: """
@@ -371,6 +377,14 @@ other = shardlib.plan_serving(init, forward, topology="v5e:4x4", prompt=256, out
     ),
     "steps": Page(
         before={
+            1: """
+for one, plain in zip(
+    jax.tree.leaves((state, metrics)),
+    jax.tree.leaves(jax.jit(step)(init(jax.random.key(0)), batch)),
+    strict=True,
+):
+    np.testing.assert_allclose(one, plain, atol=1e-5)
+""",
             2: """
 nll = optax.softmax_cross_entropy_with_integer_labels
 
@@ -384,19 +398,18 @@ def forward(params, ids):
 batch = {"ids": np.ones((32, 16), np.int32)}
 """,
         },
-        unrun={0: "runs in steps/test_docs.py"},
         holds="program.plan.microbatches == 4",
     ),
 }
 #: Pages whose programs run in a test of their own.
 ELSEWHERE = {
-    "coming_from": "test_how_to.py",
-    "does_not_fit": "test_how_to.py",
-    "it_is_slow": "test_how_to.py",
+    "coming_from": "docs/test_how_to.py",
+    "does_not_fit": "docs/test_how_to.py",
+    "it_is_slow": "docs/test_how_to.py",
     "your_model": "annotation/test_your_model.py",
-    "server": "http/test_docs.py",
-    "parameter_server": "servers/test_docs.py",
-    "federated": "federated/test_simulation.py",
+    "server": "serve/http/test_docs.py",
+    "parameter_server": "islands/servers/test_docs.py",
+    "federated": "islands/federated/test_simulation.py",
 }
 #: Searches and kernels of several seconds.
 LONG = {"booking", "collective_matmul", "experts", "long_context", "pins", "requests"}
