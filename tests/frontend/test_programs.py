@@ -221,7 +221,7 @@ def test_a_state_that_is_gone_or_of_another_program_is_refused():
     program.step(state, example.batch)
     with pytest.raises(StateError, match="donated"):
         program.step(state, example.batch)
-    with pytest.raises(StateError, match="no state of the program"):
+    with pytest.raises(StateError, match="not a state of the program"):
         program.step({"params": 1}, example.batch)
     with pytest.raises(BatchError):
         program.step(program.init(), {"x": jnp.zeros((3, 8, 4)), "y": jnp.zeros((3, 8))})
