@@ -47,7 +47,7 @@ from shardlib.islands.servers.crew import END_SECONDS, ended, environment
 from shardlib.islands.servers.island import Exchanging, Island, SeveralProcesses
 from shardlib.islands.servers.relay import Link, Relay, meeting_finding, read_link
 from shardlib.islands.servers.rounds import HOLD_SECONDS, Outline, Rounds
-from shardlib.islands.servers.rounds_process import SETTINGS, ServerSettings
+from shardlib.islands.servers.rounds_process import SETTINGS, OuterServerSettings
 from shardlib.islands.servers.rounds_process import TOKEN as rounds_process_TOKEN
 from shardlib.islands.servers.wire import STARTER, Ask, Connection
 from shardlib.lowering.program import Program
@@ -361,7 +361,7 @@ class OuterServer:
     def _watched(self) -> None:
         """Starts the server as often as it may be: in one thread, with which it would end."""
         assert self.run is not None and self.port is not None
-        settings = ServerSettings(
+        settings = OuterServerSettings(
             islands=self.islands, rounds=self.rounds, host=self.host, port=self.port
         )
         variables = environment(

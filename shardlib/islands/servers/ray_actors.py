@@ -17,7 +17,7 @@ from typing import Protocol
 
 from shardlib.errors import LaunchError, MissingPackageError
 from shardlib.islands.servers.crew import Asked, Trained, environment
-from shardlib.islands.servers.server_process import read_settings, service_of
+from shardlib.islands.servers.server_process import ServerSettings, service_of
 from shardlib.islands.servers.wire import (
     STARTER,
     Answer,
@@ -28,7 +28,7 @@ from shardlib.islands.servers.wire import (
     read_answer,
     read_ask,
 )
-from shardlib.islands.servers.worker_process import SETTINGS, read_worker_settings, trained_by
+from shardlib.islands.servers.worker_process import SETTINGS, WorkerSettings, trained_by
 from shardlib.processes.wire import Outgoing, pack, unpack
 from shardlib.untrusted.data import JsonObject, fit, printable
 
@@ -60,7 +60,7 @@ class ServerActor:
         settings: of the server, as text.
         folder: of the run.
         """
-        parsed = read_settings(settings)
+        parsed = ServerSettings.read(settings)
         _say_pid(Path(folder), f"server-{parsed.server}")
         self._service = service_of(parsed, Path(folder))
 
@@ -79,7 +79,7 @@ class WorkerActor:
 
     def run(self, settings: str, folder: str, servers: Sequence[Handle]) -> None:
         """Trains."""
-        parsed = read_worker_settings(settings)
+        parsed = WorkerSettings.read(settings)
         links = [
             RayLink(
                 server=server, handle=handle, worker=parsed.worker, patience_s=parsed.patience_s

@@ -7,15 +7,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlib.errors import LaunchError
 from shardlib.islands.servers.rounds import FILE, Last, Rounds, RoundService, Short
 from shardlib.islands.servers.server import Listening
-from shardlib.islands.servers.server_process import run, serve
-from shardlib.untrusted.data import Form, construct, parse_json
+from shardlib.islands.servers.server_process import ProcessSettings, run, serve
 
 #: Variables of the environment.
 SETTINGS, TOKEN = "SHARDLIB_ROUNDS", "SHARDLIB_MEETING_TOKEN"
@@ -26,7 +24,7 @@ ADDRESS = "outer.address"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class OuterServerSettings(ProcessSettings):
     """Settings of the outer server.
 
     Attributes:
@@ -36,31 +34,18 @@ class ServerSettings:
         port: of it.
     """
 
+    what = "the settings of the outer server"
+    words = Short
+
     islands: int
     rounds: Rounds
     host: str
     port: int
 
-    def to_json(self) -> str:
-        """The settings as text."""
-        return json.dumps(asdict(self))
-
-
-def read_settings(text: str) -> ServerSettings:
-    """The settings of a text."""
-    what = "the settings of the outer server"
-    return construct(
-        ServerSettings,
-        parse_json(text, what, LaunchError),
-        what,
-        LaunchError,
-        forms={Short: Form(plain=str, build=str)},
-    )
-
 
 def main(folder: Path) -> None:
     """Serves until it is ended; SIGTERM saves first."""
-    settings = read_settings(os.environ[SETTINGS])
+    settings = OuterServerSettings.read(os.environ[SETTINGS])
     began = [time.time()]
 
     def say(text: str) -> None:

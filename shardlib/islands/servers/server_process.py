@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.islands.exchanges import Asynchronous, Rule
@@ -33,7 +33,28 @@ class Saves(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class ProcessSettings:
+    """Settings with which a process is started, as text."""
+
+    #: How messages call them.
+    what: ClassVar[str]
+    #: The type of a field that is one of some words.
+    words: ClassVar[Any]
+
+    def to_json(self) -> str:
+        """The settings as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The settings of a text."""
+        data = parse_json(text, cls.what, LaunchError)
+        forms = {cls.words: Form(plain=str, build=str)}
+        return construct(cls, data, cls.what, LaunchError, forms=forms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ProcessSettings):
     """Settings of a server.
 
     Attributes:
@@ -44,26 +65,14 @@ class ServerSettings:
         host: address to listen at.
     """
 
+    what = "the settings of a server"
+    words = Rule
+
     server: int
     exchange: Asynchronous
     save_every: int
     silent_s: float
     host: str
-
-    def to_json(self) -> str:
-        """The settings as text."""
-        return json.dumps(asdict(self))
-
-
-def read_settings(text: str) -> ServerSettings:
-    """The settings of a text."""
-    return construct(
-        ServerSettings,
-        parse_json(text, "the settings of a server", LaunchError),
-        "the settings of a server",
-        LaunchError,
-        forms={Rule: Form(plain=str, build=str)},
-    )
 
 
 def service_of(settings: ServerSettings, folder: Path) -> Service:
@@ -79,7 +88,7 @@ def service_of(settings: ServerSettings, folder: Path) -> Service:
 
 def main(folder: Path) -> None:
     """Serves until it is ended; SIGTERM saves first."""
-    settings = read_settings(os.environ[SETTINGS])
+    settings = ServerSettings.read(os.environ[SETTINGS])
     service = service_of(settings, folder)
     listening = Listening(service=service, secret=os.environ[SECRET], host=settings.host)
 
@@ -100,7 +109,7 @@ def serve(listening: Listening, service: Saves, address: Path) -> None:
 
 
 def run(main: Callable[[Path], None]) -> None:
-    """Runs a server for the folder that the command line names; an error is one line."""
+    """Runs a process for the folder that the command line names; an error is one line."""
     try:
         main(Path(sys.argv[1]))
     except ShardlibError as error:

@@ -6,25 +6,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from shardlib.errors import LaunchError, ShardlibError
 from shardlib.islands.exchanges import Asynchronous, Rule
 from shardlib.islands.servers.server import write
-from shardlib.islands.servers.server_process import SECRET
+from shardlib.islands.servers.server_process import SECRET, ProcessSettings, run
 from shardlib.islands.servers.wire import Connection, Link, listed
 from shardlib.islands.servers.worker import Computing, Reference, Worker, load_job
-from shardlib.untrusted.data import Form, construct, parse_json
 
 #: Variable of the environment.
 SETTINGS = "SHARDLIB_WORKER"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
+class WorkerSettings(ProcessSettings):
     """Settings of a worker.
 
     Attributes:
@@ -36,16 +33,15 @@ class WorkerSettings:
         bucket_bytes: of elements that cross together.
     """
 
+    what = "the settings of a worker"
+    words = Rule
+
     worker: int
     exchange: Asynchronous
     job: Reference
     steps: int
     patience_s: float
     bucket_bytes: int
-
-    def to_json(self) -> str:
-        """The settings as text."""
-        return json.dumps(asdict(self))
 
 
 def log_file(folder: Path, worker: int) -> Path:
@@ -62,17 +58,6 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the trained parameters by path, as a worker has written them."""
     first = min(folder.glob("worker-*.shapes"))
     return {path: tuple(shape) for path, shape in json.loads(first.read_text()).items()}
-
-
-def read_worker_settings(text: str) -> WorkerSettings:
-    """The settings of a text."""
-    return construct(
-        WorkerSettings,
-        parse_json(text, "the settings of a worker", LaunchError),
-        "the settings of a worker",
-        LaunchError,
-        forms={Rule: Form(plain=str, build=str)},
-    )
 
 
 def trained_by(settings: WorkerSettings, folder: Path, links: Sequence[Link]) -> None:
@@ -94,7 +79,7 @@ def trained_by(settings: WorkerSettings, folder: Path, links: Sequence[Link]) ->
 
 def main(folder: Path) -> None:
     """Trains as the worker that the environment describes."""
-    settings = read_worker_settings(os.environ[SETTINGS])
+    settings = WorkerSettings.read(os.environ[SETTINGS])
     links = [
         Connection(
             where=listed(folder, server),
@@ -109,8 +94,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except ShardlibError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    run(main)
