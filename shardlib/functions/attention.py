@@ -120,7 +120,9 @@ def _no_numbers(numbers: Mapping[str, float]) -> list[str]:
             number = math.nan
         shown = value if isinstance(value, str | int | float) else type(value).__name__
         if not math.isfinite(number):
-            wrong.append(f"{name} is {shown!r} and no finite number that is known when tracing")
+            wrong.append(
+                f"{name} is {shown!r}, which is not a finite number that is known when tracing"
+            )
         elif name == "softcap" and number < 0:
             wrong.append(f"softcap={number:g} is negative; it is 0 for none")
     return wrong

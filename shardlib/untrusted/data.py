@@ -380,7 +380,7 @@ def _check(root: Any, limits: Limits) -> None:
             raise _Refused(
                 f"{shown(value)} is "
                 + (
-                    "no finite number"
+                    "not a finite number"
                     if isinstance(value, float) and not math.isfinite(value)
                     else "too large a number"
                 )

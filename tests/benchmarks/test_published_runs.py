@@ -232,7 +232,7 @@ def test_alpa_trains_experts_with_adafactor() -> None:
         ({"task": "lora"}, "adapters"),
         ({"measured": {"mfu": 0.5}}, "nothing that is predicted"),
         ({"framework": "another"}, "no stack"),
-        ({"micro_batch_size": 256}, "no whole number"),
+        ({"micro_batch_size": 256}, "not a whole number"),
         ({"num_devices": 0, "num_chips": 0}, "0 devices"),
     ),
 )

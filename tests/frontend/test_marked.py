@@ -276,7 +276,7 @@ def made_of_several(state: State, batch: Batch) -> Any:
     [
         (small(contrastive).step, {"microbatches": 2}, PinError, "rows meet other rows"),
         (small(by_rows, has_aux=True).step, {"mesh": {"stage": 2}}, PinError, "every row, .*aux"),
-        (made_of_several, {}, TracingError, "no arrays of the state"),
+        (made_of_several, {}, TracingError, "not arrays of the state"),
         (small(masked, has_aux=True).step, {"offload": ["optimizer"]}, PinError, "updates its"),
         (small(masked, has_aux=True).step, {"moment_dtype": "bfloat16"}, PinError, "updates its"),
         (small(lambda p, b: net(p, b["x"])).step, {}, TracingError, "scalar"),

@@ -295,7 +295,7 @@ def test_folders_of_gone_processes_are_deleted(tmp_path):
 
 def test_what_is_several_programs_says_so():
     program = built({"data": 8}, offload=("disk",))
-    with pytest.raises(PlanError, match="no single program"):
+    with pytest.raises(PlanError, match="not a single program"):
         program.lower()
     step = export_step(built({"data": 8}, None, {"abstract": True}, offload=("disk",)), "tpu")
     assert {kind for name, kind in zip(step.arguments, step.in_kinds, strict=True) if kind} == {

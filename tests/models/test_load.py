@@ -292,7 +292,7 @@ def test_contradictions_are_listed_together():
         str(caught.value)
         == "the model 'odd' is not usable:\n  - norm is 'batch'; known are rms, layer\n  - kv_heads"
         " 2 does not divide heads 3\n  - rotary positions turn pairs, and 3 dims of a head are"
-        " no pairs"
+        " not pairs"
     )
 
 

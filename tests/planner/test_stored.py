@@ -149,8 +149,8 @@ def test_every_value_that_is_changed_is_noticed(at: tuple[Any, ...]):
         (("axis_order",), ["data", "data"], "it names axes of the mesh"),
         (("offload",), ["moon"], "offload is ['moon']"),
         (("origin",), {"model": 3}, "origin.model is 3; it is a text"),
-        (("format",), True, "no plan of format 1"),
-        (("format",), [1], "no plan of format 1"),
+        (("format",), True, "not a plan of format 1"),
+        (("format",), [1], "not a plan of format 1"),
     ],
 )
 @pytest.mark.parametrize("allowed", [False, True])

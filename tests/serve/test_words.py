@@ -59,7 +59,7 @@ def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "error", "said"),
     [
-        ("nothing", ModelError, "no preset"),
+        ("nothing", ModelError, "not a preset"),
         (
             "no/such/place",
             MissingFileError,

@@ -299,7 +299,7 @@ def test_groups_of_one_do_not_communicate_and_strange_groups_are_reported():
     )
     traffic = read_traffic(strange, MESH)
     assert [c.axes for c in traffic.collectives] == [()]
-    assert "no product of mesh axes" in traffic.problems[0]
+    assert "not a product of mesh axes" in traffic.problems[0]
 
 
 def test_the_mesh_must_be_that_of_the_program():
