@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.mesh import HOST
 from shardlib.lowering.runtime import by_path
 from shardlib.lowering.training_program import TrainingProgram
-from shardlib.planner.plan import Plan, plan_from_data, plan_to_data
+from shardlib.planner.plan import Plan, plan_from_data
 from shardlib.processes import values
 from shardlib.processes import values as processes
 from shardlib.processes.values import ArrayHandler, whole
@@ -150,32 +149,6 @@ def digest(content: Json) -> str:
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
-
-
-def described(
-    step: int,
-    sums: Mapping[str, tuple[int, int]],
-    specs: Mapping[str, Spec],
-    plan: Plan | None,
-    extra: JsonMapping,
-    metrics: JsonMapping,
-) -> About:
-    """The document of a state that is being saved; waits for its metrics.
-
-    Args:
-        specs: shape, dtype and sharding of every array, by path.
-        plan: what it is trained under; None where there is none.
-    """
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return About(
-        step=step,
-        time=time.time(),
-        arrays=specs,
-        sums=sums,
-        plan=plan_to_data(plan) if plan else None,
-        extra=extra,
-        metrics=numbers,
-    )
 
 
 def from_json(data: Json) -> About:

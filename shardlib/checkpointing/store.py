@@ -53,7 +53,7 @@ from shardlib.findings import Finding
 from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.runtime import TrainState
 from shardlib.lowering.training_program import TrainingProgram, is_program
-from shardlib.planner.plan import Plan
+from shardlib.planner.plan import Plan, plan_to_data
 from shardlib.processes import values
 from shardlib.processes.values import by_owners, owners_of
 from shardlib.untrusted.data import JsonMapping, JsonObject
@@ -467,13 +467,16 @@ class Checkpoints:
                 path: spec_of(leaf) for path, leaf in named.items()
             }  # the next step deletes the arrays, not their shapes
             try:
-                self._write(
-                    step,
-                    snapshot,
-                    reading.described(
-                        step, snapshot.sums(), specs, plan, plain, dict(metrics or {})
-                    ),
+                about = About(
+                    step=step,
+                    time=time.time(),
+                    arrays=specs,
+                    sums=snapshot.sums(),
+                    plan=plan_to_data(plan) if plan else None,
+                    extra=plain,
+                    metrics={name: float(value) for name, value in (metrics or {}).items()},
                 )
+                self._write(step, snapshot, about)
             finally:
                 snapshot.delete()
 

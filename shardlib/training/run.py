@@ -323,39 +323,6 @@ def _manifest_text(value: Any) -> str:
     return "nothing" if value is None else json.dumps(value)
 
 
-# --------------------------------------------------------------------------------------------------
-# Checks that the folder of a run can be written, with remedies.
-
-
-def probe(path: Path) -> None:
-    """Looks whether the folder can be made, or written to, before anything takes time; what
-    this makes for it is gone afterwards.
-    """
-    place = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
-    trial = place / f".shardlib-{secrets.token_hex(8)}"
-    try:
-        trial.mkdir()
-        trial.rmdir()
-    except OSError as error:
-        error.filename = str(place)
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: Path, error: OSError) -> RunError:
-    """The error where something of the folder could not be written: what stands in the way, and
-    what helps.
-    """
-    what = [
-        str(name) for name in (error.filename2, error.filename) if name and str(name) != str(path)
-    ][:1]
-    location = f" ({what[0]})" if what else ""
-    return RunError(
-        f"the folder of the run, {path}, cannot be written:"
-        f" {error.strerror or error}{location}\nTry:"
-        f" {_remedy(error, what[0] if what else str(path))}"
-    )
-
-
 def _remedy(error: OSError, what: str) -> str:
     """Returns what helps where something cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -547,14 +514,30 @@ class RunFolder:
         return identity
 
     def unwritable(self, error: OSError) -> RunError:
-        """The error where something of the folder could not be written."""
-        return unwritable(self.path, error)
+        """The error where something of the folder could not be written: what stands in the way,
+        and what helps.
+        """
+        names = [str(name) for name in (error.filename2, error.filename) if name]
+        what = next((name for name in names if name != str(self.path)), "")
+        return RunError(
+            f"the folder of the run, {self.path}, cannot be written:"
+            f" {error.strerror or error}{f' ({what})' if what else ''}\nTry:"
+            f" {_remedy(error, what or str(self.path))}"
+        )
 
     def probe(self) -> None:
         """Looks whether the folder can be made, or written to, before anything takes time; what
         this makes for it is gone afterwards.
         """
-        probe(self.path)
+        folders = (self.path, *self.path.absolute().parents)
+        place = next(folder for folder in folders if os.path.lexists(folder))
+        trial = place / f".shardlib-{secrets.token_hex(8)}"
+        try:
+            trial.mkdir()
+            trial.rmdir()
+        except OSError as error:
+            error.filename = str(place)
+            raise self.unwritable(error) from error
 
     def _make(
         self,

@@ -99,26 +99,18 @@ class Stream(Protocol):
         ...
 
 
-#: (abstract batch of the program, or a function from the step to that, first step) -> batches from
-#: that step on.
-Opens = Callable[[Any, int], Stream]
-
-
 #: step, from 0 -> the whole global batch, host arrays.
 BatchOf = Callable[[int], Tree]
 
 
-def opened(data: Rows | BatchOf, *, ahead: int = 2) -> Opens:
-    """Returns what opens streams of some data."""
-    if callable(data):
-        return lambda batch, start: _Ahead(data, start, ahead)
-    return lambda batch, start: Loader(data, batch, start=start, ahead=ahead)
+#: Batches that are made ahead.
+AHEAD = 2
 
 
 class _Ahead:
-    def __init__(self, batch_of: BatchOf, start: int, ahead: int) -> None:
+    def __init__(self, batch_of: BatchOf, start: int) -> None:
         self.waited_seconds = 0.0
-        self._batch_of, self._ahead, self._next = batch_of, ahead, start
+        self._batch_of, self._next = batch_of, start
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="shardlib-batches")
         self._made: deque[tuple[int, Future[Any]]] = deque()
 
@@ -126,7 +118,7 @@ class _Ahead:
         return self
 
     def __next__(self) -> tuple[int, Tree]:
-        while len(self._made) <= self._ahead:
+        while len(self._made) <= AHEAD:
             self._made.append((self._next, self._worker.submit(self._batch_of, self._next)))
             self._next += 1
         step, future = self._made.popleft()
@@ -500,24 +492,29 @@ class Feed:
     """
 
     def __init__(self, task: Task) -> None:
-        self._task, self._open = task, opened(task.data)
+        self._task = task
         self._stream: Stream | None = None
 
     def next(self, step: int, offset: int) -> Tree:
         """The batch of a step."""
         if self._stream is None:
-            task = self._task
-            abstract = (
-                task.program.rows
-                if len(task.programs) == 1
-                else lambda number: task.at(number - offset).rows
-            )
-            self._stream = self._open(abstract, step + offset)
+            self._stream = self._opened(step + offset, offset)
         number, batch = next(self._stream)
         assert number == step + offset, (
             f"the stream gave the batch of step {number} for that of step {step + offset}"
         )
         return batch
+
+    def _opened(self, start: int, offset: int) -> Stream:
+        task = self._task
+        if callable(task.data):
+            return _Ahead(task.data, start)
+        rows = (
+            task.program.rows
+            if len(task.programs) == 1
+            else lambda number: task.at(number - offset).rows
+        )
+        return Loader(task.data, rows, start=start, ahead=AHEAD)
 
     def close(self) -> None:
         """Ends the stream; the next batch opens another one."""
@@ -747,7 +744,18 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
     """Opens all of it, until the end of `stack`."""
     settings = task.settings
     folder = RunFolder(Path(settings.run)) if settings.run is not None else None
-    held = _held(task, folder, stack, say) if folder is not None else None
+    held = None
+    if folder is not None:
+        held = Held.of(
+            folder,
+            task.programs,
+            task.data,
+            task.seed,
+            task.identity,
+            settings.allow_changes,
+            stack,
+            say,
+        )
     records = Records(say, held.owner if held is not None else None)
     checkpoints = None
     if folder is not None and held is not None:
@@ -777,21 +785,6 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
         stop=stop,
         watchdog=watchdog,
         profiler=profiler,
-    )
-
-
-def _held(
-    task: Task, folder: RunFolder, stack: contextlib.ExitStack, say: Callable[[str], None]
-) -> Held:
-    return Held.of(
-        folder,
-        task.programs,
-        task.data,
-        task.seed,
-        task.identity,
-        task.settings.allow_changes,
-        stack,
-        say,
     )
 
 
