@@ -4,9 +4,10 @@ limits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from shardlib.cost.estimate import DeviceBytes, Seconds
 from shardlib.errors import ArgumentError
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import (
@@ -52,54 +53,53 @@ def diff(a: Plan, b: Plan) -> str:
     return printable("\n\n".join(section for section in sections if section) + "\n")
 
 
-def _changed_decisions(a: Plan, b: Plan) -> str:
+def _decisions(a: Plan, b: Plan) -> tuple[tuple[str, str, str], ...]:
+    """(label, before, after) of the decisions that differ."""
     old, new = dict(decision_lines(a)), dict(decision_lines(b))
-    labels = [label for label in dict.fromkeys([*old, *new]) if old.get(label) != new.get(label)]
-    if not labels:
-        return "Decisions: the same"
-    lines = ["Decisions"]
-    for label in labels:
-        lines += [
-            *wrapped(f"  - {label}: ", old.get(label) or untold(label, a)),
-            *wrapped(f"  + {label}: ", new.get(label) or untold(label, b)),
-        ]
-    return "\n".join(lines)
+    return tuple(
+        (label, old.get(label) or untold(label, a), new.get(label) or untold(label, b))
+        for label in dict.fromkeys([*old, *new])
+        if old.get(label) != new.get(label)
+    )
+
+
+def _changed_decisions(a: Plan, b: Plan) -> str:
+    lines = [
+        line
+        for label, old, new in _decisions(a, b)
+        for line in (*wrapped(f"  - {label}: ", old), *wrapped(f"  + {label}: ", new))
+    ]
+    return "\n".join(["Decisions", *lines]) if lines else "Decisions: the same"
 
 
 def _changed_figures(a: Plan, b: Plan) -> str:
-    rows = [
-        ("", "before", "after", "change"),
-        _change("seconds a step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text),
-    ]
-    rows += [
-        _change(
-            f"  {LABELS.get(f.name, f.name)}",
-            getattr(a.estimate.seconds, f.name),
-            getattr(b.estimate.seconds, f.name),
-            seconds_text,
-        )
-        for f in fields(a.estimate.seconds)
-    ]
-    rows.append(
-        _change(
-            "bytes a device", a.estimate.device_bytes.peak, b.estimate.device_bytes.peak, bytes_text
-        )
-    )
-    rows += [
-        _change(
-            f"  {f.name}",
-            getattr(a.estimate.device_bytes, f.name),
-            getattr(b.estimate.device_bytes, f.name),
+    rows = [("", "before", "after", "change")]
+    for label, before, after, text in (
+        ("seconds a step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text),
+        *_parts(a.estimate.seconds, b.estimate.seconds, LABELS, seconds_text),
+        (
+            "bytes a device",
+            a.estimate.device_bytes.peak,
+            b.estimate.device_bytes.peak,
             bytes_text,
-        )
-        for f in fields(a.estimate.device_bytes)
+        ),
+        *_parts(a.estimate.device_bytes, b.estimate.device_bytes, {}, bytes_text),
+    ):
+        if text(before) != text(0) or text(after) != text(0):
+            rows.append(_change(label, before, after, text))
+    return "\n".join(aligned(rows, right={1, 2, 3}))
+
+
+def _parts(
+    a: Seconds | DeviceBytes,
+    b: Seconds | DeviceBytes,
+    labels: Mapping[str, str],
+    text: Callable[[float], str],
+) -> list[tuple[str, float, float, Callable[[float], str]]]:
+    return [
+        (f"  {labels.get(f.name, f.name)}", getattr(a, f.name), getattr(b, f.name), text)
+        for f in fields(a)
     ]
-    return "\n".join(
-        aligned(
-            [row for row in rows if row[1:3] not in (("0 s", "0 s"), ("0 B", "0 B"))],
-            right={1, 2, 3},
-        )
-    )
 
 
 def _change(
@@ -250,16 +250,11 @@ class Change:
 
 def change(a: Plan, b: Plan) -> Change:
     """Returns the changes from plan `a` to plan `b`."""
-    old, new = dict(decision_lines(a)), dict(decision_lines(b))
     names = [f"{plan.model} on {plan.topology}" for plan in (a, b)]
     before, after = _traffic(a), _traffic(b)
     return Change(
         title=" -> ".join(dict.fromkeys(names)),
-        decisions=tuple(
-            (label, old.get(label) or untold(label, a), new.get(label) or untold(label, b))
-            for label in dict.fromkeys([*old, *new])
-            if old.get(label) != new.get(label)
-        ),
+        decisions=_decisions(a, b),
         figures=tuple(
             Figure(word=word, before=first, after=second)
             for word, first, second in zip(FIGURES, _figures(a), _figures(b), strict=True)

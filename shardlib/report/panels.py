@@ -44,6 +44,7 @@ from shardlib.report.text import (
     in_every_step,
     lanes,
     notation,
+    parts_of,
 )
 from shardlib.untrusted.data import JsonObject
 
@@ -509,16 +510,14 @@ def memory_rows(parts: DeviceBytes) -> list[tuple[str, str, str, str]]:
     """(part, bytes at the peak, share, when it is there) of what is live at the peak, the largest
     first.
     """
-    sizes = [(field.name, getattr(parts, field.name)) for field in fields(parts)]
     return [
         (
             name,
-            bytes_text(size),
+            text,
             percent_text(size / (parts.peak or 1)),
             "between steps, too" if name in _STORED else "during a step",
         )
-        for name, size in sorted(sizes, key=lambda part: -part[1])
-        if size > 0
+        for name, size, text in sorted(parts_of(parts), key=lambda part: -part[1])
     ]
 
 

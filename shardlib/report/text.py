@@ -229,32 +229,32 @@ LABELS = {
 }
 
 
-def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:
-    kept = [(label, value, text) for label, value, text in rows if value > 0]
-    if not kept:
+def parts_of(value: Seconds | DeviceBytes) -> list[Part]:
+    """(label, size, text) of the parts of a step or of the memory of a device that are not zero."""
+    labels, words = (LABELS, seconds_text) if isinstance(value, Seconds) else ({}, bytes_text)
+    return [
+        (labels.get(field.name, field.name), float(size), words(size))
+        for field in fields(value)
+        if (size := getattr(value, field.name)) > 0
+    ]
+
+
+def _bars(parts: Sequence[Part], whole: float) -> list[str]:
+    if not parts:
         return []
-    width, figure = max(len(label) for label, _, _ in kept), max(len(text) for _, _, text in kept)
+    width, figure = max(len(label) for label, _, _ in parts), max(len(text) for _, _, text in parts)
     return [
         f"  {label:{width}}  {quantity_bar(value / whole, _BAR)} {text:>{figure}} "
         f" {percent_text(value / whole):>6}"
-        for label, value, text in kept
+        for label, value, text in parts
     ]
 
 
 def time_section(plan: Plan) -> str:
     """Returns the section about the seconds of a step."""
     seconds = plan.estimate.seconds
-    rows = (
-        (
-            LABELS.get(f.name, f.name),
-            getattr(seconds, f.name),
-            seconds_text(getattr(seconds, f.name)),
-        )
-        for f in fields(seconds)
-    )
-    return "\n".join(
-        [f"Time: {seconds_text(seconds.total)} a step", *_bars(rows, seconds.total or 1.0)]
-    )
+    bars = _bars(parts_of(seconds), seconds.total or 1.0)
+    return "\n".join([f"Time: {seconds_text(seconds.total)} a step", *bars])
 
 
 def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
@@ -264,10 +264,7 @@ def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
         hbm_bytes: what a device has; None where that is not known.
     """
     parts = plan.estimate.device_bytes
-    rows = [
-        (f.name, float(getattr(parts, f.name)), bytes_text(getattr(parts, f.name)))
-        for f in fields(parts)
-    ]
+    rows = parts_of(parts)
     whole = hbm_bytes or parts.peak or 1.0
     if hbm_bytes and hbm_bytes > parts.peak:
         rows += spare_rows(plan.estimate, hbm_bytes)
@@ -301,7 +298,7 @@ def limit_text(estimate: Estimate, hbm_bytes: float) -> str:
     return whole if limit == hbm_bytes else f"{bytes_text(limit)} usable of {whole}"
 
 
-def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[tuple[str, float, str]]:
+def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[Part]:
     """Returns the free memory of a device: (label, bytes, text).
 
     Args:
@@ -898,7 +895,7 @@ def plan_card(plan: Plan) -> str:
     """A plan as HTML for a notebook."""
     first, *lines = headline(plan).splitlines()
     room = usable_bytes(plan)
-    memory = _parts(plan.estimate.device_bytes, bytes_text)
+    memory = parts_of(plan.estimate.device_bytes)
     spare = 0.0 if room is None else room - plan.estimate.device_bytes.peak
     if spare > 0:
         memory.append(("spare", spare, bytes_text(spare)))
@@ -906,19 +903,9 @@ def plan_card(plan: Plan) -> str:
         first,
         lines,
         bars=(
-            ("time of a step", _parts(plan.estimate.seconds, seconds_text)),
+            ("time of a step", parts_of(plan.estimate.seconds)),
             ("memory of a device", memory),
         ),
         rows=decision_lines(plan),
         text=explain(plan),
     )
-
-
-def _parts(value: Seconds | DeviceBytes, words: Callable[[float], str]) -> list[Part]:
-    found: list[Part] = []
-    for one in fields(value):
-        size = float(getattr(value, one.name))
-        if size > 0:
-            label = LABELS.get(one.name, one.name) if isinstance(value, Seconds) else one.name
-            found.append((label, size, words(size)))
-    return found

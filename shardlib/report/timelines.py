@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardlib import wings
@@ -24,7 +24,7 @@ from shardlib.planner.plan import Plan
 from shardlib.planner.stored import microbatches_text
 from shardlib.report.elements import percent_text, seconds_text
 from shardlib.report.markup import BLUE, GREEN, ORANGE, PURPLE, render
-from shardlib.report.text import LABELS, lanes
+from shardlib.report.text import lanes, parts_of
 from shardlib.schedules import (
     BACKWARD,
     FORWARD,
@@ -610,18 +610,12 @@ def _predicted_events(plan: Plan, starts: Sequence[float]) -> Iterator[JsonObjec
     predicted_lanes = lanes(plan)
     rows = [f"{lane.row.kind} over {'·'.join(lane.row.axes)}" for lane in predicted_lanes]
     yield from _named(_PREDICTED, "predicted", ["a device", *rows])
-    seconds = plan.estimate.seconds
-    parts = [
-        (LABELS.get(field.name, field.name), getattr(seconds, field.name))
-        for field in fields(seconds)
-    ]
     note = "the order within a step is not known"
     for start in starts:
         time = start
-        for name, length in parts:
-            if length > 0:
-                yield _event((_PREDICTED, 1), name, time, length, args={"note": note})
-                time += length
+        for name, length, _ in parts_of(plan.estimate.seconds):
+            yield _event((_PREDICTED, 1), name, time, length, args={"note": note})
+            time += length
         for thread, lane in enumerate(predicted_lanes, start=2):
             args = {"count": lane.row.count, "bytes": lane.row.bytes, "for": lane.row.cause}
             hidden = lane.row.seconds - lane.exposed
