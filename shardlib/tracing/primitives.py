@@ -59,7 +59,7 @@ TABLE: Mapping[str, Primitive] = {
     "div": Primitive(factors=rules.arithmetic, rows=rows.elementwise, linear=_FIRST),
     "select_n": Primitive(factors=rules.arithmetic, rows=rows.elementwise, linear=slice(1, None)),
     **_alike(rules.COPIES, Primitive(factors=rules.identity, rows=rows.elementwise, linear=ALL)),
-    "bitcast_convert_type": Primitive(factors=rules.bitcast_convert_type, rows=rows.elementwise),
+    "bitcast_convert_type": Primitive(factors=rules.same_bits, rows=rows.elementwise),
     "psum": Primitive(linear=ALL),
     # contractions
     "dot_general": Primitive(factors=rules.dot_general, rows=rows.dot_general, linear=EACH),
@@ -142,7 +142,8 @@ TABLE: Mapping[str, Primitive] = {
         ("random_bits", "random_split"), Primitive(factors=rules.drawn, rows=rows.shaped, keys=True)
     ),
     **_alike(
-        ("random_unwrap", "random_wrap"), Primitive(factors=rules.words, rows=rows.alike, keys=True)
+        ("random_unwrap", "random_wrap"),
+        Primitive(factors=rules.same_bits, rows=rows.alike, keys=True),
     ),
     **_alike(
         ("random_fold_in", "random_seed", "threefry2x32"),

@@ -13,7 +13,7 @@ factors:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,6 +88,13 @@ class Factors:
         self.whole.update(dim)
         return dim
 
+    def dims(self, shape: Shape, whole: Container[int] = ()) -> Dims:
+        """New factors for the dims of a shape; those of some dims must stay whole."""
+        return tuple(
+            self.keep(size) if dim in whole else self.parallel(size)
+            for dim, size in enumerate(shape)
+        )
+
     def rule(self, operands: Sequence[Dims], results: Sequence[Dims]) -> FactorRule:
         """The finished rule."""
         return FactorRule(
@@ -97,6 +104,11 @@ class Factors:
             summed=frozenset(self.summed),
             whole=frozenset(self.whole),
         )
+
+
+def unsharded(shapes: Sequence[Shape]) -> list[Dims]:
+    """The dims of operands that have no factors: scalars, sizes and positions."""
+    return [((),) * len(shape) for shape in shapes]
 
 
 def elements(shape: Shape) -> float:
@@ -164,7 +176,7 @@ def ragged_dot_general(call: Call) -> Description:
     )
     if len(result) < len(call.results[0]):  # a ragged contracting dim: the groups lead the result
         result = (factors.keep(call.results[0][0]), *result)
-    sizes = [tuple(factors.keep(size) for size in shape) for shape in group_shapes]
+    sizes = [tuple(map(factors.keep, shape)) for shape in group_shapes]
     flops = 2 * elements(lhs) * math.prod(rhs[j] for j in rhs_free)
     return Description(
         factors.rule([_ordered(left), _ordered(right), *sizes], [result]), "matmul", flops
@@ -336,22 +348,22 @@ def arithmetic(call: Call) -> Description:
 def identity(call: Call) -> Description:
     """Each result is its operand, perhaps in another dtype or place."""
     factors = Factors()
-    dims: list[Dims] = [tuple(factors.parallel(size) for size in shape) for shape in call.results]
+    dims: list[Dims] = [factors.dims(shape) for shape in call.results]
     operands = dims + [((),) * len(shape) for shape in call.operands[len(dims) :]]
     return Description(factors.rule(operands, dims), "elementwise")
 
 
-def bitcast_convert_type(call: Call) -> Description:
-    """Same bits, another dtype; a change of width adds or removes a last dim, which stays whole."""
+def same_bits(call: Call) -> Description:
+    """Same bits, another dtype, or keys as their words; a change of width adds or removes a last
+    dim, which stays whole.
+    """
     (operand,), (result,) = call.operands, call.results
     shared = min(len(operand), len(result))
     factors = Factors()
-    common: Dims = tuple(factors.parallel(size) for size in operand[:shared])
-
-    def extra(shape: tuple[int, ...]) -> Dims:
-        return common + tuple(factors.keep(size) for size in shape[shared:])
-
-    return Description(factors.rule([extra(operand)], [extra(result)]), "elementwise")
+    common = factors.dims(operand[:shared])
+    left = common + tuple(map(factors.keep, operand[shared:]))
+    right = common + tuple(map(factors.keep, result[shared:]))
+    return Description(factors.rule([left], [right]), "elementwise")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -377,7 +389,7 @@ def matrices(call: Call) -> Description:
     stack = max(0, len(shape) - whole_rank)
     flops = elements(shape) * (shape[-1] if whole_rank == 2 and call.name != "fft" else 1)
     factors = Factors()
-    common: Dims = tuple(factors.parallel(size) for size in call.operands[0][:stack])
+    common = factors.dims(call.operands[0][:stack])
 
     def dims(shape: Shape) -> Dims:
         shared = shape[:stack] == call.operands[0][:stack]
@@ -399,11 +411,11 @@ def broadcast_in_dim(call: Call) -> Description:
     operand, result = call.operands[0], call.results[0]
     targets = {target: i for i, target in enumerate(call.params["broadcast_dimensions"])}
     factors = Factors()
-    dims: Dims = tuple(factors.parallel(size) for size in result)
+    dims = factors.dims(result)
     source: list[Dim] = [()] * len(operand)
     for target, i in targets.items():
         source[i] = dims[target] if operand[i] == result[target] else ()
-    size_operands = [((),) * len(shape) for shape in call.operands[1:]]
+    size_operands = unsharded(call.operands[1:])
     return Description(factors.rule([tuple(source), *size_operands], [dims]), "movement")
 
 
@@ -414,11 +426,11 @@ def reshape(call: Call) -> Description:
     operand, result = call.operands[0], call.results[0]
     if call.params.get("dimensions") is not None:
         factors = Factors()
-        dims = [tuple(factors.keep(size) for size in shape) for shape in (operand, result)]
+        dims = [tuple(map(factors.keep, shape)) for shape in (operand, result)]
         return Description(factors.rule(dims[:1], dims[1:]), "movement")
     factors = Factors()
     left, right = _common_factors(factors, operand, result)
-    size_operands = [((),) * len(shape) for shape in call.operands[1:]]
+    size_operands = unsharded(call.operands[1:])
     return Description(factors.rule([left, *size_operands], [right]), "movement")
 
 
@@ -476,7 +488,7 @@ def _misaligned(
 def squeeze(call: Call) -> Description:
     """Drops dims of size 1."""
     factors = Factors()
-    dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
+    dims = factors.dims(call.operands[0])
     dropped = {axis % len(dims) for axis in call.params["dimensions"]}
     return Description(
         factors.rule([dims], [tuple(dim for i, dim in enumerate(dims) if i not in dropped)]),
@@ -487,7 +499,7 @@ def squeeze(call: Call) -> Description:
 def transpose(call: Call) -> Description:
     """Reorders dims."""
     factors = Factors()
-    dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
+    dims = factors.dims(call.operands[0])
     return Description(
         factors.rule([dims], [tuple(dims[i] for i in call.params["permutation"])]), "movement"
     )
@@ -557,64 +569,52 @@ def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Descriptio
         same = size == after and i not in touched
         source.append(factors.parallel(size) if same else factors.keep(size))
         target.append(source[-1] if same else factors.keep(after))
-    scalars = [((),) * len(shape) for shape in call.operands[1:]]
+    scalars = unsharded(call.operands[1:])
     return Description(factors.rule([tuple(source), *scalars], [tuple(target)]), "movement")
 
 
-def concatenate(call: Call) -> Description:
-    """Joins arrays along one dim, which stays whole."""
-    axis, (result,) = call.params["dimension"], call.results
+def _in_parts(
+    axis: int, parts: Sequence[Shape], whole: Shape, *, joins: bool, stacks: bool = False
+) -> Description:
+    """Parts that are joined to a whole along one of its dims, which stays whole, or that it is
+    taken apart into; with `stacks`, the parts do not have that dim.
+    """
     factors = Factors()
-    dims: Dims = tuple(
-        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result)
-    )
-    operands = [
-        (*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1 :]) for shape in call.operands
+    dims = factors.dims(whole, {axis})
+    part_dims: list[Dims] = [
+        (*dims[:axis], *(() if stacks else (factors.keep(shape[axis]),)), *dims[axis + 1 :])
+        for shape in parts
     ]
     windows = _side_by_side(
-        (shape[axis] for shape in call.operands), lambda i: ((True, 0, axis), (False, i, axis))
+        (1 if stacks else shape[axis] for shape in parts),
+        lambda i: ((joins, 0, axis), None if stacks else (not joins, i, axis)),
     )
-    return _with_windows(Description(factors.rule(operands, [dims]), "movement"), windows)
+    rule = factors.rule(part_dims, [dims]) if joins else factors.rule([dims], part_dims)
+    return _with_windows(Description(rule, "movement"), windows)
+
+
+def concatenate(call: Call) -> Description:
+    """Joins arrays along one dim."""
+    return _in_parts(call.params["dimension"], call.operands, call.results[0], joins=True)
 
 
 def stack(call: Call) -> Description:
-    """Joins arrays along a new dim, which stays whole."""
-    axis, (result,) = call.params["axis"], call.results
-    factors = Factors()
-    dims: Dims = tuple(
-        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result)
-    )
-    windows = _side_by_side((1 for _ in call.operands), lambda _: ((True, 0, axis), None))
-    return _with_windows(
-        Description(
-            factors.rule([dims[:axis] + dims[axis + 1 :]] * len(call.operands), [dims]), "movement"
-        ),
-        windows,
-    )
+    """Joins arrays along a new dim."""
+    axis = call.params["axis"]
+    return _in_parts(axis, call.operands, call.results[0], joins=True, stacks=True)
 
 
 def unstack(call: Call) -> Description:
     """Takes an array apart along a dim, which goes away."""
-    axis, (operand,) = call.params["axis"], call.operands
-    factors = Factors()
-    dims: Dims = tuple(
-        factors.keep(size) if i == axis else factors.parallel(size)
-        for i, size in enumerate(operand)
-    )
-    windows = _side_by_side((1 for _ in call.results), lambda _: ((False, 0, axis), None))
-    return _with_windows(
-        Description(
-            factors.rule([dims], [dims[:axis] + dims[axis + 1 :]] * len(call.results)), "movement"
-        ),
-        windows,
-    )
+    axis = call.params["axis"]
+    return _in_parts(axis, call.results, call.operands[0], joins=False, stacks=True)
 
 
 def tile(call: Call) -> Description:
     """Repeats an array along its dims: a tiled dim of the result is (copy, position)."""
     operand, result = call.operands[0], call.results[0]
     factors = Factors()
-    dims: Dims = tuple(factors.parallel(size) for size in operand)
+    dims = factors.dims(operand)
     copies = [after // size if size else 1 for size, after in zip(operand, result, strict=True)]
     return Description(
         factors.rule(
@@ -625,29 +625,15 @@ def tile(call: Call) -> Description:
 
 
 def split(call: Call) -> Description:
-    """Takes an array apart along one dim, which stays whole."""
-    axis, (operand,) = call.params["axis"], call.operands
-    factors = Factors()
-    dims: Dims = tuple(
-        factors.keep(size) if i == axis else factors.parallel(size)
-        for i, size in enumerate(operand)
-    )
-    results = [
-        (*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1 :]) for shape in call.results
-    ]
-    windows = _side_by_side(
-        (shape[axis] for shape in call.results), lambda i: ((False, 0, axis), (True, i, axis))
-    )
-    return _with_windows(Description(factors.rule([dims], results), "movement"), windows)
+    """Takes an array apart along one dim."""
+    return _in_parts(call.params["axis"], call.results, call.operands[0], joins=False)
 
 
 def generated(call: Call) -> Description:
     """A result made from its position alone (iota): every device can make its own part."""
     factors = Factors()
-    results = [tuple(factors.parallel(size) for size in shape) for shape in call.results]
-    return Description(
-        factors.rule([((),) * len(shape) for shape in call.operands], results), "movement"
-    )
+    results = [factors.dims(shape) for shape in call.results]
+    return Description(factors.rule(unsharded(call.operands), results), "movement")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -744,7 +730,7 @@ def dynamic_update_slice(call: Call) -> Description:
     for size, part in zip(operand, update, strict=True):
         target.append(factors.parallel(size) if size == part else factors.keep(size))
         window.append(target[-1] if size == part else factors.keep(part))
-    scalars: list[Dims] = [((),) * len(shape) for shape in starts]
+    scalars: list[Dims] = unsharded(starts)
     return Description(
         factors.rule([tuple(target), tuple(window), *scalars], [tuple(target)]), "scatter"
     )
@@ -760,27 +746,14 @@ def drawn(call: Call) -> Description:
     """
     (keys,), (result,) = call.operands, call.results
     factors = Factors()
-    dims: Dims = tuple(factors.parallel(size) for size in result)
+    dims = factors.dims(result)
     return Description(factors.rule([dims[: len(keys)]], [dims]), "elementwise", elements(result))
-
-
-def words(call: Call) -> Description:
-    """keys <-> their words; the last dim, the words, stays whole."""
-    (operand,), (result,) = call.operands, call.results
-    shared = min(len(operand), len(result))
-    factors = Factors()
-    common: Dims = tuple(factors.parallel(size) for size in operand[:shared])
-    left = common + tuple(factors.keep(size) for size in operand[shared:])
-    right = common + tuple(factors.keep(size) for size in result[shared:])
-    return Description(factors.rule([left], [right]), "elementwise")
 
 
 def sequential(call: Call) -> Description:
     """A generator with hidden state: its results exist only as a whole."""
     factors = Factors()
-    dims = [
-        tuple(factors.keep(size) for size in shape) for shape in (*call.operands, *call.results)
-    ]
+    dims = [tuple(map(factors.keep, shape)) for shape in (*call.operands, *call.results)]
     return Description(
         factors.rule(dims[: len(call.operands)], dims[len(call.operands) :]), "elementwise"
     )
@@ -841,10 +814,7 @@ def reverse(call: Call) -> Description:
 
 def _along(call: Call, unsplit: set[int], category: str, flops: float) -> Description:
     factors = Factors()
-    dims: Dims = tuple(
-        factors.keep(size) if i in unsplit else factors.parallel(size)
-        for i, size in enumerate(call.operands[0])
-    )
+    dims = factors.dims(call.operands[0], unsplit)
     return Description(
         factors.rule([dims] * len(call.operands), [dims] * len(call.results)), category, flops
     )
@@ -855,9 +825,7 @@ def top_k(call: Call) -> Description:
     shape = call.operands[0]
     axis = call.params.get("axis", call.params.get("reduction_dimension", -1)) % len(shape)
     factors = Factors()
-    operand: Dims = tuple(
-        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(shape)
-    )
+    operand = factors.dims(shape, {axis})
     chosen = factors.keep(call.results[0][axis])
     result: Dims = tuple(chosen if i == axis else dim for i, dim in enumerate(operand))
     return Description(factors.rule([operand], [result] * len(call.results)), "sort")
@@ -905,7 +873,7 @@ def select_and_scatter_add(call: Call) -> Description:
     pairs = [_window(call, factors, i, shape[i], source[i]) for i in range(len(shape))]
     operand: Dims = tuple(inside for inside, _ in pairs)
     window = elements(tuple(call.params["window_dimensions"]))
-    scalars = [((),) * len(s) for s in call.operands[2:]]
+    scalars = unsharded(call.operands[2:])
     return Description(
         factors.rule([tuple(outside for _, outside in pairs), operand, *scalars], [operand]),
         "scatter",
