@@ -170,32 +170,6 @@ def on_this_mesh(
     return None
 
 
-# --------------------------------------------------------------------------------------------------
-# Replacements of custom calls.
-
-
-def substitute(
-    site: Site,
-    plan: Plan,
-    parameters: Sequence[ParameterLayout | None],
-    placements: Mapping[tuple[str, int], Layout],
-    machine: Machine,
-) -> Callable[..., Sequence[jax.Array]] | None:
-    """A program for many devices with the results of a call.
-
-    Args:
-        parameters: for each operand the layouts of the parameter that it is; None for others.
-
-    Returns:
-        (operands) -> results; None where the equations of the call are left to automatic
-    """
-    if isinstance(site.call.form, Attention):
-        return around_devices(site, plan, placements, machine)
-    if isinstance(site.call.form, ExpertForm):
-        return on_their_devices(site, plan, parameters, placements, machine)
-    return None
-
-
 #: (path of an equation, index of its result) -> layout.
 Placements = Mapping[tuple[str, int], Layout]
 
@@ -553,23 +527,29 @@ class Placing:
         """Returns what runs in place of custom calls, by path, with results laid out as planned."""
         machine = self.machine(mesh)
         substitutes = {
-            path: substitute(
-                site,
-                self.plan,
-                [
-                    None if view is None else self._parameter(view.parameter, mesh)
-                    for view in site.views
-                ],
-                self.placements,
-                machine,
-            )
-            for path, site in self.loss.calls.items()
+            path: self._substitute(site, mesh, machine) for path, site in self.loss.calls.items()
         }
         return {
             path: self._placed(function, self.loss.calls[path], mesh)
             for path, function in substitutes.items()
             if function is not None
         }
+
+    def _substitute(
+        self, site: Site, mesh: Mesh | AbstractMesh, machine: Machine
+    ) -> Callable[..., Sequence[jax.Array]] | None:
+        """A program for many devices with the results of a call; None where its equations are left
+        to automatic partitioning.
+        """
+        if isinstance(site.call.form, Attention):
+            return around_devices(site, self.plan, self.placements, machine)
+        if isinstance(site.call.form, ExpertForm):
+            parameters = [
+                None if view is None else self._parameter(view.parameter, mesh)
+                for view in site.views
+            ]
+            return on_their_devices(site, self.plan, parameters, self.placements, machine)
+        return None
 
     def _placed(
         self, function: Callable[..., Sequence[Any]], site: Site, mesh: Mesh | AbstractMesh
