@@ -150,7 +150,7 @@ def found_in(
         else ()
     )
     pieces, gathered = (activation, result) if gathers else (result, activation)
-    pairs = [(theirs, ours) if gathers else (ours, theirs) for ours, theirs in dims.own.items()]
+    pairs = [(theirs, ours) if gathers else (ours, theirs) for ours, theirs in dims.free.items()]
     rows = [(a, b) for a, b in pairs if pieces[a] == (*gathered[b], TENSOR)]
     if (
         cut != (TENSOR,)
@@ -161,8 +161,8 @@ def found_in(
     ((first, second),) = rows
     first_dim, to = (first, second) if gathers else (second, first)
     if not _whole_elsewhere(
-        activation, dims.own.values(), dims.activation.get(sharded[0])
-    ) or not _whole_elsewhere(result, dims.own, dims.result.get(sharded[0])):
+        activation, dims.free.values(), dims.activation.get(sharded[0])
+    ) or not _whole_elsewhere(result, dims.free, dims.result.get(sharded[0])):
         return None
     return (
         Found(
@@ -584,14 +584,14 @@ class Member:
         product: what one device does.
         weight: which operand the weight is.
         gather: the weight as it rests -> in use.
-        held: how the weight is sharded in use.
+        weight_spec: how the weight is sharded in use.
         result: how the result is sharded.
     """
 
     product: Product
     weight: int
     gather: Callable[[jax.Array], jax.Array]
-    held: jax.sharding.PartitionSpec
+    weight_spec: jax.sharding.PartitionSpec
     result: jax.sharding.PartitionSpec
 
 
@@ -639,7 +639,7 @@ class Loop:
                 return gathering(products, self.ring, activation, weights)
             return (scattering(products[0], self.ring, activation, weights[0]),)
 
-        specs = (self.activation, *(member.held for member in self.members))
+        specs = (self.activation, *(member.weight_spec for member in self.members))
         results = tuple(member.result for member in self.members)
         return self.machine.manual(local, specs, results)(activation, *self._gathered(weights))
 
@@ -663,10 +663,10 @@ class Loop:
 
         specs = (
             self.activation,
-            *(member.held for member in self.members),
+            *(member.weight_spec for member in self.members),
             *(member.result for member in self.members),
         )
-        weight_specs = (self.activation, *(product.parts.kept for product in products))
+        weight_specs = (self.activation, *(product.parts.gradient_spec for product in products))
         return self.machine.manual(local, specs, weight_specs)(
             activation, *self._gathered(weights), *cotangents
         )
@@ -679,7 +679,7 @@ def _member(match: Found, parameter: ParameterLayout, machine: Machine) -> Membe
         for dim, source in enumerate(use.view.dims)
         if source is not None and parameter.compute[source]
     }
-    partial = tuple(axis for dim in match.dims.own for axis in match.result[dim] if axis != TENSOR)
+    partial = tuple(axis for dim in match.dims.free for axis in match.result[dim] if axis != TENSOR)
     specs = (
         machine.spec(dict(enumerate(match.activation)), len(match.activation)),
         machine.spec(dict(enumerate(match.result)), len(match.result)),
@@ -687,7 +687,7 @@ def _member(match: Found, parameter: ParameterLayout, machine: Machine) -> Membe
     parts = ManualContraction(
         use=use,
         plan=reduction(use, parameter.gradient, partial, machine, cuts),
-        held=cuts,
+        weight_cuts=cuts,
         partial=partial,
         arguments=specs,
         machine=machine,
@@ -696,6 +696,6 @@ def _member(match: Found, parameter: ParameterLayout, machine: Machine) -> Membe
         product=Product(parts=parts, activation=match.rows[0], result=match.rows[1]),
         weight=use.operand,
         gather=in_use(use, parameter, machine),
-        held=machine.spec(cuts, len(use.shape)),
+        weight_spec=machine.spec(cuts, len(use.shape)),
         result=specs[1],
     )

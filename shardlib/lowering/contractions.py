@@ -409,12 +409,12 @@ class Reshaped:
         dim: the fused dim, of the operand or of the result; the counting dim has the same place on
             the other side.
         sizes: its pieces.
-        apart: whether the fused dim is the operand's.
+        splits: whether the fused dim is the operand's.
     """
 
     dim: int
     sizes: Sizes
-    apart: bool
+    splits: bool
 
     def run(
         self, equation: Equation, operands: Sequence[jax.Array], shards: int
@@ -422,7 +422,7 @@ class Reshaped:
         """The result of the reshape; the fused dim is interleaved."""
         (value,), shape = operands, tuple(equation.eqn.outvars[0].aval.shape)
         count, size = len(self.sizes), self.sizes[0]
-        if self.apart:
+        if self.splits:
             seen = _seen(value, self.dim, (shards, count, size // shards))
             return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
         outside = shape[: self.dim]
@@ -436,7 +436,7 @@ class Interleaving:
     """The operations of a program that change where fused dims are interleaved.
 
     Attributes:
-        ways: parts of every piece.
+        shards: parts of every piece.
         parameters: dims of parameters that the program takes interleaved, by number.
         slices: the same for slices of stacked ones, by the path of the slice.
         special: ops that take fused dims apart, by path.
@@ -446,7 +446,7 @@ class Interleaving:
         findings: fused dims that are sharded in the model's order.
     """
 
-    ways: int = 1
+    shards: int = 1
     parameters: Mapping[int, Orders] = field(default_factory=dict)
     slices: Mapping[str, Orders] = field(default_factory=dict)
     special: Mapping[str, Taken | Reshaped] = field(default_factory=dict)
@@ -460,7 +460,7 @@ class Interleaving:
         """A walk that does what another does, on interleaved dims."""
         return (
             replace(walk, place=self._place(walk), run=self._run(walk.run))
-            if self.ways > 1
+            if self.shards > 1
             else walk
         )
 
@@ -468,7 +468,7 @@ class Interleaving:
         def place(path: str, index: int, value: jax.Array) -> jax.Array:
             placed = value
             for dim, sizes in self.results.get((path, index), {}).items():
-                placed = interleaved(placed, dim, sizes, self.ways)
+                placed = interleaved(placed, dim, sizes, self.shards)
             return walk.put(path, index, placed)
 
         return place
@@ -483,7 +483,7 @@ class Interleaving:
                 for position, value in enumerate(operands)
             ]
             if equation.path in self.special:
-                return self.special[equation.path].run(equation, values, self.ways)
+                return self.special[equation.path].run(equation, values, self.shards)
             results = None if inner is None else inner(equation, values)
             return bind(equation, values) if results is None else results
 
@@ -491,7 +491,7 @@ class Interleaving:
 
     def _turned(self, value: jax.Array, dims: Mapping[int, tuple[Sizes, bool]]) -> jax.Array:
         for dim, (sizes, to_interleaved) in dims.items():
-            value = (interleaved if to_interleaved else in_order)(value, dim, sizes, self.ways)
+            value = (interleaved if to_interleaved else in_order)(value, dim, sizes, self.shards)
         return value
 
 

@@ -384,7 +384,7 @@ def interleaving(
         )
         result = reading.read()
         if not reading.refused:
-            return replace(result, ways=shards, findings=tuple(map(_finding, sorted(left))))
+            return replace(result, shards=shards, findings=tuple(map(_finding, sorted(left))))
         groups -= reading.refused
         left |= reading.refused
     return Interleaving(findings=tuple(map(_finding, sorted(left))))
@@ -535,7 +535,7 @@ class _Reading:
             and len(counting[0][1]) == op.rule.sizes[next(iter(op.rule.outer))]
         ):
             (result, _, dim), sizes = counting[0]
-            return Reshaped(dim=dim, sizes=sizes, apart=not result)
+            return Reshaped(dim=dim, sizes=sizes, splits=not result)
         return None
 
     @staticmethod
@@ -543,7 +543,7 @@ class _Reading:
         return (
             place == op.rule.windows[0].long
             if isinstance(replacement, Taken)
-            else place == (not replacement.apart, 0, replacement.dim)
+            else place == (not replacement.splits, 0, replacement.dim)
         )
 
     def _uneven(self, op: Op) -> set[Place]:
@@ -613,7 +613,7 @@ class Layers:
     parameters: frozenset[int]
 
 
-def apart(
+def layer_policies(
     plan: Plan, program: Program, loss: LossReading, paths: Sequence[str]
 ) -> Mapping[str, tuple[str, int]]:
     """Policy, and the number of layers that follow it, of all layers by their path; empty where all
@@ -713,12 +713,14 @@ def placed_loss(
         traced.program,
         [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained],
     )
-    policies = apart(plan, program, placing.loss, [plan.parameters[i].path for i in placing.order])
+    policies = layer_policies(
+        plan, program, placing.loss, [plan.parameters[i].path for i in placing.order]
+    )
     walk = change(
         replace(
             placing.walk(),
             remat=plan.remat,
-            apart=policies,
+            layer_policies=policies,
             offloaded="activations" in plan.offload,
         )
     )

@@ -254,7 +254,7 @@ class Placing:
         return taken(
             as_dtype(value, narrow),
             orders,
-            self.interleaving.ways,
+            self.interleaving.shards,
             shardings(layouts.compute if gathered else layouts.rest),
             shardings(layouts.gradient),
         ).astype(value.dtype)

@@ -441,7 +441,7 @@ class _Manual:
     Attributes:
         use: the operation.
         plan: the reduction of its gradient.
-        held: how the weight is sharded in use.
+        weight_cuts: how the weight is sharded in use.
         partial: mesh axes that hold partial sums.
         arguments: how activation and cotangent are cut where partial sums are made.
         machine: where it runs.
@@ -449,7 +449,7 @@ class _Manual:
 
     use: Use
     plan: Reduction
-    held: Cuts
+    weight_cuts: Cuts
     partial: tuple[str, ...]
     arguments: tuple[PartitionSpec, PartitionSpec]
     machine: Machine
@@ -458,11 +458,12 @@ class _Manual:
     rereads: ClassVar[bool] = True
 
     @property
-    def kept(self) -> PartitionSpec:
+    def gradient_spec(self) -> PartitionSpec:
         """Returns how the gradient is sharded in the end."""
         rank = len(self.use.shape)
         cuts: Cuts = {
-            dim: (*self.held.get(dim, ()), *self.plan.scattered.get(dim, ())) for dim in range(rank)
+            dim: (*self.weight_cuts.get(dim, ()), *self.plan.scattered.get(dim, ()))
+            for dim in range(rank)
         }
         return self.machine.spec(cuts, rank)
 
@@ -470,7 +471,7 @@ class _Manual:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the weight in use on one device."""
         return tuple(
-            size // self.machine.ways(self.held.get(dim, ()))
+            size // self.machine.ways(self.weight_cuts.get(dim, ()))
             for dim, size in enumerate(self.use.shape)
         )
 
@@ -484,7 +485,7 @@ class _Manual:
         TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
         devices exchange the gradient of the activation.
         """
-        wait = self.machine.torus or any(self.held.values()) or not outgrows(self.use)
+        wait = self.machine.torus or any(self.weight_cuts.values()) or not outgrows(self.use)
         return () if wait else (PartitionSpec(self.machine.parts(self.partial)),)
 
 
@@ -522,23 +523,23 @@ def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | N
     """
     dims = dims_of(use.equation, use.operand)
     taken = {axis for cut in weight_cuts.values() for axis in cut}
-    own_cuts = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.own}
-    partial = tuple(axis for dim in dims.own for axis in own_cuts[dim])
+    free_cuts = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.free}
+    partial = tuple(axis for dim in dims.free for axis in free_cuts[dim])
     if not any(axis not in WEIGHTS for axis in partial) or any(
         axis not in WEIGHTS
         for dim in range(len(result))
-        if dim not in dims.own
+        if dim not in dims.free
         for axis in result[dim]
     ):
         return None
     activation = {
-        **{dims.own[dim]: cut for dim, cut in own_cuts.items()},
+        **{dims.free[dim]: cut for dim, cut in free_cuts.items()},
         **{to: weight_cuts[dim] for dim, to in dims.activation.items() if dim in weight_cuts},
     }
     return OperandCuts(
         activation=activation,
         result={
-            **own_cuts,
+            **free_cuts,
             **{to: weight_cuts[dim] for dim, to in dims.result.items() if dim in weight_cuts},
         },
         partial=partial,
@@ -550,12 +551,12 @@ class Dims:
     """The dims of a contraction that correspond.
 
     Attributes:
-        own: result dim -> activation dim, of those that the weight does not have.
+        free: result dim -> activation dim, of those that the weight does not have.
         activation: weight dim -> activation dim.
         result: weight dim -> result dim.
     """
 
-    own: dict[int, int]
+    free: dict[int, int]
     activation: dict[int, int]
     result: dict[int, int]
 
@@ -569,9 +570,9 @@ def dims_of(equation: Equation, weight: int) -> Dims:
             and equation.params["feature_group_count"] == 1
             and weight == 1
         )
-        own_dims = {numbers.out_spec[0]: numbers.lhs_spec[0]} if ungrouped else {}
+        free_dims = {numbers.out_spec[0]: numbers.lhs_spec[0]} if ungrouped else {}
         return Dims(
-            own=own_dims,
+            free=free_dims,
             activation={numbers.rhs_spec[1]: numbers.lhs_spec[1]},
             result={numbers.rhs_spec[0]: numbers.out_spec[1]},
         )
@@ -584,7 +585,7 @@ def dims_of(equation: Equation, weight: int) -> Dims:
     places = {0: len(batch[0]), 1: len(batch[0]) + len(free[0])}
     activation = 1 - weight
     return Dims(
-        own={places[activation] + i: dim for i, dim in enumerate(free[activation])},
+        free={places[activation] + i: dim for i, dim in enumerate(free[activation])},
         activation={
             **dict(zip(contracted[weight], contracted[activation], strict=True)),
             **dict(zip(batch[weight], batch[activation], strict=True)),
@@ -644,7 +645,7 @@ def contraction_of(
     return ManualContraction(
         use=use,
         plan=reduction(use, parameter.gradient, cuts.partial, machine, weight_cuts),
-        held=weight_cuts,
+        weight_cuts=weight_cuts,
         partial=cuts.partial,
         arguments=(
             machine.spec(cuts.activation, use.other.ndim),
@@ -692,24 +693,24 @@ class ManualLookup(_Manual):
         several devices, each looks into its own, and what they find is summed.
         """
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
-        if not self.held[0]:
+        if not self.weight_cuts[0]:
             return bind(self.use.equation, (table, indices))[0].astype(dtype)
         cuts = {
             **{
-                dim: tuple(a for a in axes if a not in self.held[0])
+                dim: tuple(a for a in axes if a not in self.weight_cuts[0])
                 for dim, axes in enumerate(self.result[:-1])
             },
-            rank - 1: self.held[1],
+            rank - 1: self.weight_cuts[1],
         }
         scattered = next(
             (
                 dim
                 for dim, axes in enumerate(self.result[:-1])
-                if axes == (*cuts[dim], *self.held[0])
+                if axes == (*cuts[dim], *self.weight_cuts[0])
             ),
             None,
         )
-        parts = self.machine.parts(self.held[0])
+        parts = self.machine.parts(self.weight_cuts[0])
 
         def local(indices: Value, table: Value) -> Value:
             rows = self._rows(indices, table)
@@ -722,7 +723,7 @@ class ManualLookup(_Manual):
         left = cuts if scattered is None else {**cuts, scattered: self.result[scattered]}
         return self.machine.manual(
             local,
-            (self.arguments[0], self.machine.spec(self.held, 2)),
+            (self.arguments[0], self.machine.spec(self.weight_cuts, 2)),
             self.machine.spec(left, rank),
         )(indices, table).astype(dtype)
 
@@ -735,7 +736,7 @@ class ManualLookup(_Manual):
             return rows
         filled = self.use.equation.params["fill_value"]
         outside = (indices < 0) | (indices >= self.use.shape[0])
-        first = jax.lax.axis_index(self.machine.parts(self.held[0])) == 0
+        first = jax.lax.axis_index(self.machine.parts(self.weight_cuts[0])) == 0
         return jnp.where(
             outside & first, jnp.asarray(jnp.nan if filled is None else filled, rows.dtype), rows
         )
@@ -748,8 +749,8 @@ class ManualLookup(_Manual):
         """Indices into the rows of one device; their number for rows of others."""
         clipped = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
         here = clipped - (
-            jax.lax.axis_index(self.machine.parts(self.held[0])) * self.local_shape[0]
-            if self.held[0]
+            jax.lax.axis_index(self.machine.parts(self.weight_cuts[0])) * self.local_shape[0]
+            if self.weight_cuts[0]
             else 0
         )
         return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
@@ -820,7 +821,7 @@ def lookup_of(
     return ManualLookup(
         use=use,
         plan=reduction(use, parameter.gradient, partial, machine, weight_cuts),
-        held=weight_cuts,
+        weight_cuts=weight_cuts,
         partial=partial,
         arguments=(
             machine.spec(cuts, rank),
@@ -955,7 +956,9 @@ def deferred(
     if operation is None:
         return None
     rank, size = len(use.shape), machine.ways(operation.partial)
-    cuts = PartitionSpec(machine.parts(operation.partial), *machine.spec(operation.held, rank))
+    cuts = PartitionSpec(
+        machine.parts(operation.partial), *machine.spec(operation.weight_cuts, rank)
+    )
 
     def in_order(function: Operation) -> Callable[[Sequence[Any], Any], Any]:
         return lambda operands, sums: function(
@@ -972,7 +975,7 @@ def deferred(
         sums=jax.ShapeDtypeStruct((size, *use.shape), use.dtype),
         cuts=cuts,
         reduce=machine.manual(
-            lambda sums: operation.plan.apply(sums[0], machine), (cuts,), operation.kept
+            lambda sums: operation.plan.apply(sums[0], machine), (cuts,), operation.gradient_spec
         ),
     )
 
@@ -1066,7 +1069,10 @@ def _finish(operation: Manual, cuts: PartitionSpec) -> Operation:
             lambda: weight,
             cotangent,
             reduce=reduce,
-            results=(operation.kept, *((cuts,) if operation.machine.exchange.keeps else ())),
+            results=(
+                operation.gradient_spec,
+                *((cuts,) if operation.machine.exchange.keeps else ()),
+            ),
             dtype=sums.dtype,
             sums=(sums,),
             cuts=(cuts,),
@@ -1112,7 +1118,7 @@ def reduced(
             lambda: None if weight is None else gathered(use.moved(weight)),
             cotangent,
             reduce=lambda sums: (operation.plan.apply(sums, machine),),
-            results=(operation.kept,),
+            results=(operation.gradient_spec,),
             dtype=use.dtype,
         )
         return back, gradient

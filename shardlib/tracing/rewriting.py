@@ -444,12 +444,12 @@ class Part:
 
     Attributes:
         first, count: which.
-        kept: layer -> the same layer, with what the backward pass finds saved of it.
+        wrap: layer -> the same layer, with what the backward pass finds saved of it.
     """
 
     first: int
     count: int
-    kept: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def keeping(body: Function) -> Function:
@@ -506,7 +506,7 @@ def in_parts(
             jax.lax.slice_in_dim(leaf, part.first, part.first + part.count) for leaf in leaves
         ]
         carry, results[part.first] = loop(
-            part.kept(layer),
+            part.wrap(layer),
             carry,
             (jnp.arange(part.first, part.first + part.count), part_slices),
             part.count,
@@ -597,8 +597,8 @@ class Walk:
         arrays: those arrays, by path, with a leading dim for every scan around the equation, the
             outermost first.
         remat: policy for repeated layers; "none" leaves the program as written.
-        apart: by path of a scan, or of the first equation of layers that are written out: the
-            policy and how many of the layers follow it, the first ones; the others keep all.
+        layer_policies: by path of a scan, or of the first equation of layers that are written out:
+            the policy and how many of the layers follow it, the first ones; the others keep all.
         offloaded: whether what the backward pass finds saved of layers under a scan waits for it in
             host memory.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is
@@ -612,13 +612,13 @@ class Walk:
     beside: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
     arrays: Mapping[str, Value] = field(default_factory=dict)
     remat: str = "none"
-    apart: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    layer_policies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     offloaded: bool = False
     inside: bool = False
 
     def policy(self, path: str, layers: int) -> tuple[str, int]:
         """The policy of the repeated layers at a path, and how many of them follow it."""
-        policy, count = self.apart.get(path, (self.remat, layers))
+        policy, count = self.layer_policies.get(path, (self.remat, layers))
         return (policy, count) if count else ("none", layers)
 
     def put(self, path: str, index: int, value: Value) -> Value:
@@ -640,11 +640,11 @@ class Walk:
 
     def layer(self) -> Walk:
         """The walk inside a layer that is rematerialised as a whole."""
-        return replace(self, remat="none", apart={}, offloaded=False, inside=True)
+        return replace(self, remat="none", layer_policies={}, offloaded=False, inside=True)
 
     def as_written(self) -> Walk:
         """The walk inside something that is repeated within a layer."""
-        return replace(self, remat="none", apart={}, offloaded=False, inside=False)
+        return replace(self, remat="none", layer_policies={}, offloaded=False, inside=False)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -680,7 +680,7 @@ def evaluate_program(program: Program, args: Sequence[Value], walk: Walk) -> lis
     """Runs a program again; see `evaluate`."""
     env: dict[int, Any] = dict(program.constants)
     env.update(zip(program.inputs, args, strict=True))
-    runs = find_repeats(program) if walk.remat != "none" or walk.apart else ()
+    runs = find_repeats(program) if walk.remat != "none" or walk.layer_policies else ()
     last = last_reads(program) if runs else {}
     start = 0
     for run in runs:
@@ -711,7 +711,7 @@ def _block(
     """Runs one repetition of an unrolled layer under the remat policy."""
     equations = program.equations[first : first + length]
     if walk.remat == "none":
-        evaluate_equations(equations, env, replace(walk, apart={}))
+        evaluate_equations(equations, env, replace(walk, layer_policies={}))
         return
     produced = {number for equation in equations for number in equation.outputs}
     read = sorted(
@@ -860,8 +860,8 @@ def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> S
     if layer and count < params["length"]:
         wrap_others = partial(wrap, remat="none") if offloaded else keeping
         parts = [
-            Part(first=0, count=count, kept=wrap),
-            Part(first=count, count=params["length"] - count, kept=wrap_others),
+            Part(first=0, count=count, wrap=wrap),
+            Part(first=count, count=params["length"] - count, wrap=wrap_others),
         ]
         final, stacked = in_parts(
             parts[::-1] if params["reverse"] else parts, body, init, sliced, looped

@@ -235,7 +235,7 @@ class Step:
     """An equation, twice.
 
     Attributes:
-        one, two: the equation in the first and in the second trace.
+        first, second: the equation in the first and in the second trace.
         sizes: number of rows in each.
         scales: operands that are multiplied with a power of the number of parts where a part of the
             batch stands for the whole, (path, operand) -> exponent; None in loops and custom
@@ -244,8 +244,8 @@ class Step:
             equations stay as they are.
     """
 
-    one: Equation
-    two: Equation
+    first: Equation
+    second: Equation
     sizes: tuple[int, int]
     scales: dict[tuple[str, int], Fraction] | None
     unchanged: bool = False
@@ -253,19 +253,19 @@ class Step:
     @property
     def name(self) -> str:
         """The primitive's name."""
-        return self.one.name
+        return self.first.name
 
     @property
     def params(self) -> EqnParams:
         """Parameters in the first trace."""
-        return self.one.params
+        return self.first.params
 
     @cached_property
     def operands(self) -> list[tuple[Shape, Shape]]:
         """Shapes of each operand in the two traces."""
         return [
             (tuple(first.aval.shape), tuple(two.aval.shape))
-            for first, two in zip(self.one.eqn.invars, self.two.eqn.invars, strict=True)
+            for first, two in zip(self.first.eqn.invars, self.second.eqn.invars, strict=True)
         ]
 
     @cached_property
@@ -273,12 +273,12 @@ class Step:
         """Shapes of each result in the two traces."""
         return [
             (tuple(first.aval.shape), tuple(two.aval.shape))
-            for first, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)
+            for first, two in zip(self.first.eqn.outvars, self.second.eqn.outvars, strict=True)
         ]
 
     def inside(self, word: str = "") -> tuple[Program, Program]:
         """The programs inside of it, see `Equation.inside`."""
-        return self.one.inside(word), self.two.inside(word)
+        return self.first.inside(word), self.second.inside(word)
 
     def batch_dims(self, operand: int) -> list[int]:
         """Dims of an operand that the number of rows changes."""
@@ -295,7 +295,7 @@ class Step:
         """
         if self.name != "convert_element_type":
             return False
-        old, new = self.one.eqn.invars[0].aval.dtype, self.one.eqn.outvars[0].aval.dtype
+        old, new = self.first.eqn.invars[0].aval.dtype, self.first.eqn.outvars[0].aval.dtype
         return not jax.dtypes.issubdtype(new, np.inexact) and not np.can_cast(old, new, "safe")
 
     def mixed(self, why: str, kinds: list[Kind]) -> Kind:
@@ -309,8 +309,8 @@ class Step:
     @property
     def where(self) -> str:
         """The operation and the user's line."""
-        line = line_of(self.one)
-        scope = f" in {self.one.scope}" if self.one.scope else ""
+        line = line_of(self.first)
+        scope = f" in {self.first.scope}" if self.first.scope else ""
         return f"{self.name}{scope}{f' at {line}' if line else ''}"
 
 

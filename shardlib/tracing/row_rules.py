@@ -151,7 +151,7 @@ def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
     for index, kind in terms:
         exponent = (kind.power or Fraction(0)) + (1 if kind.family == "sum" else 0)
         if exponent:
-            step.scales[step.one.path, index] = exponent
+            step.scales[step.first.path, index] = exponent
     return total(power=Fraction(-1), **{**more, "scaled": True})
 
 
@@ -523,7 +523,7 @@ def tagged(step: Step, kinds: list[Kind]) -> Kind | None:
     if (
         step.name in _KEEPING
         and tags[0] in ("positions", "false")
-        and step.one.eqn.outvars[0].aval.dtype.kind in "iub"
+        and step.first.eqn.outvars[0].aval.dtype.kind in "iub"
         and len(step.result_dims()) == 1
     ):
         return kinds[0].with_(origin=None)
@@ -624,7 +624,7 @@ def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, o
     if all(
         dim in to
         and step.params["slice_sizes"][dim] == step.operands[0][0][dim]
-        and step.two.params["slice_sizes"][dim] == step.operands[0][1][dim]
+        and step.second.params["slice_sizes"][dim] == step.operands[0][1][dim]
         for dim in rows.dims
     ):
         if index.family != "free":
@@ -777,7 +777,7 @@ def slice_(step: Step, kinds: list[Kind]) -> Kind:
                 equation.params["limit_indices"][dim],
                 size * place.inner,
             )
-            for equation, size in ((step.one, step.sizes[0]), (step.two, step.sizes[1]))
+            for equation, size in ((step.first, step.sizes[0]), (step.second, step.sizes[1]))
         ]
         if (
             all(low % unit == 0 and high % unit == 0 for low, high, unit in bounds)
@@ -970,7 +970,7 @@ def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
         or step.results[0][0] != ()
     ):
         return None
-    dtype = step.one.eqn.outvars[0].aval.dtype
+    dtype = step.first.eqn.outvars[0].aval.dtype
     if step.name == "convert_element_type":
         pair = tuple(np.asarray(number).astype(dtype) for number in kinds[0].value or ())
     elif step.name == "div" and np.issubdtype(dtype, np.floating):
@@ -1237,13 +1237,15 @@ _TOGETHER = "random numbers of all rows are drawn together"
 def shaped(step: Step, kinds: list[Kind]) -> Kind:
     """An array drawn from each key: what is drawn for a position of the batch is that row's."""
     (keys,), dims, rank = kinds, step.result_dims(), len(step.operands[0][0])
-    drawn_dims, more = own_dims(step.one.eqn, step.two.eqn), common(kinds)
+    drawn_dims, more = own_dims(step.first.eqn, step.second.eqn), common(kinds)
     if keys.family == "free" and not drawn_dims:
         return free(**more)
     if keys.family == "row" and not drawn_dims:
-        exact = by_position(step.one.eqn.invars[0].aval.dtype) and set(dims) <= set(keys.rows.dims)
+        exact = by_position(step.first.eqn.invars[0].aval.dtype) and set(dims) <= set(
+            keys.rows.dims
+        )
         return row(keys.rows, **more) if exact else step.mixed(_TOGETHER, kinds)
-    draw = draw_of(step.one.eqn, step.two.eqn, step.sizes) if keys.family == "free" else None
+    draw = draw_of(step.first.eqn, step.second.eqn, step.sizes) if keys.family == "free" else None
     if draw is None:
         return step.mixed(_TOGETHER, kinds)
     if step.unchanged:
@@ -1271,7 +1273,7 @@ def alike(step: Step, kinds: list[Kind]) -> Kind:
 
 def gamma(step: Step, kinds: list[Kind]) -> Kind:
     """Samples with a number of tries that differs; a key for all rows splits by their number."""
-    keys, dtype = kinds[0], step.one.eqn.invars[0].aval.dtype
+    keys, dtype = kinds[0], step.first.eqn.invars[0].aval.dtype
     exact = keys.family == "row" and by_position(dtype)
     rank = len(step.operands[0][0])
     if step.result_dims() and not (exact and keys.rows.stop <= rank):

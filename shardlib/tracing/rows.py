@@ -63,8 +63,8 @@ class Analysis:
         scales: see `Step.scales`, for operands of equations.
         handed: operands that are handed in, by (path, operand).
         judged: custom derivatives that were judged, with what is wrong with them.
-        apart: whether parts of the batch know nothing of each other, so that none is handed what
-            the whole batch says.
+        independent: whether parts of the batch know nothing of each other, so that none is handed
+            what the whole batch says.
         derivatives_are_judged: whether the walk is inside of a function whose derivative is judged
             as a whole, or inside of that derivative, of which no further one is taken.
     """
@@ -73,12 +73,12 @@ class Analysis:
     scales: dict[tuple[str, int], Fraction] = field(default_factory=dict)
     handed: dict[tuple[str, int], Handed] = field(default_factory=dict)
     judged: dict[Any, str] = field(default_factory=dict)
-    apart: bool = False
+    independent: bool = False
     derivatives_are_judged: bool = False
 
     def beneath(self) -> Analysis:
         """The walk inside of a function whose derivative was written by hand."""
-        return Analysis(sizes=self.sizes, apart=self.apart, derivatives_are_judged=True)
+        return Analysis(sizes=self.sizes, independent=self.independent, derivatives_are_judged=True)
 
     def run(
         self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
@@ -124,8 +124,8 @@ class Analysis:
     ) -> list[Kind]:
         """Kinds of the results of an equation."""
         step = Step(
-            one=first,
-            two=two,
+            first=first,
+            second=two,
             sizes=self.sizes,
             scales=self.scales if editable else None,
             unchanged=self.derivatives_are_judged,
@@ -235,7 +235,7 @@ class Analysis:
             return mixed(
                 f"what the whole batch says meets rows in another order{reason}", step.where
             )
-        if self.apart:
+        if self.independent:
             return mixed(
                 f"parts that know nothing of each other need the whole batch{reason}", step.where
             )
@@ -244,7 +244,7 @@ class Analysis:
                 f"numbers of the whole batch are made inside of a loop{reason}", step.where
             )
         place = number.place
-        self.handed[step.one.path, index] = Handed(
+        self.handed[step.first.path, index] = Handed(
             origin=kind.origin,
             dim=None if place is None else place.start,
             inner=1 if place is None else place.inner,
@@ -279,7 +279,7 @@ def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     key = (
         step.name,
         _told_apart(rule),
-        str(callee(step.one.eqn)),
+        str(callee(step.first.eqn)),
         tuple((kind.family, kind.place, kind.descent.learned, kind.power) for kind in kinds),
         tuple(map(str, step.operands)),
     )
@@ -302,19 +302,19 @@ def _fault(walk: Analysis, step: Step, kinds: list[Kind], kinds_inside: list[Kin
     """Returns what is wrong with the derivative; empty where nothing is."""
     moving = [
         index
-        for index, variable in enumerate(step.one.eqn.invars)
+        for index, variable in enumerate(step.first.eqn.invars)
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     ]
     leaving = [
         index
-        for index, variable in enumerate(step.one.eqn.outvars)
+        for index, variable in enumerate(step.first.eqn.outvars)
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     ]
     if not moving or not leaving:
         return ""
     try:
         first, second = (
-            flatten(_pulled(equation, moving, leaving)) for equation in (step.one, step.two)
+            flatten(_pulled(equation, moving, leaving)) for equation in (step.first, step.second)
         )
     except (TracingError, TypeError, ValueError) as error:
         return f"its derivative cannot be taken alone ({type(error).__name__})"
@@ -480,7 +480,7 @@ def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
                 place,
                 start=0,
                 stop=place.stop - 1,
-                scans=(*place.scans, (step.one.path, place.stop, place.inner)),
+                scans=(*place.scans, (step.first.path, place.stop, place.inner)),
             )
         )
     if kind.family == "data" and 0 in step.batch_dims(index):
@@ -529,7 +529,7 @@ def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
     """The results of all turns."""
     if kind.family == "row":
         place = kind.rows
-        if place.scans and place.scans[-1][0] == step.one.path:
+        if place.scans and place.scans[-1][0] == step.first.path:
             return kind.with_(
                 place=replace(place, start=0, stop=place.stop + 1, scans=place.scans[:-1]), tag=None
             )
@@ -653,19 +653,20 @@ class Inputs:
         parameters, states: how many of the first inputs are parameters, and how many after these
             are model state.
         dims: for each array of the batch its dim of rows; None where it has none.
-        apart: whether parts of the batch know nothing of each other, so that nothing can be made of
-            the data of the whole batch beforehand: a ratio of sums over rows is coupled then.
+        independent: whether parts of the batch know nothing of each other, so that nothing can be
+            made of the data of the whole batch beforehand: a ratio of sums over rows is coupled
+            then.
     """
 
     parameters: int
     states: int
     dims: tuple[int | None, ...]
-    apart: bool = False
+    independent: bool = False
 
     def kinds(self, program: Program) -> list[Kind]:
         """The kinds of all inputs."""
         batch_kinds = [
-            free() if dim is None else row(Place(start=dim, stop=dim + 1), learned=self.apart)
+            free() if dim is None else row(Place(start=dim, stop=dim + 1), learned=self.independent)
             for dim in self.dims
         ]
         assert len(program.inputs) == self.parameters + self.states + len(batch_kinds)
@@ -774,7 +775,7 @@ def compare(
         two.outputs
     ):
         raise Unlike
-    analysis = Analysis(sizes=sizes, apart=inputs.apart)
+    analysis = Analysis(sizes=sizes, independent=inputs.independent)
     kinds = analysis.run((first_program, two), inputs.kinds(first_program), editable=True)
     loss = kinds[0]
     metrics = kinds[1 : 1 + len(names.metrics)]

@@ -339,7 +339,7 @@ class Validator:
             parameters=len(jax.tree.leaves(params)),
             states=len(jax.tree.leaves(state)),
             dims=dims,
-            apart=True,
+            independent=True,
         )
         return prove(at(number), at, inputs, result_names(out), number).rows
 

@@ -31,7 +31,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import PlanError
 from shardlib.jax_types import Index, Leaf, Value
 from shardlib.lowering.contractions import as_dtype
-from shardlib.lowering.loss import apart, fullest_stage, layers
+from shardlib.lowering.loss import fullest_stage, layer_policies, layers
 from shardlib.lowering.placing import Placing
 from shardlib.lowering.uses import LossReading
 from shardlib.lowering.weights import DEFERRED, Deferred
@@ -425,8 +425,8 @@ def as_loop(
             (following if count else saving_all)(body), carry, scanned, length=layers
         )
     parts = [
-        Part(first=0, count=count, kept=following),
-        Part(first=count, count=layers - count, kept=saving_all if saved.offloaded else keeping),
+        Part(first=0, count=count, wrap=following),
+        Part(first=count, count=layers - count, wrap=saving_all if saved.offloaded else keeping),
     ]
     return in_parts(
         parts,
@@ -470,7 +470,7 @@ class Linearised:
         left: what leaves the chunk.
         saved: what the backward pass wants, by number of the value.
         order: these numbers, in the order in which it wants them.
-        kept: those of them that depend on the microbatch, each once.
+        of_microbatch: those of them that depend on the microbatch, each once.
         tree: structure of the backward pass around them.
         entered: how many gradients of what entered the backward pass gives, after all others.
     """
@@ -478,14 +478,14 @@ class Linearised:
     left: Arrays
     saved: dict[int, Any]
     order: tuple[int, ...]
-    kept: tuple[int, ...]
+    of_microbatch: tuple[int, ...]
     tree: Any
     entered: int
 
     @property
     def stashed(self) -> Arrays:
         """Returns what depends on the microbatch."""
-        return [self.saved[number] for number in self.kept]
+        return [self.saved[number] for number in self.of_microbatch]
 
     def pull(self, stashed: Arrays) -> Callable[[Arrays], Tree]:
         """The backward pass, with what was stashed in place of what depends on the microbatch
@@ -507,7 +507,7 @@ class Linearised:
 
     def _wants(self, stashed: Arrays) -> Arrays:
         """Returns what the backward pass wants."""
-        values = {**self.saved, **dict(zip(self.kept, stashed, strict=True))}
+        values = {**self.saved, **dict(zip(self.of_microbatch, stashed, strict=True))}
         return [values[number] for number in self.order]
 
     def _halves(self, cotangents: Arrays) -> Split:
@@ -894,7 +894,7 @@ class Chunk:
         saved: what the layers save for their backward passes.
         walk: how values are placed, made anew in every trace, since it belongs to the mesh around
             it.
-        known: what is gathered beforehand; None where nothing is.
+        gathered: what is gathered beforehand; None where nothing is.
         unrolled: whether layers are written out one after the other; weights may then be given, and
             their gradients come, layer by layer.
     """
@@ -904,7 +904,7 @@ class Chunk:
     padded: bool
     saved: Saved
     walk: Callable[[], Walk]
-    known: Gathered | None = None
+    gathered: Gathered | None = None
     unrolled: bool = False
 
     @property
@@ -915,7 +915,7 @@ class Chunk:
         return tuple(
             k
             for k, position in enumerate(self.cut.roles.weights)
-            if self.known is None or position not in self.known.complete
+            if self.gathered is None or position not in self.gathered.complete
         )
 
     def run(self, operands: Operands, activations: Arrays, sums: Arrays | None = None) -> Arrays:
@@ -926,7 +926,7 @@ class Chunk:
             sums: arrays whose gradients are the partial sums for what is gathered beforehand,
                 [layers, ...]; by default those are lost.
         """
-        cut, roles, walk, gathered = self.cut, self.cut.roles, self.walk(), self.known
+        cut, roles, walk, gathered = self.cut, self.cut.roles, self.walk(), self.gathered
         sums = self._no_sums() if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
@@ -995,12 +995,12 @@ class Chunk:
 
     def _no_sums(self) -> Arrays:
         """Returns where partial sums of one microbatch go, [layers, ...] or layer by layer."""
-        if self.known is None:
+        if self.gathered is None:
             return []
         return (
-            [[leaf] * self.layers for leaf in self.known.zeros(())]
+            [[leaf] * self.layers for leaf in self.gathered.zeros(())]
             if self.unrolled
-            else self.known.zeros((self.layers,))
+            else self.gathered.zeros((self.layers,))
         )
 
     def forward(self, operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
@@ -1069,7 +1069,7 @@ class Chunk:
             saved=dict(zip(saved, values[count:], strict=True)),
             order=saved,
             tree=shape["tree"],
-            kept=tuple(dict.fromkeys(number for number in saved if labels[number])),
+            of_microbatch=tuple(dict.fromkeys(number for number in saved if labels[number])),
             entered=sum(floating),
         )
 
@@ -1197,7 +1197,7 @@ def stage_remat(
 ) -> StageRemat:
     """Returns what the layers of the stages of a plan save."""
     fullest = fullest_stage(plan, cut.layers)
-    policies = apart(plan, program, loss, paths)
+    policies = layer_policies(plan, program, loss, paths)
     uniform = StageRemat(
         policy=plan.remat,
         count=fullest,

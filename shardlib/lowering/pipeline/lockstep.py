@@ -82,7 +82,7 @@ def repeated(stages: Stages) -> tuple[Finding, ...]:
 @diagnostic
 def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
     """A finding where the plan gathers once, and nothing can be gathered beforehand."""
-    gathered = stages.chunk.known
+    gathered = stages.chunk.gathered
     if plan.gather != "once" or (gathered is not None and gathered.operands):
         return ()
     return (
@@ -200,7 +200,7 @@ class Sums:
         """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters
         alone.
         """
-        stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.known
+        stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.gathered
         layers = Gradients(
             weights=[stages.over_stages(self.zeros(derived.stacks[k])) for k in stages.chunk.own],
             sums=stages.no_sums(),
@@ -262,7 +262,11 @@ class Sums:
 
     def _stacks(self, resident: Held, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
-        gathered, positions, summed = self.stages.chunk.known, self.cut.roles.weights, sums["sums"]
+        gathered, positions, summed = (
+            self.stages.chunk.gathered,
+            self.cut.roles.weights,
+            sums["sums"],
+        )
         totals = {
             positions[k]: total
             for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)
@@ -349,7 +353,7 @@ class Pipeline:
 
     def outside(self) -> Walk:
         """Returns how values are placed outside of the layers."""
-        return replace(self.around.walk(loose=not self.exact), apart=self.remat.outside)
+        return replace(self.around.walk(loose=not self.exact), layer_policies=self.remat.outside)
 
     def dealt(self, stack: Value) -> Value:
         """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a
@@ -1174,7 +1178,7 @@ def _stages(
         padded=each * chunks > loss_cut.layers,
         saved=remat.alike,
         walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-        known=gathered(placing, loss_cut, inside(mesh, axis)),
+        gathered=gathered(placing, loss_cut, inside(mesh, axis)),
     )
     activations = stage_activations(loss_cut, chunks * each)
     entering = len(loss_cut.entering)

@@ -207,7 +207,7 @@ class Work:
         return reads
 
     def _walk(self) -> Walk:
-        return replace(self.placing.walk(), apart=self.remat.outside)
+        return replace(self.placing.walk(), layer_policies=self.remat.outside)
 
     def _entering(self, resident: Held, micro: Index, entering: Arrays) -> Arrays:
         if self.first:
@@ -380,14 +380,14 @@ class Work:
 
     def gather(self, resident: Held) -> Arrays:
         """`Held.ready`."""
-        gathered = self.chunk.known
+        gathered = self.chunk.gathered
         return [] if gathered is None else gathered.gather(self._sources(resident))
 
     def reduced(self, resident: Held, late: Late) -> Late:
         """Gradients of all stacked parameters, with what the partial sums make of them, once all
         microbatches are done.
         """
-        gathered, positions = self.chunk.known, self.cut.roles.weights
+        gathered, positions = self.chunk.gathered, self.cut.roles.weights
         assert gathered is not None
         totals = {
             positions[k]: total for k, total in zip(self.chunk.own, late.weights, strict=True)
@@ -410,10 +410,10 @@ class Work:
         """Stacks that operands are gathered beforehand of, for the chunk's layers or with all the
         room there is.
         """
-        assert self.chunk.known is not None
+        assert self.chunk.gathered is not None
         stacks = [
             resident.stacks[self.cut.roles.weights.index(position)]
-            for position in self.chunk.known.sources
+            for position in self.chunk.gathered.sources
         ]
         return stacks if padded else [leaf[: self.chunk.layers] for leaf in stacks]
 
@@ -650,7 +650,7 @@ def _around(work: Work, inputs: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPro
     """The programs before the first and after the last microbatch, and what the others are
     given.
     """
-    if work.chunk.known is None:
+    if work.chunk.gathered is None:
         return ChunkPrograms(), inputs
     draft = _draft(work.gather, (inputs.held,), mesh)
     gather = draft.compiled(f"{name}_gather", mesh) if draft.sources else None
@@ -1559,7 +1559,7 @@ class StagePrograms:
     def _partial(self, chunk: int) -> Arrays:
         """Partial sums of every device for what is gathered beforehand, abstract."""
         chunk_layers = self.works[chunk].chunk
-        uses = chunk_layers.known.uses.values() if chunk_layers.known else ()
+        uses = chunk_layers.gathered.uses.values() if chunk_layers.gathered else ()
         return [
             self._like(
                 (chunk_layers.layers, *use.sums.shape),
@@ -1850,7 +1850,7 @@ def _work(number: int, opening: Opening, alone: Plan) -> Work:
         padded=False,
         saved=pipeline.remat.of_chunk(number // len(stages), layers),
         walk=placing.walk,
-        known=gathered(placing, cut, here),
+        gathered=gathered(placing, cut, here),
         unrolled=layers <= WRITTEN_OUT,
     )
     return Work(

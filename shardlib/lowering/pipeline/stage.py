@@ -376,12 +376,12 @@ class Stages:
     @property
     def in_rounds(self) -> bool:
         """True if chunks are gathered when their rounds begin."""
-        gathered = self.chunk.known
+        gathered = self.chunk.gathered
         return bool(self.table.rounds and gathered and gathered.operands)
 
     def gather(self, resident: Held) -> Arrays:
         """The operands that are gathered beforehand, [stages, chunks, layers, ...]."""
-        if self.chunk.known is None:
+        if self.chunk.gathered is None:
             return []
         return self._manual(self._gather, (self._held(),), OWN)(resident)
 
@@ -398,7 +398,7 @@ class Stages:
         """Gradients of weights for the partial sums of what is gathered beforehand, [stages,
         chunks, layers, ...].
         """
-        if self.chunk.known is None:
+        if self.chunk.gathered is None:
             return []
         return self._manual(self._reduce, (self._held(), OWN), OWN)(resident, sums)
 
@@ -416,21 +416,21 @@ class Stages:
         """Returns where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
 
         def zeros() -> Arrays:
-            gathered = self.chunk.known
+            gathered = self.chunk.gathered
             leaves = gathered.zeros((1, self.window, self.chunk.layers)) if gathered else []
             return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
 
         return self._manual(zeros, (), OWN)()
 
     def _gather(self, resident: Held) -> Arrays:
-        gathered = self.chunk.known
+        gathered = self.chunk.gathered
         assert gathered is not None
         weights = [leaf[0] for leaf in self._sources(resident)]
         operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
     def _gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
-        gathered = self.chunk.known
+        gathered = self.chunk.gathered
         assert gathered is not None
         weights = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
@@ -440,7 +440,7 @@ class Stages:
         return [leaf[None] for leaf in operands]
 
     def _reduce(self, resident: Held, sums: Arrays) -> Arrays:
-        gathered = self.chunk.known
+        gathered = self.chunk.gathered
         assert gathered is not None
         weights = [leaf[0, 0] for leaf in self._sources(resident)]
         gradients = gathered.reduce(
@@ -449,7 +449,7 @@ class Stages:
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
 
     def _reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
-        gathered = self.chunk.known
+        gathered = self.chunk.gathered
         assert gathered is not None
         weights = [leaf[0, 0] for leaf in self._sources(resident)]
         gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
@@ -457,7 +457,7 @@ class Stages:
 
     def _sources(self, resident: Held) -> Arrays:
         """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
-        gathered = self.chunk.known
+        gathered = self.chunk.gathered
         assert gathered is not None
         places = self.chunk.cut.roles.weights
         return [resident.weights[places.index(position)] for position in gathered.sources]
