@@ -24,7 +24,7 @@ from shardlib.islands.servers.rounds import Rounds
 from tests.islands.servers.test_island import replicas
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = [sys.executable, str(ROOT / "tests" / "remote" / "script.py")]
+SCRIPT = [sys.executable, str(ROOT / "tests" / "islands" / "servers" / "script.py")]
 
 
 def variables(folder: Path, **more: str) -> dict[str, str]:
