@@ -1,7 +1,4 @@
-"""The choices of a serving plan, and their prices.
-
-tensor     every number of devices that divides those of the machine
-"""
+"""The choices of a serving plan, and their prices."""
 
 from __future__ import annotations
 
