@@ -152,12 +152,20 @@ def delete(*paths: Path) -> None:
         path.unlink()
 
 
+def redate(path: Path) -> None:
+    """Changes a number of a description, which stays one."""
+    data = json.loads(path.read_text())
+    data["content"]["time"] += 1.0
+    path.write_text(json.dumps(data))
+
+
 DAMAGE = {
     "bits-in-arrays": lambda at: flip(*data_files(at)),
     "truncated": lambda at: truncate(*data_files(at)),
     "files-gone": lambda at: delete(*data_files(at)),
     "bit-in-manifest": lambda at: flip(at / "state" / "manifest.ocdbt"),
     "bit-in-description": lambda at: flip(at / "about" / "metadata"),
+    "number-in-description": lambda at: redate(at / "about" / "metadata"),
     "description-truncated": lambda at: truncate(at / "about" / "metadata"),
 }
 

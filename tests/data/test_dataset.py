@@ -388,6 +388,12 @@ def test_orders_of_very_many_numbers_stay_in_range():
     count = 3 * 2**40 + 5
     found = shuffled_indices(np.arange(2000), count, 0, 0).tolist()
     assert len(set(found)) == 2000 and max(found) < count and max(found) > count * 0.99
+    orders = [
+        tuple(shuffled_indices(np.arange(20), count, seed, epoch).tolist())
+        for seed in range(3)
+        for epoch in range(3)
+    ]
+    assert len(set(orders)) == 9
 
 
 def test_rows_are_kept_and_made_again_where_they_are_damaged(

@@ -260,13 +260,15 @@ def test_kernels_that_take_longer_than_predicted_are_said(verified):
 
 
 def test_memory_that_does_not_suffice(verified):
-    full = dataclasses.replace(
-        verified,
-        compiled=dataclasses.replace(
-            verified.compiled, device_bytes={**verified.compiled.device_bytes, "peak": 10**12}
-        ),
-    )
-    assert judged(full, where="h100:8")["out-of-memory"].severity == "error"
+    usable = topology("h100:8").chip.usable_bytes
+
+    def codes(peak: float) -> dict[str, Finding]:
+        sizes = {**verified.compiled.device_bytes, "peak": peak}
+        compiled = dataclasses.replace(verified.compiled, device_bytes=sizes)
+        return judged(dataclasses.replace(verified, compiled=compiled), where="h100:8")
+
+    assert codes(usable + 1)["out-of-memory"].severity == "error"
+    assert "out-of-memory" not in codes(usable)
 
 
 def test_what_could_not_be_read_is_a_finding(verified):
@@ -294,6 +296,9 @@ def test_baseline_names_what_grew(verified):
         finding.message
         == "all-to-all over tensor grew from 0 executions and 0 B a step to 1 and 4.00 KiB."
     )
+    halves = dataclasses.replace(more, bytes=2048, count=2)
+    larger = dataclasses.replace(more, bytes=4097)
+    assert [len(growth((more,), (after,))) for after in (more, halves, larger)] == [0, 1, 1]
     assert totals(read_baseline(verified.to_json(), "x.json")) == totals(before)
     for text in ("", "[]", '{"format": 1, "compiled": null}', '{"format": 9}'):
         with pytest.raises(VerificationError, match=r"x\.json"):
