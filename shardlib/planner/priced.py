@@ -1,13 +1,5 @@
 """A space of plans, priced: candidates under choices of colours, on the places that their axes can
 have, by branch and bound with lower bounds.
-
-Pins that need more layers than a model has in its loops are an error:
-
->>> from shardlib.decisions.pins import Pins
->>> pins = Pins.parse({"schedule": "1f1b"})
->>> print(layers_lacking("mlp", LayerGroups(names=(), counts=()), pins))
-schedule='1f1b' splits layers into stages, and the model 'mlp' has no layers in a loop
-Try: layers under jax.lax.scan or nnx.scan, or no such pin
 """
 
 from __future__ import annotations
@@ -28,14 +20,13 @@ import numpy as np
 import threadpoolctl  # pyright: ignore[reportMissingTypeStubs]
 
 from shardlib.cost.framework import ANYTHING, XLA, Framework
-from shardlib.cost.layers import repeated_calls
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.stages import candidates, distinct, sums
 from shardlib.cost.tables import Pricer, Q, Values
 from shardlib.cost.terms import ONE, BoundedTable, Shapes
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
-from shardlib.decisions.table import ANY, ANY_GROUP
+from shardlib.decisions.table import ANY
 from shardlib.errors import InfeasibleError, PinError, raise_all
 from shardlib.findings import Finding
 from shardlib.layout import MESH_AXES, MeshShape
@@ -67,7 +58,6 @@ from shardlib.planner.space import (
     Space,
     Under,
     build,
-    explain_empty,
     gaps_of,
     strategies,
 )
@@ -82,7 +72,6 @@ from shardlib.planner.stored import (
 from shardlib.planner.workload import Account, Workload, prepare
 from shardlib.propagation.colours import Choice
 from shardlib.rules import Rules
-from shardlib.schedules import named
 
 Array = np.ndarray
 #: Rows (a candidate under a choice) that are priced at once, about.
@@ -464,146 +453,6 @@ def _limit_threads() -> Callable[[], None]:
 garbage_put_off = ForAllThreads(_raise_thresholds)
 #: Matrix products of NumPy run on the thread that asks for them.
 one_thread = ForAllThreads(_limit_threads)
-
-
-#: Beyond any number of chunks that a schedule is asked for.
-_MOST = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerGroups:
-    """The layers that a model has in its loops.
-
-    Attributes:
-        names: of the layer groups.
-        counts: layers of each group.
-        calls: how often the same parameters are used outside of all groups.
-    """
-
-    names: Sequence[str]
-    counts: Sequence[int]
-    calls: int = 1
-
-
-def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
-    """Says that the layers of a model are too few for its pins, and what to try; empty where they
-    are not.
-    """
-    model = f"the model {model!r}"
-    if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):
-        return _called_again(model, groups.calls, pins)
-    return _too_few_for_stages(model, groups.counts, pins) or _too_few_to_rematerialise(
-        model, groups.names, groups.counts, pins
-    )
-
-
-def _called_again(model: str, calls: int, pins: Pins) -> str:
-    """Says that a model whose layers a loss runs several times has none to split."""
-    request = (
-        f"{' with '.join(_stage_pins(pins))} splits layers into stages"
-        if pins.staged
-        else f"remat_layers={pins.remat_layers} rematerialises some of the layers"
-    )
-    often = "twice" if calls == 2 else f"{calls} times"
-    return (
-        f"{request}, and the loss runs the layers of {model}, or some of them, {often} with the"
-        " same parameters, as where it calls the model or one of its layers more than once; they"
-        " have to run once, each layer with parameters of its own\nTry: one call of the model for"
-        " all rows, no layer that is used again, or no such pin"
-    )
-
-
-def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
-    """Says that pinned stages, or chunks of layers on each, have no layer for each of them."""
-    if not pins.staged:
-        return ""
-    layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
-    request = " with ".join(_stage_pins(pins))
-    if layers < 2:
-        return (
-            f"{request} splits layers into stages, and {model} has {_number(layers)} in a"
-            " loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
-        )
-    if stages > layers:
-        return (
-            f"{request} splits layers into stages, and {model} has {_number(layers)} in a"
-            " loop\nTry: fewer stages, or more layers under jax.lax.scan or nnx.scan"
-        )
-    chunks, stage_count = _chunks(pins), max(stages, 2)
-    if chunks * stage_count <= layers:
-        return ""
-    source = (
-        f"virtual_stages={chunks}"
-        if pins.virtual_stages
-        else f"schedule={pins.schedule!r} has at least virtual_stages={chunks}, and that"
-    )
-    limit = layers // stage_count
-    fewer = (
-        f"virtual_stages of at most {limit}"
-        if limit > 1 and pins.virtual_stages
-        else "a schedule without chunks of layers, such as '1f1b'"
-    )
-    return (
-        f"{source} splits the layers of each of {stage_count} stages into {chunks} chunks:"
-        f" {chunks * stage_count} chunks in all, and {model} has {_number(layers)} in a loop\nTry:"
-        f" {fewer}, or fewer stages"
-    )
-
-
-def _stage_pins(pins: Pins) -> list[str]:
-    """The pins that ask for stages."""
-    stages = dict(pins.mesh or pins.axes).get("stage", 1)
-    pinned = {
-        "schedule": pins.schedule if pins.schedule and named(pins.schedule).staged else None,
-        "pipeline": pins.pipeline if pins.pipeline == "programs" else None,
-        "accumulation": pins.accumulation if (pins.accumulation or 1) > 1 else None,
-        "virtual_stages": pins.virtual_stages if (pins.virtual_stages or 1) > 1 else None,
-        "gather": pins.gather if pins.gather == "once" else None,
-    }
-    words = [f"{word}={value!r}" for word, value in pinned.items() if value is not None]
-    return [f"stage={stages}"] if stages > 1 else words
-
-
-def _chunks(pins: Pins) -> int:
-    """The fewest chunks of layers that a stage has under the pins."""
-    if pins.virtual_stages or pins.schedule is None:
-        return pins.virtual_stages or 1
-    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", limit=_MOST)
-    return min(tried, default=1)
-
-
-def _too_few_to_rematerialise(
-    model: str, names: Sequence[str], counts: Sequence[int], pins: Pins
-) -> str:
-    """Says that a pinned number of rematerialised layers is not fewer than there are."""
-    if not counts and pins.remat_layers:
-        return (
-            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {model} has"
-            " no layers in a loop\nTry: layers under jax.lax.scan or nnx.scan, or no such pin"
-        )
-    groups = {} if pins.remat_classes == ANY_GROUP else {n: c for n, _, c in pins.remat_classes}
-    stages = dict(pins.mesh or pins.axes).get("stage", 1)
-    chunks = stages * (pins.virtual_stages or 1)
-    here = [(pins.virtual_stages or 1) * -(-count // chunks) for count in counts]
-    location = f"a stage of {model}" if stages > 1 else model
-    faults = [
-        f"remat_classes rematerialises {requested} of the layers of {name!r}, and {location} has"
-        f" {count} there"
-        for name, count in zip(names, here, strict=True)
-        if (requested := groups.get(name)) and requested > count - (len(names) == 1)
-    ]
-    if pins.remat_layers and counts and pins.remat_layers >= sum(here):
-        faults.append(
-            f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {location}"
-            f" has {_number(sum(here))} in a loop"
-        )
-    if not faults:
-        return ""
-    return "; ".join(faults) + "\nTry: fewer, or a remat policy without a number for all of them"
-
-
-def _number(layers: int) -> str:
-    return "no layers" if not layers else "1 layer" if layers == 1 else f"{layers} layers"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1258,10 +1107,9 @@ def priced_space(
         for searcher in dict.fromkeys(explorer for _, explorer in runs):
             searcher.minimum_memory()
     if explorer.best.minimum_memory is None and not any_plan:
-        lacking = layers_lacking(load.problem.model, _layer_groups(load), pins)
-        if lacking:
-            raise PinError(lacking)
-        raise explain_empty(load.problem, load.colouring, pins, devices_wanted)
+        from shardlib.planner.no_plan import explain_empty
+
+        raise explain_empty(load, pins, devices_wanted)
     return PricedSpace(
         space=rooms[-1],
         best=explorer.best,
@@ -1299,16 +1147,6 @@ def within_slow_links(topology: Topology) -> int:
     first, *others = topology.tiers
     slow = others and first.bytes_per_s * FAR_SLOWER < min(tier.bytes_per_s for tier in others)
     return topology.devices // first.devices if slow else 0
-
-
-def _layer_groups(load: Workload) -> LayerGroups:
-    """The layers of a model, for messages."""
-    facts = next(iter(load.programs.values())).facts
-    return LayerGroups(
-        names=load.class_names,
-        counts=load.counts,
-        calls=repeated_calls(facts.graph, facts.layers, facts.weights),
-    )
 
 
 def _explorers(
