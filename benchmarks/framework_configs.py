@@ -287,7 +287,7 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
     from shardlib.errors import PinError
     from shardlib.frontend.model import read_and_trace
     from shardlib.machines.topology import topology
-    from shardlib.planner.planner import prepared_for, search
+    from shardlib.planner.search import prepared_for, search
 
     plans: dict[str, list[dict[str, Any]]] = {}
     for model, batch, seq, where in JOBS:

@@ -30,7 +30,7 @@ from shardlib import models
 from shardlib.errors import InfeasibleError
 from shardlib.frontend.model import problem
 from shardlib.models.config import TransformerConfig
-from shardlib.planner.planner import search
+from shardlib.planner.search import search
 from shardlib.planner.workload import Workload, prepare
 
 #: (model, topology, batch, tokens): growth with devices, and the two largest.

@@ -8,7 +8,7 @@ import pytest
 
 import shardlib
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan, source_of
 from tests.planner import worlds
 

@@ -20,7 +20,7 @@ from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.plan import Plan
-from shardlib.planner.planner import Prepared, prepared_for, search
+from shardlib.planner.search import Prepared, prepared_for, search
 from shardlib.processes.devices import let_collectives_wait
 
 # --------------------------------------------------------------------------------------------------

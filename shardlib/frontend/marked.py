@@ -28,7 +28,7 @@ from shardlib.lowering.program import Program
 from shardlib.lowering.steps import InPlace, LoweredLosses
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import ParameterLayout, Plan
-from shardlib.planner.planner import search
+from shardlib.planner.search import search
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.tracing.steps import FoundLoss, TracedStep, tied_rows, total_loss
 from shardlib.tracing.trace import trace

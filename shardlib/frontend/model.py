@@ -25,7 +25,7 @@ from shardlib.frontend.own_layouts import require_honour
 from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, devices_of
 from shardlib.planner.plan import Plan
-from shardlib.planner.priced import garbage_put_off
+from shardlib.planner.search import garbage_put_off
 from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed, names_axes
 from shardlib.tracing.trace import Traced, abstract, trace
 from shardlib.untrusted.data import Kind, require_kinds

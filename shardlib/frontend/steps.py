@@ -64,7 +64,7 @@ from shardlib.lowering.steps import InPlace, LoweredLosses, StepLayouts, layouts
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan
-from shardlib.planner.planner import Prepared, search
+from shardlib.planner.search import Prepared, search
 from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import used

@@ -23,9 +23,9 @@ from shardlib.lowering.program import Options
 from shardlib.lowering.training_program import TrainingProgram
 from shardlib.machines.topology import Topology, TopologyLike, of_size
 from shardlib.planner.plan import Plan
-from shardlib.planner.planner import ranked, search
 from shardlib.planner.questions import pinned, priced_on, roomy
 from shardlib.planner.scaling import Curve, curve
+from shardlib.planner.search import ranked, search
 from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
 from shardlib.verification.refining import refine as refined
 from shardlib.verification.report import Verification

@@ -60,9 +60,8 @@ from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
 from shardlib.models.presets import UserModel, load
 from shardlib.planner.answers import DAY, RunCost, run_cost
 from shardlib.planner.plan import RESTART_S, Plan
-from shardlib.planner.planner import search
 from shardlib.planner.questions import least_device_seconds
-from shardlib.planner.search import prepared
+from shardlib.planner.search import prepared, search
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import (
     aligned,

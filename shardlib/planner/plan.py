@@ -230,7 +230,7 @@ class Ranked:
 
 
 class Source(Protocol):
-    """The problem that a plan was made from, and the searches for it; `shardlib.planner.planner`
+    """The problem that a plan was made from, and the searches for it; `shardlib.planner.search`
     has it.
 
     Attributes:
@@ -253,12 +253,12 @@ class Source(Protocol):
         ...
 
     def search(self, topology: Topology, pins: Pins) -> Plan:
-        """The best plan for the same problem, see `shardlib.planner.planner.search`."""
+        """The best plan for the same problem, see `shardlib.planner.search.search`."""
         ...
 
     def ranked(self, topology: Topology, *, slack: float, front: bool = False) -> Iterator[Ranked]:
         """Plans for the same problem under the same pins, see
-        `shardlib.planner.planner.ranked`.
+        `shardlib.planner.search.ranked`.
         """
         ...
 

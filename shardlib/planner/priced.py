@@ -4,41 +4,29 @@ have, by branch and bound with lower bounds.
 
 from __future__ import annotations
 
-import gc
-import heapq
 import itertools
-import math
-import threading
-from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import TypeVar
+from functools import cached_property
 
 import numpy as np
-import threadpoolctl  # pyright: ignore[reportMissingTypeStubs]
 
-from shardlib.cost.framework import ANYTHING, XLA, Framework
+from shardlib.cost.framework import ANYTHING, Framework
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.stages import candidates, distinct, sums
 from shardlib.cost.tables import Pricer, Q, Values
 from shardlib.cost.terms import ONE, BoundedTable, Shapes
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
-from shardlib.decisions.table import ANY
-from shardlib.errors import InfeasibleError, PinError, raise_all
-from shardlib.findings import Finding
+from shardlib.errors import PinError, raise_all
 from shardlib.layout import MESH_AXES, MeshShape
 from shardlib.machines.topology import (
     Placement,
     Topology,
     device_counts,
-    divisors,
     place,
     placements,
 )
-from shardlib.planner.assembly import OnMachine, price
 from shardlib.planner.bounds import EACH, ROUNDING, Entries, Fitting, Kind, Pairs
 from shardlib.planner.incumbents import (
     Best,
@@ -52,7 +40,6 @@ from shardlib.planner.incumbents import (
     Seen,
     Setting,
 )
-from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.space import (
     Scope,
     Space,
@@ -69,7 +56,7 @@ from shardlib.planner.stored import (
     effective,
     fixed_choice,
 )
-from shardlib.planner.workload import Account, Workload, prepare
+from shardlib.planner.workload import Account, Workload
 from shardlib.propagation.colours import Choice
 from shardlib.rules import Rules
 
@@ -300,159 +287,6 @@ class PairPricer(Setting):
             placement = place(mesh, topology)
             return [] if placement is None else [((), placement)]
         return [*placements(mesh, topology)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Stages in one program or as per-stage programs, where a pin leaves that open.
-#
-# `pipeline="any"` searches both and takes the faster; a tie goes to one program. Per-stage
-# programs take one process that has all devices, so nobody gets them without having asked: a plan
-# that was tried on simulated devices would not be what several hosts run.
-
-T = TypeVar("T")
-#: What whoever leaves the form open should know of per-stage programs.
-ONE_PROCESS = Finding(
-    code="one-process",
-    severity="info",
-    where="pipeline=programs",
-    message="per-stage programs are called by one process, which has to have all devices",
-    hint="pipeline=lockstep, which runs in any number of processes",
-)
-#: What stages may be, the simpler first.
-FORMS = ("lockstep", "programs")
-
-
-def left_open(load: Workload, pins: Pins) -> bool:
-    """Returns whether the planner decides how stages run: only where shardlib makes the
-    programs.
-    """
-    return pins.pipeline == ANY and load.profile.name == XLA.name
-
-
-def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
-    """The faster of the best plans of both forms, with a certificate over both."""
-    plans = _of_both(pins, search)
-    chosen = min(plans, key=lambda plan: plan.estimate.step_seconds)
-    counts = Counter[str]()
-    for plan in plans:
-        counts.update(dict(plan.search.counts))
-    bound = min(plan.estimate.step_seconds * (1 - plan.search.gap) for plan in plans)
-    certificate = replace(
-        chosen.search,
-        evaluations=sum(plan.search.evaluations for plan in plans),
-        candidates=sum(plan.search.candidates for plan in plans),
-        seconds=sum(plan.search.seconds for plan in plans),
-        lower_bound=min(plan.search.lower_bound for plan in plans),
-        gap=max(0.0, 1 - bound / chosen.estimate.step_seconds),
-        counts=tuple(sorted(counts.items())),
-    )
-    faster = replace(chosen, search=certificate)
-    return faster.with_findings(*([ONE_PROCESS] if faster.pipeline == "programs" else []))
-
-
-def forms_in_order(
-    pins: Pins,
-    ranked: Callable[[Pins], Iterator[Ranked]],
-    *,
-    slack: float = math.inf,
-    front: bool = False,
-) -> Iterator[Ranked]:
-    """Plans of both forms, the fastest first.
-
-    Args:
-        slack: up to how many times the seconds of the fastest.
-    """
-    fewest_bytes, limit = math.inf, math.inf
-    for entry in heapq.merge(*_of_both(pins, ranked), key=lambda entry: entry.seconds):
-        limit = min(limit, slack * entry.seconds)
-        if entry.seconds > limit:
-            return
-        if not front or entry.peak_bytes < fewest_bytes:
-            yield entry
-        fewest_bytes = min(fewest_bytes, entry.peak_bytes)
-
-
-def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
-    """The answers for both forms, or for the one that has any."""
-    answers: list[T] = []
-    refused: list[PinError | InfeasibleError] = []
-    for form in FORMS:
-        try:
-            answers.append(ask(pins.changed(Pins.parse({"pipeline": form}))))
-        except (PinError, InfeasibleError) as error:
-            refused.append(error)
-    if not answers:
-        raise refused[0]
-    return answers
-
-
-# --------------------------------------------------------------------------------------------------
-# Settings of the process during a search.
-#
-# Garbage: tracing and searching make many small objects that live until the end, and hardly any
-# cycles. Each full collection walks all of them, and all that JAX has made before: it took a fifth
-# of the time to plan. The threshold is a number of objects, so memory stays bounded.
-#
-# Threads of BLAS: the matrix products of a search are small. More threads took up to twice the
-# processor time for the same, and longer where other work ran on the machine.
-
-# pyright: ignore[reportMissingTypeStubs]
-
-#: Thresholds of the three generations (`gc.set_threshold`), at least: new objects, and collections
-#: of the generation before.
-THRESHOLDS: tuple[int, int, int] = (100_000, 20, 100)
-
-
-class ForAllThreads:
-    """A setting of the process: the first thread to enter changes it, the last to leave restores
-    it.
-
-    Args:
-        change: changes the setting, and gives what restores it.
-    """
-
-    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
-        self._change, self._lock, self._inside = change, threading.Lock(), 0
-        self._restore: Callable[[], None] = lambda: None
-
-    @contextmanager
-    def __call__(self) -> Generator[None]:
-        """A context, or with the brackets a decorator."""
-        with self._lock:
-            if not self._inside:
-                self._restore = self._change()
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    self._restore()
-
-
-def _raise_thresholds() -> Callable[[], None]:
-    """A collector that is switched off by its thresholds stays so."""
-    before = gc.get_threshold()
-    if before[0]:
-        gc.set_threshold(*map(max, before, THRESHOLDS))
-    return lambda: gc.set_threshold(*before)
-
-
-@cache
-def _controller() -> threadpoolctl.ThreadpoolController:
-    return threadpoolctl.ThreadpoolController()  # looks through the libraries of the process
-
-
-def _limit_threads() -> Callable[[], None]:
-    own = _controller().limit(limits=1, user_api="blas")  # pyright: ignore[reportUnknownMemberType]
-    return own.restore_original_limits
-
-
-#: Garbage in cycles is hardly collected.
-garbage_put_off = ForAllThreads(_raise_thresholds)
-#: Matrix products of NumPy run on the thread that asks for them.
-one_thread = ForAllThreads(_limit_threads)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1263,103 +1097,3 @@ def _counts(space: Space, load: Workload, topology: Topology, device_count: int)
         yield from (n for n in tried if n <= largest)
     elif largest:
         yield largest
-
-
-# --------------------------------------------------------------------------------------------------
-# Matmuls over tensor in loops: where they are pinned, or left to the planner and faster.
-
-#: Most plans that are priced with loops over tensor, where the planner decides for them.
-MOST_LOOPS = 32
-#: Largest tensor axis whose best plan is looked for on its own to be priced with loops.
-MOST_TENSOR = 32
-
-
-def with_loops(
-    load: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
-) -> tuple[Candidate, float]:
-    """The candidate with matmuls over tensor in loops, where that is pinned, or left to the planner
-    and predicted to be faster; and its seconds of a step.
-
-    Args:
-        step_seconds: predicted for the candidate.
-    """
-    if pins.collective_matmul not in ("loop", "any") or (
-        pins.collective_matmul == "any" and not hides(load, topology, candidate.mesh)
-    ):
-        return candidate, step_seconds
-    loop = candidate.but(collective_matmul="loop")
-    saved = OnMachine.of(load, topology, loop).saving()
-    seconds = step_seconds - (saved.seconds if saved else 0.0)
-    return (
-        (loop, seconds)
-        if pins.collective_matmul == "loop" or seconds < step_seconds
-        else (candidate, step_seconds)
-    )
-
-
-def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
-    """Returns whether loops over tensor can be faster on a mesh: in a program of JAX without
-    stages, and where links work beside compute, which those of simulated devices do not.
-    """
-    return (
-        load.profile.name == XLA.name
-        and mesh["tensor"] > 1
-        and mesh["stage"] == 1
-        and all(tier.kind != "memory" for tier in topology.tiers)
-    )
-
-
-def with_any_loops(
-    load: Workload, topology: Topology, pins: Pins, space: PricedSpace
-) -> tuple[Candidate, float, float]:
-    """The fastest candidate with or without loops over tensor, its seconds of a step, and seconds
-    that none can beat.
-
-    The fastest plan for each size of the tensor axis is priced with loops. With all collectives
-    over tensor hidden, every plan is at least as fast as with loops: others are priced in the order
-    of that bound, until it is no less than the seconds of the best plan, or `MOST_LOOPS` have been.
-    """
-    assert space.best.fastest is not None
-    best = with_loops(load, topology, space.best.fastest, pins, space.best.seconds)
-    for sharded in _by_tensor(load, topology, pins):
-        assert sharded.best.fastest is not None
-        best = min(
-            best,
-            with_loops(load, topology, sharded.best.fastest, pins, sharded.best.seconds),
-            key=lambda pair: pair[1],
-        )
-    hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
-    fastest = priced_space(hidden, topology, pins).best.seconds
-    ranking, priced = Ranking[Candidate](), 0
-    everywhere = priced_space(hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
-    for entry in ranking.ordered(everywhere.simplicity):
-        if entry.seconds >= best[1] or priced == MOST_LOOPS:
-            return *best, min(best[1], entry.seconds)
-        candidate = everywhere.candidate(entry)
-        if hides(load, topology, candidate.mesh):
-            alternative = with_loops(
-                load,
-                topology,
-                candidate,
-                pins,
-                float(price(load, topology, candidate).step_seconds[0]),
-            )
-            best, priced = min(best, alternative, key=lambda pair: pair[1]), priced + 1
-    return *best, best[1]
-
-
-def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[PricedSpace]:
-    """The priced spaces of every size of the tensor axis and no stages in which a plan fits, where
-    pins leave that open.
-    """
-    fixed = dict(pins.axes)
-    if pins.mesh is not None or "tensor" in fixed or pins.staged:
-        return
-    for degree in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
-        try:
-            axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
-            space = priced_space(load, topology, pins.but(axes=axes))
-        except PinError:
-            continue
-        if space.best.fastest is not None:
-            yield space

@@ -1,14 +1,5 @@
 """Questions about a plan, answered by the same problem on a changed machine, batch or under changed
 pins.
-
-`nearby` tells whether the number of rows chose the mesh, rather than speed.
-
-A batch of 255 rows on 256 chips leaves every axis that splits it at 1: the chips share the sequence
-or the layers, or stay idle. Batches about as large that divide better are priced by the same
-graphs, whose amounts are those of the rows that were traced.
-
->>> nearby(255, 256), nearby(100, 64), nearby(512, 256), nearby(64, 3)
-((256,), (96,), (), (63,))
 """
 
 from __future__ import annotations
@@ -29,10 +20,9 @@ from shardlib.cost.tables import Pricer, Q
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, local
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
-from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Op
 from shardlib.layout import BATCH_AXES
-from shardlib.machines.topology import Topology, divisors, island_of
+from shardlib.machines.topology import Topology, island_of
 from shardlib.planner import workload
 from shardlib.planner.answers import (
     Alternative,
@@ -49,92 +39,13 @@ from shardlib.planner.answers import (
 )
 from shardlib.planner.assembly import OnMachine
 from shardlib.planner.plan import Plan, Ranked, source_of
-from shardlib.planner.priced import Uncut, priced_space
+from shardlib.planner.priced import Uncut
 from shardlib.planner.space import build, strategies
 from shardlib.planner.stored import combinations, effective
-from shardlib.planner.workload import Program, Workload, batch_size
-from shardlib.report.elements import TIE, bytes_text, percent_text, ratio_text, seconds_text
+from shardlib.planner.workload import Program, Workload
+from shardlib.report.elements import TIE, bytes_text, percent_text, seconds_text
 from shardlib.rules import Rules
 from shardlib.untrusted.data import shown
-
-#: Batches that are tried have at most so much more or less than the batch, as a part of it.
-NEAR = 0.25
-#: How many are tried, and the most of the time per row that a step with one may take to be faster.
-BATCH_MOST, FASTER = 2, 0.9
-#: Divisors of the number of devices above this are not looked at.
-LARGEST = 1 << 20
-
-
-def nearby(rows: int, devices: int) -> tuple[int, ...]:
-    """Batches near one that divide over more devices, the nearest first, each further one over
-    still more.
-    """
-    divided, best = math.gcd(rows, devices), list[int]()
-    candidates = {
-        multiple * degree
-        for degree in divisors(devices, LARGEST)
-        if degree > divided
-        for multiple in (rows // degree, rows // degree + 1)
-        if 0 < abs(multiple * degree - rows) <= NEAR * rows and multiple
-    }
-    for candidate in sorted(candidates, key=lambda n: (abs(n - rows), -math.gcd(n, devices))):
-        if math.gcd(candidate, devices) > divided:
-            divided = math.gcd(candidate, devices)
-            best.append(candidate)
-    return tuple(best)
-
-
-@diagnostic
-def divided_badly(
-    plan: Plan, load: Workload, topology: Topology, pins: Pins
-) -> tuple[Finding, ...]:
-    """A finding where the batch does not divide over the devices, and one near it is faster."""
-    rows = batch_size(load.problem, load.colouring)
-    if pins.mesh is not None or rows == 1:
-        return ()
-    for candidate in nearby(rows, topology.devices)[:BATCH_MOST]:
-        try:
-            best = priced_space(_with_rows(load, rows, candidate), topology, pins).best
-        except PinError:
-            continue
-        ratio = best.seconds * max(1.0, rows / candidate) / plan.estimate.step_seconds
-        if best.fastest is None or ratio > FASTER:
-            continue
-        left = topology.devices - plan.mesh.devices
-        return (
-            Finding(
-                code="batch-divides-badly",
-                severity="warning",
-                where=f"batch of {rows}",
-                message=(
-                    f"divisibility, not speed, chose the mesh {plan.mesh}"
-                    + (f" and left {left} devices idle" if left else "")
-                    + f": {rows} rows divide over {math.gcd(rows, topology.devices)} of"
-                    f" {topology.devices} devices at most. With {candidate} a step would take about"
-                    f" {ratio_text(ratio)} the time per row ({best.fastest.mesh})"
-                ),
-                hint=f"a batch of {candidate} rows",
-            ),
-        )
-    return ()
-
-
-def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
-    """The problem with the limits of a batch of other rows, and the amounts of its own."""
-    name = load.colouring.batch_colour
-
-    def shape(path: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        axes = load.colouring.batch[path]
-        return tuple(
-            size // rows * new_rows if axis == name else size
-            for size, axis in zip(sizes, axes, strict=True)
-        )
-
-    batch = tuple(
-        (path, shape(path, sizes), dtype, axes) for path, sizes, dtype, axes in load.problem.batch
-    )
-    return replace(load, problem=replace(load.problem, batch=batch))
-
 
 # --------------------------------------------------------------------------------------------------
 # The planner's answer for a slightly different machine.

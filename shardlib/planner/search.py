@@ -4,39 +4,43 @@ fits, a ranking, or the error where nothing fits.
 
 from __future__ import annotations
 
+import gc
+import heapq
+import math
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
+import threadpoolctl  # pyright: ignore[reportMissingTypeStubs]
 
 from shardlib import wings
+from shardlib.compact import compact
 from shardlib.cost.facts import traits
-from shardlib.cost.framework import XLA, FrameworkProfile, framework_profile
+from shardlib.cost.framework import XLA, FrameworkProfile, framework, framework_profile
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.lowerings import along, facts, lowered
 from shardlib.decisions.pins import PinMapping, Pins, require_obeyed
+from shardlib.decisions.table import ANY
 from shardlib.errors import InfeasibleError, PinError
+from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Problem
-from shardlib.machines.topology import Topology, TopologyLike, island_of
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology, TopologyLike, divisors, island_of
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.planner.assembly import assemble, price
+from shardlib.planner.assembly import OnMachine, assemble, price
 from shardlib.planner.findings import without_effect
 from shardlib.planner.incumbents import Best, Entry, Ranking
-from shardlib.planner.plan import Plan, Ranked, Rejected, Search
-from shardlib.planner.priced import (
-    PricedSpace,
-    fastest_form,
-    forms_in_order,
-    left_open,
-    priced_space,
-    with_any_loops,
-    with_loops,
-)
-from shardlib.planner.stored import Candidate
-from shardlib.planner.workload import Workload, most_specific_first, prepare
-from shardlib.report.elements import TIE
+from shardlib.planner.plan import Plan, Ranked, Rejected, Search, Source
+from shardlib.planner.priced import PricedSpace, priced_space
+from shardlib.planner.stored import Candidate, effective, under
+from shardlib.planner.workload import Workload, batch_size, most_specific_first, prepare
+from shardlib.report.elements import TIE, ratio_text
 
 # --------------------------------------------------------------------------------------------------
 # Dimensions beyond those of which every set is tried, one after the other in the fastest plans.
@@ -133,6 +137,190 @@ def with_more_room(
 
 
 # --------------------------------------------------------------------------------------------------
+# Stages in one program or as per-stage programs, where a pin leaves that open.
+#
+# `pipeline="any"` searches both and takes the faster; a tie goes to one program. Per-stage
+# programs take one process that has all devices, so nobody gets them without having asked: a plan
+# that was tried on simulated devices would not be what several hosts run.
+
+T = TypeVar("T")
+#: What whoever leaves the form open should know of per-stage programs.
+ONE_PROCESS = Finding(
+    code="one-process",
+    severity="info",
+    where="pipeline=programs",
+    message="per-stage programs are called by one process, which has to have all devices",
+    hint="pipeline=lockstep, which runs in any number of processes",
+)
+#: What stages may be, the simpler first.
+FORMS = ("lockstep", "programs")
+
+
+def left_open(load: Workload, pins: Pins) -> bool:
+    """Returns whether the planner decides how stages run: only where shardlib makes the
+    programs.
+    """
+    return pins.pipeline == ANY and load.profile.name == XLA.name
+
+
+def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
+    """The faster of the best plans of both forms, with a certificate over both."""
+    plans = _of_both(pins, search)
+    chosen = min(plans, key=lambda plan: plan.estimate.step_seconds)
+    counts = Counter[str]()
+    for plan in plans:
+        counts.update(dict(plan.search.counts))
+    bound = min(plan.estimate.step_seconds * (1 - plan.search.gap) for plan in plans)
+    certificate = replace(
+        chosen.search,
+        evaluations=sum(plan.search.evaluations for plan in plans),
+        candidates=sum(plan.search.candidates for plan in plans),
+        seconds=sum(plan.search.seconds for plan in plans),
+        lower_bound=min(plan.search.lower_bound for plan in plans),
+        gap=max(0.0, 1 - bound / chosen.estimate.step_seconds),
+        counts=tuple(sorted(counts.items())),
+    )
+    faster = replace(chosen, search=certificate)
+    return faster.with_findings(*([ONE_PROCESS] if faster.pipeline == "programs" else []))
+
+
+def forms_in_order(
+    pins: Pins,
+    ranked: Callable[[Pins], Iterator[Ranked]],
+    *,
+    slack: float = math.inf,
+    front: bool = False,
+) -> Iterator[Ranked]:
+    """Plans of both forms, the fastest first.
+
+    Args:
+        slack: up to how many times the seconds of the fastest.
+    """
+    fewest_bytes, limit = math.inf, math.inf
+    for entry in heapq.merge(*_of_both(pins, ranked), key=lambda entry: entry.seconds):
+        limit = min(limit, slack * entry.seconds)
+        if entry.seconds > limit:
+            return
+        if not front or entry.peak_bytes < fewest_bytes:
+            yield entry
+        fewest_bytes = min(fewest_bytes, entry.peak_bytes)
+
+
+def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
+    """The answers for both forms, or for the one that has any."""
+    answers: list[T] = []
+    refused: list[PinError | InfeasibleError] = []
+    for form in FORMS:
+        try:
+            answers.append(ask(pins.changed(Pins.parse({"pipeline": form}))))
+        except (PinError, InfeasibleError) as error:
+            refused.append(error)
+    if not answers:
+        raise refused[0]
+    return answers
+
+
+# --------------------------------------------------------------------------------------------------
+# Matmuls over tensor in loops: where they are pinned, or left to the planner and faster.
+
+#: Most plans that are priced with loops over tensor, where the planner decides for them.
+MOST_LOOPS = 32
+#: Largest tensor axis whose best plan is looked for on its own to be priced with loops.
+MOST_TENSOR = 32
+
+
+def with_loops(
+    load: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
+) -> tuple[Candidate, float]:
+    """The candidate with matmuls over tensor in loops, where that is pinned, or left to the planner
+    and predicted to be faster; and its seconds of a step.
+
+    Args:
+        step_seconds: predicted for the candidate.
+    """
+    if pins.collective_matmul not in ("loop", "any") or (
+        pins.collective_matmul == "any" and not hides(load, topology, candidate.mesh)
+    ):
+        return candidate, step_seconds
+    loop = candidate.but(collective_matmul="loop")
+    saved = OnMachine.of(load, topology, loop).saving()
+    seconds = step_seconds - (saved.seconds if saved else 0.0)
+    return (
+        (loop, seconds)
+        if pins.collective_matmul == "loop" or seconds < step_seconds
+        else (candidate, step_seconds)
+    )
+
+
+def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
+    """Returns whether loops over tensor can be faster on a mesh: in a program of JAX without
+    stages, and where links work beside compute, which those of simulated devices do not.
+    """
+    return (
+        load.profile.name == XLA.name
+        and mesh["tensor"] > 1
+        and mesh["stage"] == 1
+        and all(tier.kind != "memory" for tier in topology.tiers)
+    )
+
+
+def with_any_loops(
+    load: Workload, topology: Topology, pins: Pins, space: PricedSpace
+) -> tuple[Candidate, float, float]:
+    """The fastest candidate with or without loops over tensor, its seconds of a step, and seconds
+    that none can beat.
+
+    The fastest plan for each size of the tensor axis is priced with loops. With all collectives
+    over tensor hidden, every plan is at least as fast as with loops: others are priced in the order
+    of that bound, until it is no less than the seconds of the best plan, or `MOST_LOOPS` have been.
+    """
+    assert space.best.fastest is not None
+    best = with_loops(load, topology, space.best.fastest, pins, space.best.seconds)
+    for sharded in _by_tensor(load, topology, pins):
+        assert sharded.best.fastest is not None
+        best = min(
+            best,
+            with_loops(load, topology, sharded.best.fastest, pins, sharded.best.seconds),
+            key=lambda pair: pair[1],
+        )
+    hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
+    fastest = priced_space(hidden, topology, pins).best.seconds
+    ranking, priced = Ranking[Candidate](), 0
+    everywhere = priced_space(hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
+    for entry in ranking.ordered(everywhere.simplicity):
+        if entry.seconds >= best[1] or priced == MOST_LOOPS:
+            return *best, min(best[1], entry.seconds)
+        candidate = everywhere.candidate(entry)
+        if hides(load, topology, candidate.mesh):
+            alternative = with_loops(
+                load,
+                topology,
+                candidate,
+                pins,
+                float(price(load, topology, candidate).step_seconds[0]),
+            )
+            best, priced = min(best, alternative, key=lambda pair: pair[1]), priced + 1
+    return *best, best[1]
+
+
+def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[PricedSpace]:
+    """The priced spaces of every size of the tensor axis and no stages in which a plan fits, where
+    pins leave that open.
+    """
+    fixed = dict(pins.axes)
+    if pins.mesh is not None or "tensor" in fixed or pins.staged:
+        return
+    for degree in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
+        try:
+            axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
+            space = priced_space(load, topology, pins.but(axes=axes))
+        except PinError:
+            continue
+        if space.best.fastest is not None:
+            yield space
+
+
+# --------------------------------------------------------------------------------------------------
 # The fastest plan that fits.
 #
 # The search prices every legal plan that no lower bound excludes, so its answer is optimal within
@@ -147,35 +335,19 @@ MOST_REJECTED = 200
 MOST_POINTS = 240
 
 
-def search(
-    problem: Problem,
-    topology: TopologyLike,
-    pin: PinMapping | Pins | None = None,
-    *,
-    load: Workload | None = None,
-    profile: FrameworkProfile | str | None = None,
-    all_devices: bool = False,
-) -> Plan:
-    """Finds the fastest plan that fits.
-
-    Args:
-        profile: framework profile, or its name: the software that will run it; by default that of
-            `load`, or one program of JAX ("xla").
-    """
+def _fastest(load: Workload, topology: Topology, pins: Pins, *, all_devices: bool = False) -> Plan:
+    """The fastest plan that fits, without its source."""
     started = time.perf_counter()
-    topology, pins = parse_topology(topology), Pins.parse(pin)
     if pins.exchange.islands > 1:
-        inner = partial(search, problem, pin=pins.of_one_island, load=load, profile=profile)
         return wings.islands("planning").planned_on_islands(
-            pins.exchange, topology, partial(inner, all_devices=all_devices)
+            pins.exchange,
+            topology,
+            lambda island: _fastest(load, island, pins.of_one_island, all_devices=all_devices),
         )
-    load = prepared(problem, topology, load, profile, pins)
+    load = prepared(load.problem, topology, load, None, pins)
     if left_open(load, pins):
         return fastest_form(
-            pins,
-            lambda form: search(
-                problem, topology, form, load=load, profile=profile, all_devices=all_devices
-            ),
+            pins, lambda form: _fastest(load, topology, form, all_devices=all_devices)
         )
     space = priced_space(load, topology, pins, all_devices=all_devices)
     if space.best.fastest is None:
@@ -236,37 +408,22 @@ def prepared(
     return prepare(problem, topology.chip.vendor, chosen_profile, framework)
 
 
-def ranked(
-    problem: Problem,
-    topology: TopologyLike,
-    pin: PinMapping | Pins | None = None,
-    *,
-    load: Workload | None = None,
-    slack: float = np.inf,
-    profile: FrameworkProfile | str | None = None,
-    front: bool = False,
+def _in_order(
+    load: Workload, topology: Topology, pins: Pins, slack: float, front: bool
 ) -> Iterator[Ranked]:
-    """All plans that fit, the fastest first; none is built before it is asked for."""
+    """All plans that fit, the fastest first, without their sources; none is built before it is
+    asked for.
+    """
     started = time.perf_counter()
-    topology, pins = parse_topology(topology), Pins.parse(pin)
     if pins.exchange.islands > 1:
-        inner = ranked(
-            problem,
-            island_of(topology, pins.exchange.islands),
-            pins.of_one_island,
-            load=load,
-            slack=slack,
-            profile=profile,
-            front=front,
-        )
+        island = island_of(topology, pins.exchange.islands)
+        inner = _in_order(load, island, pins.of_one_island, slack, front)
         return wings.islands("planning").met_in_order(inner, pins.exchange, topology)
-    load = prepared(problem, topology, load, profile, pins)
+    load = prepared(load.problem, topology, load, None, pins)
     if left_open(load, pins):
         return forms_in_order(
             pins,
-            lambda form: ranked(
-                problem, topology, form, load=load, slack=slack, profile=profile, front=front
-            ),
+            lambda form: _in_order(load, topology, form, slack, front),
             slack=slack,
             front=front,
         )
@@ -378,3 +535,313 @@ def _infeasible(
 
     candidate = space.best.minimum_memory
     return infeasible(load, topology, pins, candidate, price(load, topology, candidate), fits)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches about as large that divide better.
+#
+# A batch of 255 rows on 256 chips leaves every axis that splits it at 1: the chips share the
+# sequence or the layers, or stay idle. Batches about as large that divide better are priced by the
+# same graphs, whose amounts are those of the rows that were traced.
+
+#: Batches that are tried have at most so much more or less than the batch, as a part of it.
+NEAR = 0.25
+#: How many are tried, and the most of the time per row that a step with one may take to be faster.
+BATCH_MOST, FASTER = 2, 0.9
+#: Divisors of the number of devices above this are not looked at.
+LARGEST = 1 << 20
+
+
+def nearby(rows: int, devices: int) -> tuple[int, ...]:
+    """Batches near one that divide over more devices, the nearest first, each further one over
+    still more.
+
+    >>> nearby(255, 256), nearby(100, 64), nearby(512, 256), nearby(64, 3)
+    ((256,), (96,), (), (63,))
+    """
+    divided, best = math.gcd(rows, devices), list[int]()
+    candidates = {
+        multiple * degree
+        for degree in divisors(devices, LARGEST)
+        if degree > divided
+        for multiple in (rows // degree, rows // degree + 1)
+        if 0 < abs(multiple * degree - rows) <= NEAR * rows and multiple
+    }
+    for candidate in sorted(candidates, key=lambda n: (abs(n - rows), -math.gcd(n, devices))):
+        if math.gcd(candidate, devices) > divided:
+            divided = math.gcd(candidate, devices)
+            best.append(candidate)
+    return tuple(best)
+
+
+@diagnostic
+def divided_badly(
+    plan: Plan, load: Workload, topology: Topology, pins: Pins
+) -> tuple[Finding, ...]:
+    """A finding where the batch does not divide over the devices, and one near it is faster."""
+    rows = batch_size(load.problem, load.colouring)
+    if rows == 1:
+        return ()
+    for candidate in nearby(rows, topology.devices)[:BATCH_MOST]:
+        try:
+            best = priced_space(_with_rows(load, rows, candidate), topology, pins).best
+        except PinError:
+            continue
+        ratio = best.seconds * max(1.0, rows / candidate) / plan.estimate.step_seconds
+        if best.fastest is None or ratio > FASTER:
+            continue
+        left = topology.devices - plan.mesh.devices
+        return (
+            Finding(
+                code="batch-divides-badly",
+                severity="warning",
+                where=f"batch of {rows}",
+                message=(
+                    f"divisibility, not speed, chose the mesh {plan.mesh}"
+                    + (f" and left {left} devices idle" if left else "")
+                    + f": {rows} rows divide over {math.gcd(rows, topology.devices)} of"
+                    f" {topology.devices} devices at most. With {candidate} a step would take about"
+                    f" {ratio_text(ratio)} the time per row ({best.fastest.mesh})"
+                ),
+                hint=f"a batch of {candidate} rows",
+            ),
+        )
+    return ()
+
+
+def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
+    """The problem with the limits of a batch of other rows, and the amounts of its own."""
+    name = load.colouring.batch_colour
+
+    def shape(path: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        axes = load.colouring.batch[path]
+        return tuple(
+            size // rows * new_rows if axis == name else size
+            for size, axis in zip(sizes, axes, strict=True)
+        )
+
+    batch = tuple(
+        (path, shape(path, sizes), dtype, axes) for path, sizes, dtype, axes in load.problem.batch
+    )
+    return replace(load, problem=replace(load.problem, batch=batch))
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings of the process during a search.
+#
+# Garbage: tracing and searching make many small objects that live until the end, and hardly any
+# cycles. Each full collection walks all of them, and all that JAX has made before: it took a fifth
+# of the time to plan. The threshold is a number of objects, so memory stays bounded.
+#
+# Threads of BLAS: the matrix products of a search are small. More threads took up to twice the
+# processor time for the same, and longer where other work ran on the machine.
+
+#: Thresholds of the three generations (`gc.set_threshold`), at least: new objects, and collections
+#: of the generation before.
+THRESHOLDS: tuple[int, int, int] = (100_000, 20, 100)
+
+
+class ForAllThreads:
+    """A setting of the process: the first thread to enter changes it, the last to leave restores
+    it.
+
+    Args:
+        change: changes the setting, and gives what restores it.
+    """
+
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+        self._change, self._lock, self._inside = change, threading.Lock(), 0
+        self._restore: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        """A context, or with the brackets a decorator."""
+        with self._lock:
+            if not self._inside:
+                self._restore = self._change()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._restore()
+
+
+def _raise_thresholds() -> Callable[[], None]:
+    """A collector that is switched off by its thresholds stays so."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(*map(max, before, THRESHOLDS))
+    return lambda: gc.set_threshold(*before)
+
+
+@cache
+def _controller() -> threadpoolctl.ThreadpoolController:
+    return threadpoolctl.ThreadpoolController()  # looks through the libraries of the process
+
+
+def _limit_threads() -> Callable[[], None]:
+    own = _controller().limit(limits=1, user_api="blas")  # pyright: ignore[reportUnknownMemberType]
+    return own.restore_original_limits
+
+
+#: Garbage in cycles is hardly collected.
+garbage_put_off = ForAllThreads(_raise_thresholds)
+#: Matrix products of NumPy run on the thread that asks for them.
+one_thread = ForAllThreads(_limit_threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A prepared problem under some pins: the source of all plans for it.
+
+    Attributes:
+        load: the prepared problem.
+        topology: the machine of the plan.
+        pins: the pins it was made under.
+        on_islands: the problem of one of so many islands, each with its part of the rows; None
+            where the model is not at hand.
+        written: (plan, mode of its mesh axes) -> a file of plain JAX; None where the model is not
+            at hand.
+    """
+
+    load: Workload
+    topology: Topology
+    pins: Pins
+    on_islands: Callable[[int], Problem] | None = field(default=None, repr=False, compare=False)
+    written: Callable[[Plan, str], str] | None = field(default=None, repr=False, compare=False)
+    _answers: dict[tuple[Topology, Pins], Plan] = field(
+        default_factory=dict[tuple[Topology, Pins], Plan], init=False, repr=False, compare=False
+    )
+
+    __repr__ = compact
+
+    def under(self, pins: Pins) -> Prepared:
+        """The same problem under other pins."""
+        return replace(self, pins=pins)
+
+    def search(self, topology: Topology, pins: Pins) -> Plan:
+        """The best plan for the same problem; all questions end here or in `ranked`. The same
+        question is not searched again.
+        """
+        if (topology, pins) not in self._answers:
+            self._answers[topology, pins] = search(
+                self.load.problem, topology, pins, load=self.load
+            )
+        return self._answers[topology, pins]
+
+    def ranked(
+        self, topology: Topology, *, slack: float = math.inf, front: bool = False
+    ) -> Iterator[Ranked]:
+        """Plans for the same problem under the same pins, the fastest first; all up to `slack`
+        times the fastest.
+        """
+        return ranked(
+            self.load.problem, topology, self.pins, load=self.load, slack=slack, front=front
+        )
+
+    def on_all_devices(self) -> Plan:
+        """The best plan for the same problem that leaves no device idle, under the same pins but
+        for those of the mesh.
+        """
+        pins = self.pins.but(mesh=None, axes=())
+        plan = _fastest(self.load, self.topology, pins, all_devices=True)
+        return replace(plan, source=self.under(pins))
+
+    def why_not(self, pin: PinMapping) -> Plan:
+        """The best plan under different pins, for the same model and topology."""
+        pins = self.pins.changed(Pins.parse(pin))
+        before, after = self.pins.exchange, pins.exchange
+        if before.islands == after.islands:
+            return self.search(self.topology, pins)
+        if self.on_islands is None:
+            raise PinError(
+                f"the plan is for {before.islands} island{'s'[: before.islands != 1]} and {after}"
+                f" has {after.islands}: the model is traced for the rows of one island\nTry:"
+                f" plan.diff(shardlib.plan(..., pin={{'exchange': '{after}'}}))"
+            )
+        return search(self.on_islands(after.islands), self.topology, pins)
+
+
+@garbage_put_off()
+@one_thread()
+def search(
+    problem: Problem,
+    topology: TopologyLike,
+    pin: PinMapping | Pins | None = None,
+    *,
+    load: Workload | None = None,
+    profile: FrameworkProfile | str | None = None,
+) -> Plan:
+    """Finds the fastest plan that fits; it carries its source.
+
+    Args:
+        profile: framework profile, or its name: the software that will run it; by default that of
+            `load`, or one program of JAX ("xla").
+    """
+    started = time.perf_counter()
+    source = _source(problem, topology, pin, load, profile)
+    preparing = time.perf_counter() - started
+    plan = _fastest(source.load, source.topology, source.pins)
+    if load is None and source.pins.mesh is None and source.pins.exchange.islands == 1:
+        first = divided_badly(plan, source.load, source.topology, source.pins)
+        plan = replace(plan, findings=(*first, *plan.findings))
+    return _sourced(plan, source, preparing)
+
+
+def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
+    """A problem prepared for a training framework, with parameters stored as it stores them; to
+    search it is to plan within what the framework can do.
+    """
+    vendor = topology.chip.vendor
+    chosen = framework(name, vendor)
+    profile = framework_profile(chosen.profile)
+    stored = (("param_dtype", chosen.param_dtype),) if chosen.param_dtype else ()
+    problem, profile = under(effective(stored, problem, profile), problem, profile)
+    return prepare(problem, vendor, profile, chosen)
+
+
+def ranked(
+    problem: Problem,
+    topology: TopologyLike,
+    pin: PinMapping | Pins | None = None,
+    *,
+    load: Workload | None = None,
+    slack: float = math.inf,
+    profile: FrameworkProfile | str | None = None,
+    front: bool = False,
+) -> Iterator[Ranked]:
+    """All plans that fit, the fastest first, each with its source."""
+    started = time.perf_counter()
+    source = _source(problem, topology, pin, load, profile)
+    preparing = time.perf_counter() - started
+    entries = _in_order(source.load, source.topology, source.pins, slack, front)
+    return (replace(entry, make=partial(_made, entry, source, preparing)) for entry in entries)
+
+
+def _made(entry: Ranked, source: Source, preparing: float) -> Plan:
+    return _sourced(entry.make(), source, preparing)
+
+
+def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:
+    """The plan with its source; preparing the problem counts as searching."""
+    return replace(
+        plan, source=source, search=replace(plan.search, seconds=plan.search.seconds + preparing)
+    )
+
+
+def _source(
+    problem: Problem,
+    topology: TopologyLike,
+    pin: PinMapping | Pins | None,
+    load: Workload | None,
+    profile: FrameworkProfile | str | None,
+) -> Prepared:
+    machine, pins = parse_topology(topology), Pins.parse(pin)
+    return Prepared(
+        load=prepared(problem, machine, load, profile, pins),
+        topology=machine,
+        pins=pins,
+    )

@@ -15,7 +15,7 @@ from shardlib.cost.terms import Amount, Routed
 from shardlib.frontend.model import problem
 from shardlib.graph import Problem
 from shardlib.models.config import Experts, TransformerConfig
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 
 SKEWED = replace(efficiency_of("h100", "nvidia", "xla"), skew=0.25)

@@ -12,7 +12,7 @@ import pytest
 from shardlib import models
 from shardlib.frontend.model import problem
 from shardlib.models.config import EncoderDecoderConfig, Experts, TransformerConfig
-from shardlib.planner.planner import search
+from shardlib.planner.search import search
 from shardlib.planner.workload import Workload, prepare
 from shardlib.verification.report import totals
 

@@ -43,7 +43,7 @@ from shardlib.errors import TopologyError
 from shardlib.layout import MeshShape
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.topology import Topology, place, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
 from shardlib.planner.plan import Plan
 from shardlib.report.text import explain

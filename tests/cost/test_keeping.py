@@ -29,7 +29,7 @@ from shardlib.cost.memory import lives
 from shardlib.graph import Graph, check
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
-from shardlib.planner.planner import search
+from shardlib.planner.search import search
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem

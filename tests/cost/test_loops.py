@@ -14,7 +14,7 @@ import pytest
 import shardlib
 from shardlib.frontend.model import problem
 from shardlib.machines.topology import topology as machine
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.workload import prepare
 
 SEQ, WIDTHS = 4096, {"embed": 1024, "mlp": 16384, "inner": 16384}

@@ -17,7 +17,7 @@ from shardlib.decisions.table import Decisions
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import place, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
 from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import prepare

@@ -14,7 +14,7 @@ from shardlib.cost.estimate import Seconds
 from shardlib.cost.pricing import group_seconds, reprice
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from tests.planner.worlds import workload
 
 

@@ -36,7 +36,7 @@ import json
 from shardlib.decisions.table import table_text
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ShardlibError
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from tests.planner import worlds
 
@@ -94,7 +94,7 @@ def test_it_is_pinned_and_stored(answers: dict[str, Any]) -> None:
 
 
 def test_plans_without_it_keep_their_identity(answers: dict[str, Any]) -> None:
-    from shardlib.planner import planner
+    from shardlib.planner import search as planner
     from tests.planner import worlds
 
     assert planner.search(worlds.mlp(), "h100:2").digest == answers["digest"]

@@ -17,7 +17,7 @@ from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import PinError, PlanError
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
 

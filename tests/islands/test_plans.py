@@ -13,7 +13,7 @@ from shardlib.islands.exchanges import DiLoCo
 from shardlib.islands.planning import of_one_island
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import place, topology, used_by
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.questions import pinned
 from tests.planner import worlds

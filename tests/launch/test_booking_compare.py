@@ -19,9 +19,8 @@ from shardlib.frontend.model import problem
 from shardlib.launch import booking
 from shardlib.launch.booking import Step, machines, offers
 from shardlib.machines.topology import topology
-from shardlib.planner.planner import search
 from shardlib.planner.questions import least_device_seconds
-from shardlib.planner.search import prepared
+from shardlib.planner.search import prepared, search
 from tests.cli.perceptron import make
 from tests.planner.fixture_plan import PLAN
 

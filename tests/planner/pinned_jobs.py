@@ -17,7 +17,7 @@ from typing import Any
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.layout import INNER_AXES
 from shardlib.machines.topology import Topology, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.stored import together
 from tests.planner import worlds

@@ -12,7 +12,8 @@ from shardlib.cost.roofline import Applied
 from shardlib.findings import Finding
 from shardlib.layout import Layout, MeshShape
 from shardlib.machines.topology import topology
-from shardlib.planner import findings, planner
+from shardlib.planner import findings
+from shardlib.planner import search as planner
 from shardlib.planner.findings import advise, critical_batch_tokens, notes
 from shardlib.planner.layouts import Situation
 from shardlib.planner.plan import Link, Plan, Rejected, Search

@@ -16,7 +16,7 @@ from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph import AttentionCalls
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import strategies
 from shardlib.planner.workload import Workload, prepare

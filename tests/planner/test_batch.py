@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
-from shardlib.planner.questions import nearby
+from shardlib.planner.search import nearby
 from tests.planner import worlds
 
 

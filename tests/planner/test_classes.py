@@ -16,7 +16,7 @@ from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.variants import NONE, best_mixture, between, corners, patterns
 from shardlib.errors import PinError
 from shardlib.machines.topology import Topology, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds

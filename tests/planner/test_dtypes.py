@@ -18,7 +18,7 @@ from shardlib.decisions.table import Decisions, Dtypes
 from shardlib.errors import PinError
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.assembly import assemble
 from shardlib.planner.plan import Plan, Search
 from shardlib.planner.stored import Candidate, combinations

@@ -13,7 +13,8 @@ import pytest
 from shardlib.cost.roofline import margin
 from shardlib.errors import PlanError
 from shardlib.machines.topology import Topology, topology
-from shardlib.planner import planner, questions
+from shardlib.planner import questions
+from shardlib.planner import search as planner
 from shardlib.planner.answers import alternatives_text
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.questions import SHOCK, constraints, staircase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlib.errors import PlanError
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from tests.planner import worlds
 

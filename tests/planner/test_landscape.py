@@ -10,7 +10,7 @@ import pytest
 
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
 from shardlib.planner.incumbents import GRAIN, Landscape, front
 from shardlib.planner.plan import Plan

@@ -15,7 +15,7 @@ from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.bounds import Bounds
 from shardlib.planner.space import Scope, Strategy, build
 from shardlib.planner.workload import components, prepare, subsets

@@ -16,7 +16,7 @@ from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardlib.machines.topology import topology
-from shardlib.planner import planner, priced
+from shardlib.planner import priced
+from shardlib.planner import search as planner
 from tests.planner import worlds
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from shardlib.planner.priced import THRESHOLDS, garbage_put_off, one_thread
+from shardlib.planner.search import THRESHOLDS, garbage_put_off, one_thread
 
 
 @pytest.fixture(autouse=True)

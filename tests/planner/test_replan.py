@@ -16,7 +16,7 @@ from shardlib.cli.inputs import numbers, sizes
 from shardlib.errors import InfeasibleError, PlanError, TopologyError
 from shardlib.layout import Layout, MeshShape
 from shardlib.machines.topology import Topology, device_order, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.answers import Replan, Shards, lost_elements, moved_elements
 from shardlib.planner.plan import Plan
 from shardlib.planner.scaling import KEPT

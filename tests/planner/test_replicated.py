@@ -13,7 +13,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.machines.topology import topology
-from shardlib.planner.planner import search
+from shardlib.planner.search import search
 from tests.planner import worlds
 
 SIZE = 2048

@@ -10,7 +10,7 @@ import pytest
 from shardlib.cost.roofline import margin
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.machines.topology import Topology, of_size, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.scaling import Curve, curve
 from shardlib.planner.workload import Workload

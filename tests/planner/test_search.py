@@ -20,7 +20,8 @@ from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph import Problem
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, topology
-from shardlib.planner import planner, workload
+from shardlib.planner import search as planner
+from shardlib.planner import workload
 from shardlib.planner.assembly import price
 from shardlib.planner.plan import Plan, source_of
 from shardlib.planner.stored import Candidate

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.errors import InfeasibleError
 from shardlib.machines.topology import Topology, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
 from tests.planner.brute_force import fastest

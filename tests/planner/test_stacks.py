@@ -14,7 +14,7 @@ import pytest
 from shardlib.cost.framework import XLA, FrameworkProfile, framework_profile
 from shardlib.graph import Problem
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan, source_of
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardlib.machines.topology import Topology, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import seconds_text
 from tests.planner import worlds

@@ -12,7 +12,7 @@ import pytest
 
 import shardlib
 from shardlib.decisions.pins import Pins
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from tests.planner import worlds
 
 BATCH = {"x": np.ones((8, 16), np.float32)}

@@ -18,7 +18,7 @@ from shardlib.errors import ShardlibError
 from shardlib.frontend.model import problem
 from shardlib.graph import Problem
 from shardlib.machines.topology import topology
-from shardlib.planner.planner import search
+from shardlib.planner.search import search
 from tests.replay.jobs import Job, by_trace, jobs
 
 STORED = Path(__file__).parent / "plans.json"

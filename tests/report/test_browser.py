@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.questions import answers
 from shardlib.report.pages import html_report

@@ -24,7 +24,7 @@ from shardlib.graph import Problem
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
-from shardlib.planner.planner import prepared_for, ranked, search
+from shardlib.planner.search import prepared_for, ranked, search
 
 
 @functools.cache

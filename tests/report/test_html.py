@@ -12,7 +12,7 @@ import pytest
 
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import device_order, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.questions import answers
 from shardlib.report.elements import seconds_text
 from shardlib.report.pages import Evidence, html_report

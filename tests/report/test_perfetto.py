@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.report.timelines import step_trace
 from tests.planner import worlds
 from tests.report.test_step_trace import STEPS

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.report.timelines import MeasuredStep, Operation, step_trace
 from tests.planner import worlds
 from tests.planner.fixture_plan import PLAN

@@ -14,7 +14,7 @@ from shardlib.cost.framework import XLA, FrameworkProfile
 from shardlib.errors import PlanError
 from shardlib.graph import Problem, check, forward_pass
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload, prepare
 from shardlib.report.timelines import IDLE, Slice, Timeline, free, lockstep

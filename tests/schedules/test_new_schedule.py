@@ -18,7 +18,7 @@ from shardlib.cost.framework import XLA
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
 from shardlib.machines.topology import topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import build, strategies
 from shardlib.planner.workload import prepare

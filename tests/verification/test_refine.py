@@ -26,7 +26,7 @@ from shardlib.errors import (
 )
 from shardlib.findings import Finding
 from shardlib.machines.topology import Topology, place, topology
-from shardlib.planner import planner
+from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.report.text import explain
 from shardlib.verification.refining import COMPILATIONS, one_of_each_policy, refine
