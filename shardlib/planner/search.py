@@ -339,11 +339,8 @@ def _fastest(load: Workload, topology: Topology, pins: Pins, *, all_devices: boo
     """The fastest plan that fits, without its source."""
     started = time.perf_counter()
     if pins.exchange.islands > 1:
-        return wings.islands("planning").planned_on_islands(
-            pins.exchange,
-            topology,
-            lambda island: _fastest(load, island, pins.of_one_island, all_devices=all_devices),
-        )
+        search_island = partial(_fastest, load, pins=pins.of_one_island, all_devices=all_devices)
+        return wings.islands("planning").planned_on_islands(pins.exchange, topology, search_island)
     load = prepared(load.problem, topology, load, None, pins)
     if left_open(load, pins):
         return fastest_form(
