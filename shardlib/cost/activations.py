@@ -56,46 +56,49 @@ def quantised(
     graph, weights, gradients = step.graph, weights_of(step), gradient_like(step)
     scaled = dtype not in _UNSCALED
     inputs = _WIDE if scaled else _UNSCALED - {dtype}
-    casts = _Casts(graph=graph, names=names, dtype=dtype, searched=scaled and not delayed)
+    casts = _Casts(graph, names, searched=scaled and not delayed)
     for index, op in enumerate(graph.ops):
         wide = all(graph.values[value].dtype in inputs for value in op.operands[:2])
         trained = any(value in weights for value in op.operands[:2]) or any(
             value in gradients for value in op.results
         )
         if op.kind in _PRODUCTS and wide and trained and graph.trips(op.region) > 1:
-            factors = (casts.of(value, op, index if rows else 0) for value in op.operands[:2])
+            factors = (
+                casts.of(value, dtype, op, index if rows else 0) for value in op.operands[:2]
+            )
             op = replace(op, operands=(*factors, *op.operands[2:]))
         casts.ops.append(op)
-    changed = replace(graph, values=tuple(casts.values), ops=tuple(casts.ops))
-    check(changed)
-    return replace(step, graph=changed), tuple(casts.names)
+    return casts.applied(step)
 
 
 class _Casts:
-    """Ops of a step, among them casts of operands, each made once in its region.
-
-    Args:
-        graph: of the step.
-        names: colour per dim of its values.
-        dtype: that operands are cast to.
-        searched: whether the largest element of an operand is looked for before its cast.
+    """Ops of a step, among them casts of operands, each made once in its region; where `searched`,
+    the largest element of an operand is looked for before its cast.
     """
 
     def __init__(
-        self, *, graph: Graph, names: tuple[LogicalAxes, ...], dtype: str, searched: bool
+        self, graph: Graph, names: tuple[LogicalAxes, ...], *, searched: bool = False
     ) -> None:
         self.values, self.names, self.ops = list(graph.values), list(names), list[Op]()
-        self._graph, self._dtype, self._searched = graph, dtype, searched
+        self._graph, self._searched = graph, searched
         self._made: dict[tuple[int, int, int], int] = {}
 
-    def of(self, value: int, op: Op, which: int) -> int:
+    def applied(self, step: StepGraph) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+        """The step with the casts, and the colours of its values."""
+        if not self._made:
+            return step, tuple(self.names)
+        changed = replace(self._graph, values=tuple(self.values), ops=tuple(self.ops))
+        check(changed)
+        return replace(step, graph=changed), tuple(self.names)
+
+    def of(self, value: int, dtype: str, op: Op, which: int = 0) -> int:
         """The value that is a cast of another, for the op that takes it."""
         key = value, op.region, which
         if key not in self._made:
-            self._made[key] = self._cast(value, op)
+            self._made[key] = self._cast(value, dtype, op)
         return self._made[key]
 
-    def _cast(self, value: int, op: Op) -> int:
+    def _cast(self, value: int, dtype: str, op: Op) -> int:
         shape = self._graph.values[value].shape
         operands, shapes = (value,), [shape]
         if self._searched:
@@ -104,7 +107,7 @@ class _Casts:
             rule = FactorRule(sizes=shape, operands=(dims,), results=((),))
             self._add(op, "reduce_max", "reduction", operands, largest, rule)
             operands, shapes = (value, largest), [shape, ()]
-        result = self._new(shape, self._dtype, self.names[value])
+        result = self._new(shape, dtype, self.names[value])
         rule = elementwise(shapes, shape)
         self._add(op, "convert_element_type", "elementwise", operands, result, rule)
         return result
@@ -152,8 +155,6 @@ class _Casts:
 # A product with one operand in half precision gets the other one cast. The router, all of whose
 # operands are float32, stays as it is.
 
-_HALVES: frozenset[str] = frozenset({"bfloat16", "float16"})
-
 
 def in_halves(
     step: StepGraph, names: tuple[LogicalAxes, ...]
@@ -162,51 +163,18 @@ def in_halves(
     precision.
     """
     graph = step.graph
-    values, all_names, ops = list(graph.values), list(names), list[Op]()
-    casts: dict[tuple[int, int], int] = {}
-
-    def cast(value: int, dtype: str, op: Op) -> int:
-        key = value, op.region
-        if key not in casts:
-            shape = graph.values[value].shape
-            casts[key] = len(values)
-            values.append(replace(graph.values[value], dtype=dtype, path="", role="internal"))
-            all_names.append(names[value])
-            ops.append(
-                Op(
-                    kind="convert_element_type",
-                    operands=(value,),
-                    results=(casts[key],),
-                    category="elementwise",
-                    flops=float(math.prod(shape)),
-                    region=op.region,
-                    path=op.path,
-                    scope=op.scope,
-                    rule=elementwise([shape], shape),
-                )
-            )
-        return casts[key]
-
+    casts = _Casts(graph, names)
     for op in graph.ops:
         dtypes = [graph.values[value].dtype for value in op.operands[:2]]
-        half = next((dtype for dtype in dtypes if dtype in _HALVES), None)
+        half = next((dtype for dtype in dtypes if dtype in _WIDE), None)
         if op.kind in _PRODUCTS and half and "float32" in dtypes:
-            op = replace(
-                op,
-                operands=(
-                    *(
-                        cast(value, half, op) if dtype == "float32" else value
-                        for value, dtype in zip(op.operands, dtypes, strict=False)
-                    ),
-                    *op.operands[2:],
-                ),
+            factors = (
+                casts.of(value, half, op) if dtype == "float32" else value
+                for value, dtype in zip(op.operands, dtypes, strict=False)
             )
-        ops.append(op)
-    if not casts:
-        return step, names
-    changed = replace(graph, values=tuple(values), ops=tuple(ops))
-    check(changed)
-    return replace(step, graph=changed), tuple(all_names)
+            op = replace(op, operands=(*factors, *op.operands[2:]))
+        casts.ops.append(op)
+    return casts.applied(step)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -696,21 +664,9 @@ def keep_operands(
     """The step with operands of matmuls and inputs of non-linear functions saved, and no other
     results of element-wise ops.
     """
-    again = frozenset[int]()
     for forward, backward in _loops(step.graph):
-        step, names = _rebuilt(
-            step,
-            names,
-            Builder(
-                step,
-                names,
-                forward,
-                backward,
-                again,
-                True,
-                _factors(step.graph, forward) if eager else frozenset(),
-            ),
-        )
+        factors = _factors(step.graph, forward) if eager else frozenset[int]()
+        step, names = _rebuilt(step, names, forward, backward, cheap=True, named=factors)
     return step, names
 
 
@@ -728,9 +684,7 @@ def keep_named(
             and op.category != "boundary"
             and not named.intersection(op.results)
         )
-        step, names = _rebuilt(
-            step, names, Builder(step, names, forward, backward, again, False, named)
-        )
+        step, names = _rebuilt(step, names, forward, backward, again, named=named)
     return step, names
 
 
@@ -743,9 +697,7 @@ def keep_rows(
     for forward, backward in _loops(step.graph):
         again = _after_grouped(step.graph, forward)
         if again:
-            step, names = _rebuilt(
-                step, names, Builder(step, names, forward, backward, again, False, frozenset())
-            )
+            step, names = _rebuilt(step, names, forward, backward, again)
     return step, names
 
 
@@ -776,15 +728,22 @@ def rematerialise_attention(
     """
     for forward, backward in _loops(step.graph):
         again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
-        step, names = _rebuilt(
-            step, names, Builder(step, names, forward, backward, again, False, frozenset())
-        )
+        step, names = _rebuilt(step, names, forward, backward, again)
     return step, names
 
 
 def _rebuilt(
-    step: StepGraph, names: tuple[LogicalAxes, ...], builder: Builder
+    step: StepGraph,
+    names: tuple[LogicalAxes, ...],
+    forward: int,
+    backward: int,
+    again: frozenset[int] = frozenset(),
+    *,
+    cheap: bool = False,
+    named: frozenset[int] = frozenset(),
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with what one loop saves for another rewritten, see `Builder`."""
+    builder = Builder(step, names, forward, backward, again, cheap, named)
     graph, names = builder.rewritten()
     return replace(step, graph=graph), names
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
 
 Array = np.ndarray
+#: Bytes whose fields are named as rows of a tally.
+Bytes = TypeVar("Bytes", Point, StoredBytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,19 +226,20 @@ def sums(
             )
         return seconds
 
-    def point(tally: Array) -> Point:
-        tally = pricer.corrected(tally)
-        return Point(
-            saved=tally[:, Q.SAVED][:, shape],
-            temporary=tally[:, Q.TEMPORARY][:, shape],
-            gradient=tally[:, Q.GRADIENT][:, shape],
-            gradient_cut=tally[:, Q.GRADIENT_CUT][:, shape],
-            copy=tally[:, Q.COPY][:, shape],
-            copy_cut=tally[:, Q.COPY_CUT][:, shape],
-            cast=tally[:, Q.CAST][:, shape],
-            gathered=tally[:, Q.GATHERED][:, shape],
+    def quantities(kind: type[Bytes], tally: Array) -> Bytes:
+        """A row of the tally for each field."""
+        return kind(
+            **{field.name: tally[:, Q[field.name.upper()]][:, shape] for field in fields(kind)}
         )
 
+    ends = {
+        field: role(name)[OUTSIDE_LAYERS] for field, name in (("passes", "stage"), ("ends", "ends"))
+    }
+    by_role = {
+        field.name: role(field.name)
+        for field in fields(Collectives)
+        if field.name not in ("routed", *ends)
+    }
     return Sums(
         kernels=Kernels(
             compute=work[:, Q.COMPUTE][:, shape],
@@ -243,31 +247,9 @@ def sums(
             host=work[:, Q.HOST][:, shape],
             flops=work[:, Q.FLOPS].sum(0)[shape],
         ),
-        collectives=Collectives(
-            block=role("block"),
-            context=role("context"),
-            keys=role("keys"),
-            ring=role("ring"),
-            exchange=role("exchange"),
-            reduce=role("reduce"),
-            scatter=role("scatter"),
-            gather=role("gather"),
-            routed=role("reduce", experts=True),
-            passes=role("stage")[OUTSIDE_LAYERS],
-            ends=role("ends")[OUTSIDE_LAYERS],
-        ),
-        stored=StoredBytes(
-            parameters=resting[:, Q.PARAMETERS][:, shape],
-            parameters_cut=resting[:, Q.PARAMETERS_CUT][:, shape],
-            frozen=resting[:, Q.FROZEN][:, shape],
-            frozen_cut=resting[:, Q.FROZEN_CUT][:, shape],
-            state=resting[:, Q.STATE][:, shape],
-            state_cut=resting[:, Q.STATE_CUT][:, shape],
-            experts=resting[:, Q.EXPERTS][:, shape],
-            kept=resting[:, Q.KEPT][:, shape],
-            kept_cut=resting[:, Q.KEPT_CUT][:, shape],
-        ),
-        points=tuple(map(point, points)),
+        collectives=Collectives(**by_role, routed=role("reduce", experts=True), **ends),
+        stored=quantities(StoredBytes, resting),
+        points=tuple(quantities(Point, pricer.corrected(tally)) for tally in points),
         buffer=np.where(c.context > 1, _context_buffer(work, model)[shape], 0.0),
         stacks=(
             np.zeros((0, len(shape)))
