@@ -80,13 +80,13 @@ class _Casts:
         self, graph: Graph, names: tuple[LogicalAxes, ...], *, searched: bool = False
     ) -> None:
         self.values, self.names, self.ops = list(graph.values), list(names), list[Op]()
-        self._graph, self._searched = graph, searched
+        self._graph, self._colours, self._searched = graph, names, searched
         self._made: dict[tuple[int, int, int], int] = {}
 
     def applied(self, step: StepGraph) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
         """The step with the casts, and the colours of its values."""
         if not self._made:
-            return step, tuple(self.names)
+            return step, self._colours
         changed = replace(self._graph, values=tuple(self.values), ops=tuple(self.ops))
         check(changed)
         return replace(step, graph=changed), tuple(self.names)
