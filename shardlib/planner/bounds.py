@@ -33,6 +33,7 @@ from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
 from shardlib.planner.space import (
     FEWEST,
     MAX_VIRTUAL,
+    Filled,
     Parts,
     Scope,
     Space,
@@ -1183,7 +1184,10 @@ class Fastest:
         self._sizes = {axis: size[self._first] for axis, size in sizes.items()}
         nothing = np.zeros(0, dtype=np.int64), np.zeros(0)
         self._last = np.inf, -np.inf, nothing  # bounds between which the answer is the same
-        self._known = {first: np.full(len(self._first), np.nan) for first in (*COMPONENTS, None)}
+        count = len(self._first)
+        self._known = {
+            first: Filled(1, count, partial(self._bound, first)) for first in (*COMPONENTS, None)
+        }
 
     def __len__(self) -> int:
         return len(self._which)
@@ -1206,7 +1210,7 @@ class Fastest:
         selected = np.zeros(len(self._first), dtype=bool)
         selected[rows] = True
         entries = np.flatnonzero(selected[self._which])
-        seconds = self._known[None][self._which[entries]]
+        seconds = self._of(self._which[entries], None)
         order = np.argsort(seconds, kind="stable")
         result = entries[order], seconds[order]
         self._last = float(result[1].max(initial=0.0)), high, result
@@ -1214,17 +1218,15 @@ class Fastest:
 
     def _of(self, rows: Array, first: int | None) -> Array:
         """The bound of distinct entries with so many components."""
-        cached = self._known[first]
-        new = rows[np.isnan(cached[rows])]
-        if len(new):
-            cached[new] = self._fitting.fastest(
-                {
-                    policy: self._bounds.least(policy, self._shape[new], first)
-                    for policy in self._policies
-                },
-                {axis: size[new] for axis, size in self._sizes.items()},
-            )
-        return cached[rows]
+        return self._known[first].on(rows)[0]
+
+    def _bound(self, first: int | None, rows: Array) -> Array:
+        ticks = {
+            policy: self._bounds.least(policy, self._shape[rows], first)
+            for policy in self._policies
+        }
+        sizes = {axis: size[rows] for axis, size in self._sizes.items()}
+        return self._fitting.fastest(ticks, sizes)[None]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1257,7 +1259,7 @@ class Entries:
     ) -> None:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
-        self.choices, self._seconds = scope.choices, np.full(len(shape), np.nan)
+        self.choices, self._seconds = scope.choices, Filled(1, len(shape), self._fitting_seconds)
         self._apart = scope.space.apart  # then the bounds do not know memory
         self._policies = (*scope.space.policies, EACH) if self._apart else scope.space.policies
         self._fastest = Fastest(self.bounds, fitting, self._policies, sizes, shape)
@@ -1334,11 +1336,11 @@ class Entries:
         """
         if self._apart:
             return self.fastest[entries]
-        new = entries[np.isnan(self._seconds[entries])]
-        if len(new):
-            moved = self._traffic.least(self._mesh[new])
-            self._seconds[new] = self._least_seconds(self.shape[new], self.at(new), moved)
-        return self._seconds[entries]
+        return self._seconds.on(entries)[0]
+
+    def _fitting_seconds(self, entries: Array) -> Array:
+        moved = self._traffic.least(self._mesh[entries])
+        return self._least_seconds(self.shape[entries], self.at(entries), moved)[None]
 
     def seconds_on(self, c: Candidates) -> Array:
         """The same of entries on places, whose links are known."""

@@ -926,8 +926,8 @@ def alone(choice: Choice, count: int) -> Under:
     return Under(Chosen([choice]), np.zeros(count, dtype=np.int64))
 
 
-class _Filled:
-    """Quantities on some shapes, made for those that are asked for.
+class Filled:
+    """Quantities on some shapes or entries, evaluated once and only for those that are asked for.
 
     Args:
         count: of quantities.
@@ -986,9 +986,9 @@ class Parts:
         )
         colours = scope.load.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
-        self._known: dict[tuple[tuple[str, ...], Choice], _Filled] = {}
-        self._leasts: dict[tuple[tuple[str, ...], str | None], _Filled] = {}
-        self._sums: dict[int | None, _Filled] = {}
+        self._known: dict[tuple[tuple[str, ...], Choice], Filled] = {}
+        self._leasts: dict[tuple[tuple[str, ...], str | None], Filled] = {}
+        self._sums: dict[int | None, Filled] = {}
 
     def total(self, row_choices: Under, shapes: Array) -> Array:
         """The quantities of choices on some shapes, array [quantities, shapes].
@@ -1010,7 +1010,7 @@ class Parts:
         no choice fits.
         """
         if first not in self._sums:
-            self._sums[first] = _Filled(
+            self._sums[first] = Filled(
                 self._count, len(self._tensor), lambda new: self._found_least(new, first)
             )
         return self._sums[first].on(shapes)
@@ -1026,7 +1026,7 @@ class Parts:
             minimum = np.minimum(minimum, total)
         return np.where(self._legal[shapes], minimum, np.inf)
 
-    def _least_of(self, part: tuple[str, ...], sequence: str | None) -> _Filled:
+    def _least_of(self, part: tuple[str, ...], sequence: str | None) -> Filled:
         """The least of a component over the ways to cut it that fit."""
         key = part, sequence
         if key not in self._leasts:
@@ -1045,10 +1045,10 @@ class Parts:
                         )
                 return minimum
 
-            self._leasts[key] = _Filled(self._count, len(self._tensor), make)
+            self._leasts[key] = Filled(self._count, len(self._tensor), make)
         return self._leasts[key]
 
-    def _part(self, part: tuple[str, ...], choice: Choice) -> _Filled:
+    def _part(self, part: tuple[str, ...], choice: Choice) -> Filled:
         """The quantities of a component under a choice; zeros where the choice makes no sense."""
         (_, restricted), tally = self._account.of(part, choice)
         key = part, restricted
@@ -1064,5 +1064,5 @@ class Parts:
                     quantities[:, sense] = self._measured(tally, shapes[sense])
                 return quantities
 
-            self._known[key] = _Filled(self._count, len(self._tensor), make)
+            self._known[key] = Filled(self._count, len(self._tensor), make)
         return self._known[key]
