@@ -244,9 +244,7 @@ def _times(slot: Slot, ends: bool, stage: _Stage) -> float | None:
         return 1.0 if int(c.stage[0]) > 1 or last else None
     if knobs.gather == "use":
         return None
-    pairs, reductions, _ = passes_over_weights(
-        knobs.schedule, knobs.gather, knobs.virtual, c.micro, knobs.accumulation
-    )
+    pairs, reductions, _ = passes_over_weights(knobs, c)
     return float((pairs if slot.role == "gather" else reductions)[0])
 
 
@@ -281,8 +279,9 @@ def exposed(
     profile, micro, constants = pricer.profile, c.micro, pricer.constants
     reduced, gathered = _reduced(s, scale, knobs, c, profile), np.zeros(len(c))
     if knobs.zero:
+        times = passes_over_weights(knobs, c)[0]
         gathered = (
-            _in_step(s.collectives.gather, scale, passes_over(knobs, c)[0], knobs, c, profile)
+            _in_step(s.collectives.gather, scale, times, knobs, c, profile)
             if knobs.zero >= 3
             else _updated_gather(s, scale, c)
         )
@@ -357,7 +356,7 @@ def _reduced(
     if once_a_step(profile, knobs):
         return _in_step(seconds, scale, once, knobs, c, profile)
     if knobs.zero >= 2:
-        return _in_step(seconds, scale, passes_over(knobs, c)[1], knobs, c, profile)
+        return _in_step(seconds, scale, passes_over_weights(knobs, c)[1], knobs, c, profile)
     if in_the_last(profile, knobs):
         return _in_step(seconds, scale, once, knobs, c, profile) + np.where(
             c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
@@ -408,15 +407,6 @@ def dealt_out(
 _DEALING = np.array(
     [SLOTS.index(Slot("deal", along(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
 )
-
-
-def passes_over(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
-    """Number of times a stage reads its weights and reduces its gradients in a step; see
-    `passes_over_weights`.
-    """
-    return passes_over_weights(
-        knobs.schedule, knobs.gather, knobs.virtual, c.micro, knobs.accumulation
-    )
 
 
 def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardlib.collective import Collective
 from shardlib.cost.collectives import collective_cost
-from shardlib.cost.communication import dealt_out, exposed, passes_over
+from shardlib.cost.communication import dealt_out, exposed
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.framework import XLA, FrameworkProfile, Knobs
 from shardlib.cost.roofline import applied, efficiency
@@ -26,6 +26,7 @@ from shardlib.cost.stages import (
     chunks_of,
     in_the_last,
     on_stage,
+    passes_over_weights,
     pipelines_of,
     shares_at_rest,
     shares_moved,
@@ -66,7 +67,7 @@ def stored_bytes(
         on_stage(s.stored.kept_cut if knobs.zero >= 2 else s.stored.kept, scale),
     )
     gathered_share = (
-        (1.0 if profile.stage_gathers == "step" else passes_over(knobs, c)[2])
+        (1.0 if profile.stage_gathers == "step" else passes_over_weights(knobs, c)[2])
         if knobs.zero >= 3
         else 0.0
     )

@@ -411,9 +411,7 @@ _HALVINGS = 20
 _SLACK = 1 + 1e-12
 
 
-def passes_over_weights(
-    schedule: str, gather: str, virtual: int, microbatches: Array, groups: int = 1
-) -> tuple[Array, Array, float]:
+def passes_over_weights(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
     """Number of times a stage gathers its weights and reduces their gradients in a step, and the
     share of them that is whole at a time.
 
@@ -424,17 +422,13 @@ def passes_over_weights(
     there are any, and groups of microbatches that go through the pipeline one after the other do
     that once each.
     """
-    per_microbatch = np.asarray(microbatches, dtype=float)
-    if gather == "use":
-        return per_microbatch, per_microbatch, 0.0
-    if named(schedule).forward_first and virtual > 1:
+    micro, virtual, groups = c.micro.astype(float), knobs.virtual, knobs.accumulation
+    if knobs.gather == "use":
+        return micro, micro, 0.0
+    if named(knobs.schedule).forward_first and virtual > 1:
         reduced = groups * (virtual + 1) / virtual
-        return (
-            np.full_like(per_microbatch, groups),
-            np.full_like(per_microbatch, reduced),
-            min(1.0, 2 / virtual),
-        )
-    return np.full_like(per_microbatch, 0.5), np.ones_like(per_microbatch), 1.0
+        return np.full_like(micro, groups), np.full_like(micro, reduced), min(1.0, 2 / virtual)
+    return np.full_like(micro, 0.5), np.ones_like(micro), 1.0
 
 
 def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:

@@ -341,17 +341,20 @@ class Ranking(Generic[What]):
     def __len__(self) -> int:
         return sum(map(len, self._indexes))
 
-    def front(self) -> Iterator[Entry[What]]:
-        """Plans that need less memory than every faster one, the fastest first."""
+    def _columns(self) -> tuple[Array, Array, Array, Array]:
+        """Number of the block, index, seconds and bytes of every plan."""
         if not self._whats:
-            return
+            none = np.zeros(0, dtype=np.int64)
+            return none, none, np.zeros(0), np.zeros(0)
         blocks = np.repeat(np.arange(len(self._whats)), [len(block) for block in self._indexes])
-        indexes, seconds, peaks = (
-            np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks)
-        )
-        order = np.lexsort((peaks, seconds))
-        minima = np.minimum.accumulate(peaks[order])
-        for i in order[np.concatenate(([True], peaks[order][1:] < minima[:-1]))]:
+        indexes = np.concatenate(self._indexes)
+        return blocks, indexes, np.concatenate(self._seconds), np.concatenate(self._peaks)
+
+    def _entries(
+        self, columns: tuple[Array, Array, Array, Array], order: Array
+    ) -> Iterator[Entry[What]]:
+        blocks, indexes, seconds, peaks = columns
+        for i in order:
             yield Entry(
                 what=self._whats[blocks[i]],
                 index=int(indexes[i]),
@@ -359,35 +362,27 @@ class Ranking(Generic[What]):
                 peak_bytes=float(peaks[i]),
             )
 
+    def front(self) -> Iterator[Entry[What]]:
+        """Plans that need less memory than every faster one, the fastest first."""
+        columns = self._columns()
+        _, _, seconds, peaks = columns
+        order = np.lexsort((peaks, seconds))
+        minima = np.minimum.accumulate(np.concatenate(([np.inf], peaks[order])))[:-1]
+        return self._entries(columns, order[peaks[order] < minima])
+
     def ordered(
         self, simplicity: Callable[[What, int], SupportsRichComparison]
     ) -> Iterator[Entry[What]]:
         """All plans, the fastest first; equally fast ones by `simplicity(what, index)`, the
         smallest first.
         """
-        if not self._whats:
-            return
-        blocks = np.repeat(np.arange(len(self._whats)), [len(block) for block in self._indexes])
-        indexes, seconds, peaks = (
-            np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks)
-        )
+        columns = self._columns()
+        seconds = columns[2]
         order = np.argsort(seconds, kind="stable")
-        start = 0
+        start, ascending = 0, seconds[order]
         while start < len(order):
-            end = start + int(
-                np.searchsorted(
-                    seconds[order[start:]], seconds[order[start]] * (1 + TIE), side="right"
-                )
-            )
-            tied = [
-                Entry(
-                    what=self._whats[blocks[i]],
-                    index=int(indexes[i]),
-                    seconds=float(seconds[i]),
-                    peak_bytes=float(peaks[i]),
-                )
-                for i in order[start:end]
-            ]
+            end = int(np.searchsorted(ascending, ascending[start] * (1 + TIE), side="right"))
+            tied = self._entries(columns, order[start:end])
             yield from sorted(tied, key=lambda entry: simplicity(entry.what, entry.index))
             start = end
 

@@ -60,13 +60,13 @@ GB = 10**9
 UNLIMITED = 1 << 60
 
 
-def best_on(plan: Plan, topology: Topology) -> Plan | None:
-    """The best plan for the same problem under the same pins on another topology; None where
-    nothing fits or no mesh is legal.
+def best_on(plan: Plan, topology: Topology, pins: Pins | None = None) -> Plan | None:
+    """The best plan for the same problem under the same pins, or under others, on another topology;
+    None where nothing fits or no mesh is legal.
     """
     source = source_of(plan)
     try:
-        return source.search(topology, source.pins)
+        return source.search(topology, source.pins if pins is None else pins)
     except (InfeasibleError, PinError):
         return None
 
@@ -83,22 +83,22 @@ def pinned(plan: Plan) -> Pins:
 
 def priced_on(plan: Plan, topology: Topology) -> Plan | None:
     """The same decisions on another topology of the same problem; None where they do not fit."""
-    try:
-        return source_of(plan).search(topology, pinned(plan))
-    except (InfeasibleError, PinError):
-        return None
+    return best_on(plan, topology, pinned(plan))
+
+
+def with_chip(topology: Topology, **changes: object) -> Topology:
+    """The topology with other figures of its chips."""
+    return replace(topology, chip=replace(topology.chip, **changes))
 
 
 def roomy(topology: Topology) -> Topology:
     """The topology with devices on which everything fits."""
-    return replace(topology, chip=replace(topology.chip, hbm_bytes=UNLIMITED))
+    return with_chip(topology, hbm_bytes=UNLIMITED)
 
 
 def with_memory(topology: Topology, more_bytes: int) -> Topology:
     """The topology with so much more usable memory on every device; less where it is negative."""
-    return replace(
-        topology, chip=replace(topology.chip, hbm_bytes=topology.chip.hbm_bytes + more_bytes)
-    )
+    return with_chip(topology, hbm_bytes=topology.chip.hbm_bytes + more_bytes)
 
 
 def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
@@ -112,20 +112,6 @@ def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
         for index, each in enumerate(topology.tiers)
     )
     return replace(topology, tiers=tiers)
-
-
-def with_compute(topology: Topology, factor: float) -> Topology:
-    """The topology with every peak rate of its chips times a factor; memory and links stay."""
-    rates = tuple((dtype, rate * factor) for dtype, rate in topology.chip.flops_per_s)
-    return replace(topology, chip=replace(topology.chip, flops_per_s=rates))
-
-
-def with_hbm(topology: Topology, factor: float) -> Topology:
-    """The topology with the rate of its memory times a factor."""
-    return replace(
-        topology,
-        chip=replace(topology.chip, hbm_bytes_per_s=topology.chip.hbm_bytes_per_s * factor),
-    )
 
 
 def faster_without_limit(plan: Plan) -> list[Ranked]:
@@ -584,9 +570,14 @@ def sensitivity(plan: Plan) -> Sensitivity:
         )
         for index in used
     ]
+    chip = topology.chip
+    peaks = tuple((dtype, rate * SHOCK) for dtype, rate in chip.flops_per_s)
     lowered += [
-        ("compute", with_compute(topology, SHOCK)),
-        ("memory bandwidth", with_hbm(topology, SHOCK)),
+        ("compute", with_chip(topology, flops_per_s=peaks)),
+        (
+            "memory bandwidth",
+            with_chip(topology, hbm_bytes_per_s=chip.hbm_bytes_per_s * SHOCK),
+        ),
     ]
     shocks = [_shock(plan, what, changed) for what, changed in lowered]
     return Sensitivity(
