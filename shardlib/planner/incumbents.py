@@ -381,7 +381,7 @@ class Ranking(Generic[What]):
         order = np.argsort(seconds, kind="stable")
         start, ascending = 0, seconds[order]
         while start < len(order):
-            end = int(np.searchsorted(ascending, ascending[start] * (1 + TIE), side="right"))
+            end = int(np.searchsorted(ascending, float(ascending[start]) * (1 + TIE), side="right"))
             tied = self._entries(columns, order[start:end])
             yield from sorted(tied, key=lambda entry: simplicity(entry.what, entry.index))
             start = end
