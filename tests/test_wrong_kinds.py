@@ -52,8 +52,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         PinError,
         ["1 is not a decision", "word"],
     ),
-    "the alias of an axis": (lambda: plan(pin={"dp": 8}), PinError, ["'dp'", "'mesh.data'?"]),
-    "the name of an axis": (lambda: plan(pin={"tensor": 8}), PinError, ["'mesh.tensor'?"]),
     "a difference to a number": (
         lambda: plan().diff(cast("Any", 3)),
         ArgumentError,

@@ -22,12 +22,12 @@ from shardlib.report.changes import diff
 from shardlib.report.elements import (
     WIDTH,
     bytes_text,
-    card,
     clip,
     count_text,
     quantity_bar,
     seconds_text,
 )
+from shardlib.report.markup import card
 from shardlib.report.text import collective_rows, explain, notation, parameter_rows, reasons, untold
 from shardlib.rules import Rules
 from shardlib.serve.search import plan_served
