@@ -136,7 +136,7 @@ def teach(folder, topology, steps):
         "layers.#.input_norm.scale": "model.layers.#.input_layernorm.weight",
         "layers.#.mlp_norm.scale": "model.layers.#.post_attention_layernorm.weight",
     }
-    names = learn_names(plain.state.params, tensors_of(folder), given=given)
+    names = learn_names(plain.state.params, tensors_of(folder), expected_names=given)
     print(names)
     state = read_weights(folder, plain, names)
     print(f"counts by one: loss {float(plain.evaluate(state, rows(10**6, 1))['loss']):.3f}")

@@ -326,7 +326,7 @@ def learn_names(
     params: Tree,
     tensors: Mapping[str, Shape],
     *,
-    given: Mapping[str, str] | None = None,
+    expected_names: Mapping[str, str] | None = None,
     transposed: bool | None = None,
 ) -> LearnedNames:
     """Finds the tensors of the parameters of a model.
@@ -339,45 +339,45 @@ def learn_names(
     there = _grouped({name: tuple(shape) for name, shape in tensors.items()})
     rows, columns = [*grouped], [*there]
     table = np.full((len(rows), len(columns)), -1.0)
-    for at, param in enumerate(rows):
+    for row, param in enumerate(rows):
         for to, tensor in enumerate(columns):
             if _forms(grouped[param], there[tensor])[0]:
-                expected = (given or {}).get(param)
+                expected = (expected_names or {}).get(param)
                 exact = 2.0 if expected == tensor else likeness(words(param), words(tensor))
-                table[at, to] = -1.0 if expected is not None and expected != tensor else exact
+                table[row, to] = -1.0 if expected is not None and expected != tensor else exact
     pairs = [
         (index, to)
         for index, to in zip(*linear_sum_assignment(table, maximize=True), strict=True)
         if table[index, to] >= 0
     ]
     forms = {rows[index]: _forms(grouped[rows[index]], there[columns[to]]) for index, to in pairs}
-    tables = {rows[at] for at, to in pairs if _is_table(rows[at]) or _is_table(columns[to])}
+    tables = {rows[row] for row, to in pairs if _is_table(rows[row]) or _is_table(columns[to])}
     matrices = {
-        rows[at] for at, to in pairs if {len(one) for one in there[columns[to]].values()} == {2}
+        rows[row] for row, to in pairs if {len(group) for group in there[columns[to]].values()} == {2}
     } - tables
     asserted = None if transposed is None else {"transposed" if transposed else "same"}
     usual = asserted or _usual(forms, matrices)
     sources = {
         path: source
-        for at, to in pairs
+        for row, to in pairs
         for path, source in _sources(
-            grouped[rows[at]],
+            grouped[rows[row]],
             there[columns[to]],
-            _chosen(forms[rows[at]][0], {"same"} if rows[at] in tables else usual),
-            stacked=forms[rows[at]][1],
+            _chosen(forms[rows[row]][0], {"same"} if rows[row] in tables else usual),
+            stacked=forms[rows[row]][1],
         ).items()
     }
     square = {
-        one: ("its transpose",)
-        for one, (found, _) in forms.items()
-        if len(found) > 1 and len(usual) != 1 and one not in tables
+        group: ("its transpose",)
+        for group, (forms_of_group, _) in forms.items()
+        if len(forms_of_group) > 1 and len(usual) != 1 and group not in tables
     }
-    found = {rows[at] for at, _ in pairs}
+    forms_of_group = {rows[row] for row, _ in pairs}
     taken = {name for source in sources.values() for name in source.names}
     return LearnedNames(
         sources=sources,
         unsure={**square, **_unsure(table, pairs, rows, columns)},
-        missing=tuple(path for one in rows if one not in found for path in grouped[one]),
+        missing=tuple(path for group in rows if group not in forms_of_group for path in grouped[group]),
         left=tuple(name for name in tensors if name not in taken),
     )
 
@@ -453,17 +453,17 @@ def _unsure(
 ) -> dict[str, tuple[str, ...]]:
     """Pairs that could be exchanged with hardly a word less in common."""
     alternatives: dict[str, list[str]] = {}
-    owner = {to: at for at, to in pairs}
-    for at, to in pairs:
-        for other in range(len(columns)):
-            if other == to or table[at, other] < 0 or table[at, to] >= 2:
+    owner = {to: row for row, to in pairs}
+    for row, to in pairs:
+        for column in range(len(columns)):
+            if column == to or table[row, column] < 0 or table[row, to] >= 2:
                 continue
-            loss = table[at, to] - table[at, other]
-            if other in owner:
-                back = table[owner[other], to]
-                loss = np.inf if back < 0 else loss + table[owner[other], other] - back
+            loss = table[row, to] - table[row, column]
+            if column in owner:
+                back = table[owner[column], to]
+                loss = np.inf if back < 0 else loss + table[owner[column], column] - back
             if loss <= NEAR:
-                alternatives.setdefault(rows[at], []).append(columns[other])
+                alternatives.setdefault(rows[row], []).append(columns[column])
     return {path: tuple(others) for path, others in alternatives.items()}
 
 

@@ -154,7 +154,7 @@ class Evaluation:
                 "a program for devices that are not here cannot evaluate\nTry:"
                 " shardlib.compile(...) on the devices themselves"
             )
-        found = laid_out_for(
+        laid_out = laid_out_for(
             _at_once(self.plan),
             self.model,
             self._unchanging,
@@ -162,11 +162,11 @@ class Evaluation:
             self.batch_axes,
             self.axes,
         )
-        whole = shardings.named_sharding(self.mesh, Layout())
+        replicated = shardings.named_sharding(self.mesh, Layout())
         sharded = abstract_batch(
-            batch, found, lambda layout: shardings.named_sharding(self.mesh, layout)
+            batch, laid_out, lambda layout: shardings.named_sharding(self.mesh, layout)
         )
-        loss, findings = self._lowered(found, sharded)
+        loss, findings = self._lowered(laid_out, sharded)
 
         def evaluate(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
             value, (metrics, _) = loss(params, model_state, batch)
@@ -178,34 +178,34 @@ class Evaluation:
             jitted = jax.jit(
                 evaluate,
                 in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
-                out_shardings=whole,
+                out_shardings=replicated,
             )
             compiled = jitted.lower(*arguments).compile()
         call = _jax_compat.runnable(jitted, compiled, arguments, self.mesh)
-        return EvaluationProgram(call=call, batch=sharded, findings=(*found.findings, *findings))
+        return EvaluationProgram(call=call, batch=sharded, findings=(*laid_out.findings, *findings))
 
     def _unchanging(self, params: Tree, state: Tree, batch: Tree) -> Any:
         """The loss, whose model state stays as it is."""
         value, (metrics, _) = self.loss(params, state, batch)
         return value, (metrics, state)
 
-    def _lowered(self, found: LaidOut, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
+    def _lowered(self, laid_out: LaidOut, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
         """The laid-out loss, through the stages where there are some."""
-        plan, cuts = found.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
+        plan, cuts = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
-            dims = with_keys(shardings.batch_dims(found.axes), batch, found.traced.program)
+            dims = with_keys(shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program)
             try:
-                staged, told = pipeline(
+                staged, findings = pipeline(
                     plan,
-                    found.traced,
+                    laid_out.traced,
                     self.model.state,
                     self.mesh,
                     self.params,
-                    StagedLayouts(layers=found.placements, around={}),
-                    key_inputs(dims, found.traced.closed_jaxpr),
+                    StagedLayouts(layers=laid_out.placements, around={}),
+                    key_inputs(dims, laid_out.traced.closed_jaxpr),
                 )
             except PlanError as error:
-                return self._unpiped(found), (
+                return self._unpiped(laid_out), (
                     Finding(
                         code="evaluation-without-stages",
                         severity="warning",
@@ -220,14 +220,14 @@ class Evaluation:
                 lambda params, state, batch: staged.loss(
                     params, state, *Microbatches(shardings=cuts, dims=dims, count=1).split(batch)
                 ),
-                told,
+                findings,
             )
-        return self._unpiped(found), ()
+        return self._unpiped(laid_out), ()
 
-    def _unpiped(self, found: LaidOut) -> PureLoss:
+    def _unpiped(self, laid_out: LaidOut) -> PureLoss:
         return placed_loss(
-            found.traced,
-            Placing.of(found.traced, found.plan, self.mesh, self.params, found.placements),
+            laid_out.traced,
+            Placing.of(laid_out.traced, laid_out.plan, self.mesh, self.params, laid_out.placements),
         )
 
     def of(self, loss: UserLoss | None, batch_axes: Tree) -> Evaluation:
@@ -365,8 +365,8 @@ class Checked:
 
     def metrics(self, state: GuardState) -> Metrics:
         """Returns what they say of the step, which began with a state."""
-        found = {"gradient_norm": self.norm, "skipped": 1 - self.wanted.astype(jnp.int32)}
-        return found if state.scale is None else {**found, "loss_scale": state.scale}
+        metrics = {"gradient_norm": self.norm, "skipped": 1 - self.wanted.astype(jnp.int32)}
+        return metrics if state.scale is None else {**metrics, "loss_scale": state.scale}
 
 
 def checked(
@@ -378,13 +378,13 @@ def checked(
         gradients = jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients)
     norm = global_norm(jax.tree.leaves(gradients), jax.tree.leaves(shardings))
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    wanted = finite if state.limit is None else finite & (loss <= state.limit)
+    update = finite if state.limit is None else finite & (loss <= state.limit)
     if guards.clip is not None:
         clip, small = guards.clip, norm < guards.clip
         gradients = jax.tree.map(
             lambda leaf: jnp.where(small, leaf, leaf / norm.astype(leaf.dtype) * clip), gradients
         )
-    return Checked(loss=loss, gradients=gradients, norm=norm, finite=finite, wanted=wanted)
+    return Checked(loss=loss, gradients=gradients, norm=norm, finite=finite, wanted=update)
 
 
 def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
@@ -456,9 +456,9 @@ def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
     before = parameters + states
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed_jaxpr.in_avals]
 
-    def run(first: list[Any], scale: Any, rest: list[Any]) -> Any:
+    def run(first: list[Any], scale: Any, state_and_batch: list[Any]) -> Any:
         loss, (metrics, state) = jax.tree.unflatten(
-            traced.out_tree, jex.jaxpr_as_fun(traced.closed_jaxpr)(*first, *rest)
+            traced.out_tree, jex.jaxpr_as_fun(traced.closed_jaxpr)(*first, *state_and_batch)
         )
         return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (
             metrics,
@@ -470,8 +470,8 @@ def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
             avals[:before], jax.ShapeDtypeStruct((), jnp.float32), avals[before:]
         )
     old, new = (
-        [(equation.path, equation.name) for equation in flatten(one).equations]
-        for one in (traced.closed_jaxpr, again)
+        [(equation.path, equation.name) for equation in flatten(jaxpr).equations]
+        for jaxpr in (traced.closed_jaxpr, again)
     )
     if new[: len(old)] != old:
         raise TracingError(
@@ -534,8 +534,8 @@ class Run:
         """The same with results that are finished after the last microbatch."""
 
         def gradients(*arguments: Any) -> Any:
-            results, found, kept = self.gradients(*arguments)
-            return *finish(results, found), kept
+            results, gradients_of_parameters, kept = self.gradients(*arguments)
+            return *finish(results, gradients_of_parameters), kept
 
         return replace(self, gradients=gradients)
 
@@ -785,8 +785,8 @@ def unpiped(
             return loss(joined(trained), state, batch)
 
         if late is not None:
-            found = replace(late, joined=joined, complete=partition.numbered(late.complete))
-            return accumulated_once(found, batch, microbatches, gradient)(
+            joined_once = replace(late, joined=joined, complete=partition.numbered(late.complete))
+            return accumulated_once(joined_once, batch, microbatches, gradient)(
                 partition.trained(params), state, kept
             )
         run = accumulated(
@@ -815,8 +815,8 @@ def of_trained(run: Run, partition: Partition) -> Run:
     """A run that gives the gradients of trained parameters, for one that has some for all."""
 
     def gradients(*arguments: Any) -> Any:
-        results, found, kept = run.gradients(*arguments)
-        return results, partition.trained(found), kept
+        results, all_gradients, kept = run.gradients(*arguments)
+        return results, partition.trained(all_gradients), kept
 
     return replace(run, gradients=gradients)
 
@@ -874,11 +874,11 @@ def gradients_function(parts: StepParts) -> Callable[[TrainState, Tree], Gradien
     """(state, batch) -> gradients, the first half of a step."""
 
     def gradients(state: TrainState, batch: Tree) -> Gradients:
-        (loss, (metrics, model_state)), found, kept = parts.run.gradients(
+        (loss, (metrics, model_state)), parameter_gradients, kept = parts.run.gradients(
             state.params, state.inputs, batch, state.exchange
         )
         return Gradients(
-            params=like(constrain(found, parts.params.gradient), parts.updated),
+            params=like(constrain(parameter_gradients, parts.params.gradient), parts.updated),
             loss=loss,
             metrics=dict(metrics),
             model_state=model_state,

@@ -44,21 +44,21 @@ class StepLayouts:
 def layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> StepLayouts:
     """The layouts of a step under a plan."""
     graph, names = traced.problem.forward, colouring.forward
-    planned = {one.path: one for one in plan.parameters}
+    planned = {parameter.path: parameter for parameter in plan.parameters}
     state: list[Layout] = []
     alike: dict[tuple[tuple[int, ...], LogicalAxes], Layout] = {}
     for path, value in zip(traced.paths, graph.inputs, strict=False):
         if path in planned and planned[path].trained:
             alike.setdefault((graph.values[value].shape, names[value]), planned[path].state)
     followers = set(traced.roles.followers)
-    for at, path in enumerate(traced.paths):
-        value = graph.inputs[at]
+    for index, path in enumerate(traced.paths):
+        value = graph.inputs[index]
         shape = graph.values[value].shape
         if path in planned:
             state.append(planned[path].rest)
-        elif at in followers:
-            found = alike.get((shape, names[value]))
-            state.append(_follower(plan, names[value], shape) if found is None else found)
+        elif index in followers:
+            layout = alike.get((shape, names[value]))
+            state.append(_follower(plan, names[value], shape) if layout is None else layout)
         else:
             state.append(Layout.replicated(len(shape)))
     batch = dict(plan.batch_layouts)
@@ -73,18 +73,18 @@ def layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> StepLayouts
 
 
 def _follower(plan: Plan, names: LogicalAxes, shape: tuple[int, ...]) -> Layout:
-    found = plan.rules.resolve(names, shape, plan.mesh).layout
-    return at_rest(found, shape, plan.mesh, frozenset()) if plan.zero else found
+    layout = plan.rules.resolve(names, shape, plan.mesh).layout
+    return at_rest(layout, shape, plan.mesh, frozenset()) if plan.zero else layout
 
 
 def _gradients(traced: TracedStep, plan: Plan) -> Pinned:
     """The gradients of weights, where they are made."""
     graph = traced.problem.forward
-    made = {value: (op.path, at) for op in graph.ops for at, value in enumerate(op.results)}
-    planned = {one.path: one for one in plan.parameters}
+    producers = {value: (op.path, index) for op in graph.ops for index, value in enumerate(op.results)}
+    planned = {parameter.path: parameter for parameter in plan.parameters}
     return {
-        made[value]: planned[traced.paths[at]].gradient
-        for at, value in traced.roles.gradients.items()
+        producers[value]: planned[traced.paths[index]].gradient
+        for index, value in traced.roles.gradients.items()
     }
 
 

@@ -82,19 +82,19 @@ class Alternative:
         return {**self.__dict__, "mesh": dict(self.mesh), "differs": list(self.differs)}
 
 
-def alternatives_text(found: Iterable[Alternative]) -> str:
+def alternatives_text(alternatives: Iterable[Alternative]) -> str:
     """The alternatives as a table for people."""
     rows = [("", "step", "time", "memory", "mesh", "other decisions")]
     rows += [
         (
-            f"{one.place}.",
-            seconds_text(one.step_seconds),
-            ratio_text(one.ratio),
-            bytes_text(one.peak_bytes),
-            str(one.mesh),
-            (one.summary or "-") + (f" (and {one.ties:,} as fast)" if one.ties else ""),
+            f"{alternative.place}.",
+            seconds_text(alternative.step_seconds),
+            ratio_text(alternative.ratio),
+            bytes_text(alternative.peak_bytes),
+            str(alternative.mesh),
+            (alternative.summary or "-") + (f" (and {alternative.ties:,} as fast)" if alternative.ties else ""),
         )
-        for one in found
+        for alternative in alternatives
     ]
     if len(rows) == 1:
         return (
@@ -175,26 +175,26 @@ class Constraints:
         """The constraints as plain data."""
         return {
             "step_seconds": self.step_seconds,
-            "binding": [one.to_json() for one in self.binding],
-            "staircase": [one.to_json() for one in self.staircase],
+            "binding": [constraint.to_json() for constraint in self.binding],
+            "staircase": [constraint.to_json() for constraint in self.staircase],
         }
 
     def __str__(self) -> str:
         lines = ["What holds the plan back"]
-        lines += [line for one in self.binding for line in wrapped("  - ", one.message)] or wrapped(
+        lines += [line for constraint in self.binding for line in wrapped("  - ", constraint.message)] or wrapped(
             "  - ", "nothing: no memory, pin or size stands in the way of a faster plan."
         )
         if self.staircase:
             rows = [("step", "memory", "lacking", "mesh", "other decisions")]
             rows += [
                 (
-                    seconds_text(one.step_seconds),
-                    bytes_text(one.peak_bytes),
-                    bytes_text(one.short_bytes),
-                    str(one.mesh),
-                    one.summary or "-",
+                    seconds_text(constraint.step_seconds),
+                    bytes_text(constraint.peak_bytes),
+                    bytes_text(constraint.short_bytes),
+                    str(constraint.mesh),
+                    constraint.summary or "-",
                 )
-                for one in self.staircase[:_MOST_ROWS]
+                for constraint in self.staircase[:_MOST_ROWS]
             ]
             more = len(self.staircase) - _MOST_ROWS
             lines += [
@@ -269,12 +269,12 @@ class Kernels:
     @property
     def seconds(self) -> float:
         """Of all kernels in a step."""
-        return sum(one.seconds for one in self.kernels)
+        return sum(kernel.seconds for kernel in self.kernels)
 
-    def bound(self, one: KernelTime) -> float:
+    def bound(self, kernel: KernelTime) -> float:
         """Seconds of a kernel on the roofline: at the peak, or at the rate of memory."""
-        peak = dict(self.peak_flops_per_s)[one.dtype]
-        return max(one.flops / peak, one.bytes / self.bytes_per_s)
+        peak = dict(self.peak_flops_per_s)[kernel.dtype]
+        return max(kernel.flops / peak, kernel.bytes / self.bytes_per_s)
 
     def to_json(self) -> JsonObject:
         """The kernels as plain data."""
@@ -282,7 +282,7 @@ class Kernels:
             "chip": self.chip,
             "peak_flops_per_s": dict(self.peak_flops_per_s),
             "bytes_per_s": self.bytes_per_s,
-            "kernels": [{**asdict(one), "bound_seconds": self.bound(one)} for one in self.kernels],
+            "kernels": [{**asdict(kernel), "bound_seconds": self.bound(kernel)} for kernel in self.kernels],
         }
 
     def __str__(self) -> str:
@@ -296,19 +296,19 @@ class Kernels:
         )
 
 
-def kernel_rows(found: Kernels, most: int) -> Sequence[tuple[str, ...]]:
+def kernel_rows(kernels: Kernels, limit: int) -> Sequence[tuple[str, ...]]:
     """A row for each of the slowest kernels."""
     return [
         (
-            clip(one.name, 36),
-            one.phase,
-            f"{one.count:,.0f}",
-            count_text(one.flops),
-            f"{one.intensity:,.0f}",
-            seconds_text(one.seconds),
-            percent_text(found.bound(one) / one.seconds if one.seconds else 0.0),
+            clip(kernel.name, 36),
+            kernel.phase,
+            f"{kernel.count:,.0f}",
+            count_text(kernel.flops),
+            f"{kernel.intensity:,.0f}",
+            seconds_text(kernel.seconds),
+            percent_text(kernels.bound(kernel) / kernel.seconds if kernel.seconds else 0.0),
         )
-        for one in found.kernels[:most]
+        for kernel in kernels.kernels[:limit]
     ]
 
 
@@ -379,26 +379,26 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
     """Elements that each device must receive to go from one layout to another."""
     reach = int(new.order.max()) + 1
     want, want_sizes = new.starts(reach)
-    held, held_sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
+    old_starts, held_sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
     needed = np.zeros(reach, np.int64)
     needed[new.order] = math.prod(want_sizes.tolist())
-    known = survivors[:reach]
-    mine, theirs = want[:, : len(known)], held[:, known]
-    common = np.minimum(mine + want_sizes[:, None], theirs + held_sizes[:, None]) - np.maximum(
-        mine, theirs
+    surviving = survivors[:reach]
+    wanted_starts, theirs = want[:, : len(surviving)], old_starts[:, surviving]
+    common = np.minimum(wanted_starts + want_sizes[:, None], theirs + held_sizes[:, None]) - np.maximum(
+        wanted_starts, theirs
     )
     overlap = np.prod(np.maximum(common, 0), axis=0)
-    on_both = np.isin(np.arange(len(known)), new.order) & np.isin(known, old.order)
-    needed[: len(known)] -= np.where(on_both, overlap, 0)
+    on_both = np.isin(np.arange(len(surviving)), new.order) & np.isin(surviving, old.order)
+    needed[: len(surviving)] -= np.where(on_both, overlap, 0)
     return needed
 
 
 def lost_elements(old: Shards, survivors: Ints) -> int:
     """Elements that no surviving device holds."""
     first, sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
-    kept = first[:, survivors[np.isin(survivors, old.order)]]
-    cells = np.zeros(kept.shape[1], np.int64)
-    for start, size, extent in zip(kept, sizes.tolist(), old.shape, strict=True):
+    starts = first[:, survivors[np.isin(survivors, old.order)]]
+    cells = np.zeros(starts.shape[1], np.int64)
+    for start, size, extent in zip(starts, sizes.tolist(), old.shape, strict=True):
         cells = cells * (extent // size) + start // size
     return math.prod(old.shape) - len(np.unique(cells)) * math.prod(sizes.tolist())
 
@@ -553,7 +553,7 @@ def replan_text(change: Replan) -> str:
         for text in (*(change.changed or ("nothing is decided differently",)), *change.notes)
         for line in wrapped("  - ", text)
     ]
-    held = sum(part.bytes for part in change.parts)
+    needed = sum(part.bytes for part in change.parts)
     lines += ["", "What moves"]
     lines += wrapped(
         "  - ",
@@ -561,24 +561,24 @@ def replan_text(change: Replan) -> str:
         f" one device: {seconds_text(change.moving_seconds)} if all of it comes over the slowest"
         " links.",
     )
-    lines += wrapped("  - ", _whence(change, held))
+    lines += wrapped("  - ", _whence(change, needed))
     return "\n".join([*lines, *_part_lines(change.parts)]) + "\n"
 
 
-def _whence(change: Replan, held: int) -> str:
+def _whence(change: Replan, needed: int) -> str:
     """Names the sources of the bytes that the new machine needs."""
     if change.elsewhere:
         return (
-            f"No device of the new machine holds any of {bytes_text(held)}: they come from a"
+            f"No device of the new machine holds any of {bytes_text(needed)}: they come from a"
             " checkpoint, or from the old machine while it is still there."
         )
     lost = change.lost_bytes
     if lost:
         return (
-            f"{bytes_text(lost)} ({percent_text(lost / held)} of {bytes_text(held)}) are on no"
+            f"{bytes_text(lost)} ({percent_text(lost / needed)} of {bytes_text(needed)}) are on no"
             " surviving device and must come from a checkpoint."
         )
-    return f"Every one of {bytes_text(held)} is on some surviving device: no checkpoint is needed."
+    return f"Every one of {bytes_text(needed)} is on some surviving device: no checkpoint is needed."
 
 
 def _part_lines(parts: Sequence[Part]) -> list[str]:
@@ -753,7 +753,7 @@ def run_cost(
         mtbf: seconds between two failures of the whole machine; None where nothing fails.
         restart: seconds from a failure to the next step.
     """
-    given: dict[str, object] = {
+    arguments: dict[str, object] = {
         "tokens": tokens,
         "price": price,
         "mtbf": mtbf,
@@ -761,7 +761,7 @@ def run_cost(
     }
     wrong = [
         f"{name} is {value!r}; it is a number above 0"
-        for name, value in given.items()
+        for name, value in arguments.items()
         if value is not None
         and (
             isinstance(value, bool)
@@ -773,10 +773,10 @@ def run_cost(
         raise_all(ArgumentError, "the cost of the run is not defined", wrong)
     estimate = plan.estimate
     work = tokens / estimate.tokens_per_second
-    save, every, wall = save_seconds(plan, topology), None, work
+    save, interval, wall = save_seconds(plan, topology), None, work
     if mtbf is not None:
-        every = max(LEAST_EVERY_S, best_interval(save, mtbf))
-        wall = expected_seconds(work, every, save, mtbf, restart)
+        interval = max(LEAST_EVERY_S, best_interval(save, mtbf))
+        wall = expected_seconds(work, interval, save, mtbf, restart)
         if not math.isfinite(wall) or wall > 1e4 * work:
             raise ArgumentError(
                 f"with a failure every {_long(mtbf)} and {_long(restart)} to start again no run"
@@ -790,7 +790,7 @@ def run_cost(
         work_seconds=work,
         wall_seconds=wall,
         save_seconds=save,
-        every_seconds=every,
+        every_seconds=interval,
         mtbf_seconds=mtbf,
         restart_seconds=restart,
         price=price,
@@ -802,21 +802,21 @@ def save_seconds(plan: Plan, topology: Topology) -> float:
     """Seconds that a save holds training up: a device's share of parameters and optimizer state
     goes to the host; writing goes on beside training (`docs/checkpoints.md`).
     """
-    held = plan.estimate.device_bytes
+    device_bytes = plan.estimate.device_bytes
     rate = topology.chip.host_bytes_per_s or topology.chip.hbm_bytes_per_s
-    return (held.parameters + held.optimizer) / rate
+    return (device_bytes.parameters + device_bytes.optimizer) / rate
 
 
-def expected_seconds(work: float, every: float, save: float, mtbf: float, restart: float) -> float:
+def expected_seconds(work: float, interval: float, save: float, mtbf: float, restart: float) -> float:
     """Expected seconds of a run, see above.
 
     Args:
         work: seconds of all steps.
-        every: seconds of work between two saves.
+        interval: seconds of work between two saves.
     """
-    if max(restart, every + save) / mtbf > 500:
+    if max(restart, interval + save) / mtbf > 500:
         return math.inf
-    return mtbf * math.exp(restart / mtbf) * math.expm1((every + save) / mtbf) * work / every
+    return mtbf * math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf) * work / interval
 
 
 def best_interval(save: float, mtbf: float) -> float:
@@ -948,34 +948,34 @@ class Sensitivity:
         return {
             "step_seconds": self.step_seconds,
             "best_seconds": self.best_seconds,
-            "prices": [one.to_json() for one in self.prices],
-            "shocks": [one.to_json() for one in self.shocks],
+            "prices": [entry.to_json() for entry in self.prices],
+            "shocks": [entry.to_json() for entry in self.shocks],
         }
 
     def __str__(self) -> str:
         return sensitivity_text(self)
 
 
-def sensitivity_text(found: Sensitivity) -> str:
+def sensitivity_text(sensitivity: Sensitivity) -> str:
     """Prices and shocks for people."""
     lines = [
         "What more would buy",
         *aligned(
             [
                 ("", "now", "one more", "saves a step"),
-                *(price_row(price) for price in found.prices),
+                *(price_row(price) for price in sensitivity.prices),
             ],
             right={1, 2, 3},
         ),
     ]
-    lines += [line for price in found.prices for line in wrapped("  - ", break_text(price))]
-    if found.best_seconds < found.step_seconds * (1 - TIE):
+    lines += [line for price in sensitivity.prices for line in wrapped("  - ", break_text(price))]
+    if sensitivity.best_seconds < sensitivity.step_seconds * (1 - TIE):
         lines += wrapped(
             "  - ",
-            f"This plan takes {seconds_text(found.step_seconds)}; the search's best takes"
-            f" {seconds_text(found.best_seconds)}, and prices are for that one.",
+            f"This plan takes {seconds_text(sensitivity.step_seconds)}; the search's best takes"
+            f" {seconds_text(sensitivity.best_seconds)}, and prices are for that one.",
         )
-    rows = [SHOCK_HEAD, *map(shock_row, found.shocks)]
+    rows = [SHOCK_HEAD, *map(shock_row, sensitivity.shocks)]
     return (
         "\n".join(
             [*lines, "", "If a figure is lower than thought", *aligned(rows, right={1, 2, 3})]
@@ -1064,7 +1064,7 @@ class Answers:
         """The answers as plain data, each under its name."""
         data: dict[str, Any] = {}
         if self.alternatives is not None:
-            data["alternatives"] = [one.to_json() for one in self.alternatives]
+            data["alternatives"] = [alternative.to_json() for alternative in self.alternatives]
         if self.constraints is not None:
             data["constraints"] = self.constraints.to_json()
         if self.sensitivity is not None:
@@ -1079,9 +1079,9 @@ class Answers:
             [
                 *texts,
                 *(
-                    str(one)
-                    for one in (self.constraints, self.sensitivity, self.kernels)
-                    if one is not None
+                    str(answer)
+                    for answer in (self.constraints, self.sensitivity, self.kernels)
+                    if answer is not None
                 ),
             ]
         )

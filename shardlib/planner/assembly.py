@@ -284,12 +284,12 @@ def faster_as_programs(
         or not _can_be_programs(plan)
     ):
         return ()
-    apart = replace(
+    per_stage = replace(
         candidate, decisions=replace(candidate.decisions, pipeline="programs", gather="use")
     )
     profile = replace(load.profile, pipeline="asynchronous")
-    other = prepare(load.problem, load.vendor, profile, load.framework)
-    seconds = float(price(other, topology, apart).step_seconds[0])
+    asynchronous = prepare(load.problem, load.vendor, profile, load.framework)
+    seconds = float(price(asynchronous, topology, per_stage).step_seconds[0])
     if seconds > (1 - TOLD) * plan.estimate.step_seconds:
         return ()
     return (
@@ -327,20 +327,20 @@ def _can_be_programs(plan: Plan) -> bool:
 # own, as a program that ends where the backward pass begins. The rest is backward.
 
 
-def stage_seconds(one: OnMachine) -> StageSeconds | None:
+def stage_seconds(priced: OnMachine) -> StageSeconds | None:
     """Seconds of one microbatch on the slowest stage; None without stages, and where layer groups
     follow policies of their own.
     """
-    candidate, load = one.candidate, one.load
-    how = candidate.decisions
+    candidate, load = priced.candidate, priced.load
+    decisions = candidate.decisions
     if candidate.mesh["stage"] == 1 or candidate.groups:
         return None
-    rematerialised = _seconds(one, load.programs[how.remat, candidate.routes])
-    if not how.remat_layers:
+    rematerialised = _seconds(priced, load.programs[decisions.remat, candidate.routes])
+    if not decisions.remat_layers:
         return rematerialised
-    fast = _seconds(one, load.programs["none", candidate.routes])
+    fast = _seconds(priced, load.programs["none", candidate.routes])
     share = float(
-        rematerialised_share(how.remat_layers, how, load.model, one.c, one.pricer.profile)[0]
+        rematerialised_share(decisions.remat_layers, decisions, load.model, priced.c, priced.pricer.profile)[0]
     )
     return replace(
         rematerialised,
@@ -351,21 +351,21 @@ def stage_seconds(one: OnMachine) -> StageSeconds | None:
     )
 
 
-def _seconds(one: OnMachine, program: Program) -> StageSeconds:
-    model, how, pricer, c = one.load.model, one.candidate.decisions, one.pricer, one.c
-    stored = one.tally(one.load.rest)
+def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
+    model, decisions, pricer, c = priced.load.model, priced.candidate.decisions, priced.pricer, priced.c
+    stored = priced.tally(priced.load.rest)
     both, ahead = (
-        sums(one.tally(items), stored, [], model, pricer, c)
+        sums(priced.tally(items), stored, [], model, pricer, c)
         for items in (program.work, program.forward)
     )
     # of the two messages of a microbatch, one goes forward
     roles = replace(ahead.collectives, passes=ahead.collectives.passes / 2)
     ahead = replace(ahead, collectives=roles)
-    whole, forward = (float(tick_seconds(part, how, model, pricer, c)[0]) for part in (both, ahead))
-    weights = float(both.kernels.weights[0]) / one.candidate.mesh["stage"]
+    total, forward = (float(tick_seconds(part, decisions, model, pricer, c)[0]) for part in (both, ahead))
+    weights = float(both.kernels.weights[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward,
-        backward=whole - forward - weights,
+        backward=total - forward - weights,
         weights=weights,
         lockstep=pricer.profile.pipeline == "lockstep",
     )
@@ -383,31 +383,31 @@ def assemble(
     *,
     rules: Rules | None = None,
     left_out: tuple[str, ...] = (),
-    most: int = 0,
+    devices: int = 0,
     pinned: bool = False,
 ) -> Plan:
     """Builds the plan of a candidate."""
-    one = OnMachine.of(load, topology, candidate)
-    given, load, how, saved = load, one.load, candidate.decisions, one.saving()
+    priced = OnMachine.of(load, topology, candidate)
+    original, load, how, saved = load, priced.load, candidate.decisions, priced.saving()
     problem, colouring = load.problem, load.colouring
     compute, stored = (
         (candidate.choice.rules(), None)
         if rules is None
         else layouts.split_rules(rules, colouring.batch_colour)
     )
-    programs = one.programs()
+    programs = priced.programs()
     listed = collectives(
         [(program.work, part) for program, part in programs],
         candidate.choice,
         how,
-        one.once_a_step(),
-        Placed(mesh=how.mesh, placement=one.placed, candidate=one.c),
+        priced.once_a_step(),
+        Placed(mesh=how.mesh, placement=priced.placed, candidate=priced.c),
         load.model,
-        one.pricer,
+        priced.pricer,
         saved.messages if saved else {},
     )
     cost = estimate(
-        one.totals(),
+        priced.totals(),
         0,
         listed=listed,
         tokens=problem.tokens,
@@ -420,7 +420,7 @@ def assemble(
         **values_of(decisions),
         model=problem.model,
         topology=topology.name,
-        placement=_placement(one.placed, topology),
+        placement=_placement(priced.placed, topology),
         parameters=layouts.parameter_layouts(
             problem, colouring.parameters, load.frozen, how.mesh, compute, how.zero, stored
         ),
@@ -434,8 +434,8 @@ def assemble(
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
         estimate=replace(
             with_corrections(cost, topology),
-            stage=stage_seconds(one),
-            offloaded=_offloaded(given, topology, one),
+            stage=stage_seconds(priced),
+            offloaded=_offloaded(original, topology, priced),
         ),
         search=certificate,
         framework=_framework(load),
@@ -445,15 +445,15 @@ def assemble(
         candidate.choice,
         how,
         how.mesh,
-        one.c,
+        priced.c,
         load.model,
-        one.pricer,
+        priced.pricer,
     )
     return plan.with_findings(
-        *findings.notes(load, topology, plan, left_out, most, pinned),
+        *findings.notes(load, topology, plan, left_out, devices, pinned),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
-        *faster_as_programs(given, topology, candidate, plan),
+        *faster_as_programs(original, topology, candidate, plan),
         *of_replicated(alike, how.mesh, plan.estimate.step_seconds),
     )
 
@@ -475,11 +475,11 @@ def _framework(load: Workload) -> FrameworkJob | None:
     )
 
 
-def _offloaded(load: Workload, topology: Topology, one: OnMachine) -> Offloaded | None:
+def _offloaded(load: Workload, topology: Topology, priced: OnMachine) -> Offloaded | None:
     """Memory and time of the same plan with nothing offloaded, over those of the plan."""
-    if not one.candidate.decisions.offload:
+    if not priced.candidate.decisions.offload:
         return None
-    less, more = one.totals(), price(load, topology, one.candidate.but(offload=()))
+    less, more = priced.totals(), price(load, topology, priced.candidate.but(offload=()))
     return Offloaded(
         device_bytes=float(more.peak_bytes[0] - less.peak_bytes[0]),
         seconds=max(0.0, float(less.step_seconds[0] - more.step_seconds[0])),

@@ -55,22 +55,22 @@ N_C, ALPHA_N, B_STAR, ALPHA_B = 8.8e13, 0.076, 2e8, 0.21
 @diagnostic
 def advise(situation: Situation) -> tuple[Finding, ...]:
     """Applies the rules of thumb to a plan."""
-    found = (rule(situation) for rule in RULES)
-    return tuple(finding for finding in found if finding is not None)
+    findings = (rule(situation) for rule in RULES)
+    return tuple(finding for finding in findings if finding is not None)
 
 
-def plain_data_parallel(at: Situation) -> Finding | None:
+def plain_data_parallel(situation: Situation) -> Finding | None:
     """Small models should be plain data parallel (jax-ml/scaling-book, training.md: it needs no
     gathers, and communicates only gradients).
     """
-    plan = at.plan
+    plan = situation.plan
     plain = MeshShape(data=plan.mesh.devices)
     if plan.mesh.devices == 1 or plan.mesh == plain:
         return None
-    other = next(
-        (one for one in plan.search.rejected if one.mesh == plain and one.reason == "slower"), None
+    rejected = next(
+        (candidate for candidate in plan.search.rejected if candidate.mesh == plain and candidate.reason == "slower"), None
     )
-    if other is None or other.step_seconds > SIMPLER * plan.estimate.step_seconds:
+    if rejected is None or rejected.step_seconds > SIMPLER * plan.estimate.step_seconds:
         return None
     return Finding(
         code="plain-data-parallel",
@@ -78,25 +78,25 @@ def plain_data_parallel(at: Situation) -> Finding | None:
         where=str(plan.mesh),
         message=(
             f"plain data parallelism over {plain} fits, too, and takes"
-            f" {ratio_text(other.step_seconds / plan.estimate.step_seconds)} the time; it is"
+            f" {ratio_text(rejected.step_seconds / plan.estimate.step_seconds)} the time; it is"
             " simpler"
         ),
         hint=f"pin the mesh to {{'data': {plan.mesh.devices}}} (jax-ml/scaling-book, training.md)",
     )
 
 
-def tensor_leaves_fast_domain(at: Situation) -> Finding | None:
+def tensor_leaves_fast_domain(situation: Situation) -> Finding | None:
     """Tensor parallelism belongs inside a node (Narayanan et al., arXiv:2104.04473, takeaway 1: up
     to degree g on servers of g GPUs).
     """
-    links = dict(at.plan.placement).get("tensor", ())
+    links = dict(situation.plan.placement).get("tensor", ())
     slow = [link for link in links if link.kind == "network"]
     if not slow:
         return None
     return Finding(
         code="tensor-leaves-fast-domain",
         severity="warning",
-        where=f"tensor={at.plan.mesh['tensor']}",
+        where=f"tensor={situation.plan.mesh['tensor']}",
         message=(
             f"the tensor axis runs over the slow network ({slow[0].ways} ways of it); its"
             " collectives are in the way of every layer"
@@ -108,24 +108,24 @@ def tensor_leaves_fast_domain(at: Situation) -> Finding | None:
     )
 
 
-def few_microbatches(at: Situation) -> Finding | None:
+def few_microbatches(situation: Situation) -> Finding | None:
     """A pipeline wants at least as many microbatches as stages, better four times as many (GPipe,
     arXiv:1811.06965, section 2.3).
     """
-    stages, micro = at.plan.mesh["stage"], at.plan.microbatches // at.plan.accumulation
+    stages, micro = situation.plan.mesh["stage"], situation.plan.microbatches // situation.plan.accumulation
     if (
         stages == 1
         or micro >= PER_STAGE * stages
-        or (named(at.plan.schedule).backward_in_two and micro >= stages)
+        or (named(situation.plan.schedule).backward_in_two and micro >= stages)
     ):
         return None
-    bubble = at.plan.estimate.seconds.bubble / (at.plan.estimate.step_seconds or 1.0)
+    bubble = situation.plan.estimate.seconds.bubble / (situation.plan.estimate.step_seconds or 1.0)
     return Finding(
         code="few-microbatches",
         severity="warning" if micro < stages else "info",
         where=f"stage={stages}",
         message=(
-            f"{micro} microbatches{' at a time' if at.plan.accumulation > 1 else ''} for {stages}"
+            f"{micro} microbatches{' at a time' if situation.plan.accumulation > 1 else ''} for {stages}"
             f" stages leave the stages idle for {percent_text(bubble)} of a step"
         ),
         hint=(
@@ -146,14 +146,14 @@ def critical_batch_tokens(weights: int) -> float:
     return B_STAR / loss ** (1 / ALPHA_B)
 
 
-def batch_beyond_critical(at: Situation) -> Finding | None:
+def batch_beyond_critical(situation: Situation) -> Finding | None:
     """A batch above the critical size B_crit needs 1 + B / B_crit times the least number of tokens
     (McCandlish et al., arXiv:1812.06162, equation 2.11).
     """
-    tokens = at.plan.estimate.tokens
-    if not at.language or at.weights < 1:
+    tokens = situation.plan.estimate.tokens
+    if not situation.language or situation.weights < 1:
         return None
-    critical = critical_batch_tokens(at.weights)
+    critical = critical_batch_tokens(situation.weights)
     if tokens <= critical:
         return None
     return Finding(
@@ -173,20 +173,20 @@ def batch_beyond_critical(at: Situation) -> Finding | None:
     )
 
 
-def below_ridge(at: Situation) -> Finding | None:
+def below_ridge(situation: Situation) -> Finding | None:
     """A device needs enough tokens to make its matmuls limited by compute (jax-ml/scaling-book,
     roofline.md: 240 on a TPU v5e, 295 on an H100, in bfloat16).
     """
-    chip = at.topology.chip
-    ridge = chip.peak(at.compute_dtype) / chip.hbm_bytes_per_s * at.itemsize / 2
-    if at.device_tokens >= ridge:
+    chip = situation.topology.chip
+    ridge = chip.peak(situation.compute_dtype) / chip.hbm_bytes_per_s * situation.itemsize / 2
+    if situation.device_tokens >= ridge:
         return None
     return Finding(
         code="below-ridge",
         severity="info",
-        where=f"{count_text(math.ceil(at.device_tokens))} tokens a device",
+        where=f"{count_text(math.ceil(situation.device_tokens))} tokens a device",
         message=(
-            f"a device works on {count_text(math.ceil(at.device_tokens))} tokens at once, and a"
+            f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once, and a"
             f" matmul with weights is limited by memory below {count_text(math.ceil(ridge))} on"
             f" {chip.name}"
         ),
@@ -196,21 +196,21 @@ def below_ridge(at: Situation) -> Finding | None:
     )
 
 
-def fsdp_over_slow_network(at: Situation) -> Finding | None:
+def fsdp_over_slow_network(situation: Situation) -> Finding | None:
     """Gathering parameters hides behind compute where B/X > C/W, B/X tokens a device
     (jax-ml/scaling-book, training.md and gpus.md).
     """
-    plan, links = at.plan, dict(at.plan.placement).get("fsdp", ())
+    plan, links = situation.plan, dict(situation.plan.placement).get("fsdp", ())
     if plan.zero < 3 or not any(link.kind == "network" for link in links):
         return None
-    rates = [tier.bytes_per_s for tier in at.topology.tiers if tier.kind == "network"]
+    rates = [tier.bytes_per_s for tier in situation.topology.tiers if tier.kind == "network"]
     if not rates:
         return None
     inside = math.prod(
         link.ways for link in links if link.kind != "network"
     )  # neighbours gather different parts over their own ports, and share them
-    least = at.topology.chip.peak(at.compute_dtype) / (min(rates) * inside) * at.itemsize / 2
-    if at.device_tokens >= least:
+    tokens = situation.topology.chip.peak(situation.compute_dtype) / (min(rates) * inside) * situation.itemsize / 2
+    if situation.device_tokens >= tokens:
         return None
     return Finding(
         code="fsdp-over-slow-network",
@@ -218,8 +218,8 @@ def fsdp_over_slow_network(at: Situation) -> Finding | None:
         where=f"fsdp={plan.mesh['fsdp']}",
         message=(
             "parameters are gathered over the slow network with"
-            f" {count_text(math.ceil(at.device_tokens))} tokens a device; below"
-            f" {count_text(math.ceil(least))} the gathers cannot hide behind compute"
+            f" {count_text(math.ceil(situation.device_tokens))} tokens a device; below"
+            f" {count_text(math.ceil(tokens))} the gathers cannot hide behind compute"
         ),
         hint=(
             "fsdp inside the fast domain and data across it, fewer microbatches, or a larger batch"
@@ -228,12 +228,12 @@ def fsdp_over_slow_network(at: Situation) -> Finding | None:
     )
 
 
-def memory_tight(at: Situation) -> Finding | None:
+def memory_tight(situation: Situation) -> Finding | None:
     """A plan that fills memory to the last twentieth may not fit where no margin is held back:
     predictions are not that exact (docs/verification.md).
     """
-    usable, peak = at.topology.chip.usable_bytes, at.plan.estimate.device_bytes.peak
-    if at.plan.estimate.margin > 1 or peak <= (1 - TIGHT) * usable:
+    usable, peak = situation.topology.chip.usable_bytes, situation.plan.estimate.device_bytes.peak
+    if situation.plan.estimate.margin > 1 or peak <= (1 - TIGHT) * usable:
         return None
     return Finding(
         code="memory-tight",
@@ -247,19 +247,19 @@ def memory_tight(at: Situation) -> Finding | None:
     )
 
 
-def pipeline_on_gpus(at: Situation) -> Finding | None:
+def pipeline_on_gpus(situation: Situation) -> Finding | None:
     """XLA for GPUs copies the stacks of saved activations between the loops of a pipeline in one
     program where it wants them in another order of dims, in some programs more of them than are
     priced (docs/verification.md).
     """
-    one_program = at.plan.mesh["stage"] > 1 and at.plan.pipeline == "lockstep"
-    own = at.plan.framework is None  # others make no such program
-    if at.topology.chip.vendor != "nvidia" or not one_program or not own:
+    one_program = situation.plan.mesh["stage"] > 1 and situation.plan.pipeline == "lockstep"
+    by_shardlib = situation.plan.framework is None  # others make no such program
+    if situation.topology.chip.vendor != "nvidia" or not one_program or not by_shardlib:
         return None
     return Finding(
         code="pipeline-on-gpus",
         severity="warning",
-        where=f"stage={at.plan.mesh['stage']}",
+        where=f"stage={situation.plan.mesh['stage']}",
         message=(
             "XLA for GPUs may copy what a pipeline in one program saves of its layers; programs"
             " may need a fifth more memory than predicted"
@@ -268,25 +268,25 @@ def pipeline_on_gpus(at: Situation) -> Finding | None:
     )
 
 
-def odd_sizes(at: Situation) -> Finding | None:
+def odd_sizes(situation: Situation) -> Finding | None:
     """Large dims should be multiples of what the matrix units are made for (NVIDIA, Matrix
     multiplication background; jax-ml/scaling-book, tpus.md).
     """
-    least, better = MULTIPLES[at.topology.chip.vendor]
+    required, better = MULTIPLES[situation.topology.chip.vendor]
     odd: dict[str, int] = {}
-    for parameter in at.plan.parameters:
+    for parameter in situation.plan.parameters:
         if len(parameter.shape) < 2:
             continue
-        parts = parameter.compute.parts(at.plan.mesh)
-        for extent, ways, name in zip(parameter.shape, parts, parameter.colours, strict=True):
-            if extent >= LARGE_EXTENT and extent // ways % better:
-                odd[name or str(extent)] = extent // ways
+        parts = parameter.compute.parts(situation.plan.mesh)
+        for extent, shards, name in zip(parameter.shape, parts, parameter.colours, strict=True):
+            if extent >= LARGE_EXTENT and extent // shards % better:
+                odd[name or str(extent)] = extent // shards
     if not odd:
         return None
     listed = ", ".join(f"{name} ({size:,})" for name, size in sorted(odd.items()))
     return Finding(
         code="odd-sizes",
-        severity="warning" if any(size % least for size in odd.values()) else "info",
+        severity="warning" if any(size % required for size in odd.values()) else "info",
         where=", ".join(sorted(odd)),
         message=(
             f"dims whose part on a device is not a multiple of {better}: {listed}; matrix units"
@@ -320,47 +320,47 @@ def notes(
     topology: Topology,
     plan: Plan,
     left_out: tuple[str, ...],
-    most: int,
+    devices: int,
     pinned: bool,
 ) -> tuple[Finding, ...]:
     """Findings about a finished plan."""
-    found = [
+    findings = [
         *load.problem.forward.findings,
         *load.colouring.findings,
         *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
     ]
-    found += _idle_devices(plan, topology, most, pinned)
-    found += _doubled(load, plan)
-    found += coupled(load.problem.rows, plan.microbatches)
-    found += _kept(load, plan) + _dropping(load, topology, plan)
-    found += advise(situation_of(load, topology, plan))
-    found += [
+    findings += _idle_devices(plan, topology, devices, pinned)
+    findings += _doubled(load, plan)
+    findings += coupled(load.problem.rows, plan.microbatches)
+    findings += _kept(load, plan) + _dropping(load, topology, plan)
+    findings += advise(situation_of(load, topology, plan))
+    findings += [
         Finding(
             code="corrected",
             severity="info",
-            where=one.quantity,
-            message=f"the prediction is corrected: {one}",
+            where=correction.quantity,
+            message=f"the prediction is corrected: {correction}",
         )
-        for one in plan.estimate.corrections
-        if one.quantity != "margin"
+        for correction in plan.estimate.corrections
+        if correction.quantity != "margin"
     ]
-    found += [
+    findings += [
         Finding(
             code="unknown-compiler",
             severity="info",
             where=topology.chip.name,
             message=(
                 "nothing was learned of the compiler for this chip: plans leave"
-                f" {percent_text(1 - 1 / one.factor)} of its memory to what a program may need"
+                f" {percent_text(1 - 1 / correction.factor)} of its memory to what a program may need"
                 " beyond the prediction"
             ),
             hint="[corrections] margin in a topology file, or `shardlib verify`",
         )
-        for one in plan.estimate.corrections
-        if one.unknown
+        for correction in plan.estimate.corrections
+        if correction.unknown
     ]
-    found += _left_out(load, plan, left_out)
-    return tuple(found)
+    findings += _left_out(load, plan, left_out)
+    return tuple(findings)
 
 
 @diagnostic
@@ -368,26 +368,26 @@ def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Fin
     """Dimensions that were not tried in all sets with others and that the plan does not shard, and
     how much longer a step takes for it at most.
     """
-    ways, colours = plan.mesh["tensor"], load.colouring.colours
-    cut = {name for name, axes in plan.rules.entries if ways > 1 and "tensor" in axes}
-    names = [name for name in left_out if name not in cut and colours[name].divisor % ways == 0]
+    tensor, colours = plan.mesh["tensor"], load.colouring.colours
+    cut = {name for name, axes in plan.rules.entries if tensor > 1 and "tensor" in axes}
+    names = [name for name in left_out if name not in cut and colours[name].divisor % tensor == 0]
     if not names:
         return []
     total = plan.estimate.step_seconds
-    most = plan.estimate.seconds.compute * _share_computed_whole(load, plan, cut, names)
-    if ways == 1:
+    lost = plan.estimate.seconds.compute * _share_computed_whole(load, plan, cut, names)
+    if tensor == 1:
         cost = "this plan shards nothing over tensor"
-    elif most < _LITTLE * total:
+    elif lost < _LITTLE * total:
         cost = "hardly anything is computed more often for it"
     else:
         cost = (
-            f"their matmuls are computed by each of the {ways} devices of tensor, which is at most"
-            f" {seconds_text(most)} of a step of {seconds_text(total)}"
+            f"their matmuls are computed by each of the {tensor} devices of tensor, which is at most"
+            f" {seconds_text(lost)} of a step of {seconds_text(total)}"
         )
     return [
         Finding(
             code="dimensions-left-out",
-            severity="warning" if ways > 1 and most >= _LITTLE * total else "info",
+            severity="warning" if tensor > 1 and lost >= _LITTLE * total else "info",
             message=(
                 f"of {len(load.colouring.shardable)} dimensions {', '.join(names)} were tried one"
                 " after the other in the fastest plans, not in every set with others, and are not"

@@ -466,7 +466,7 @@ def _plan(
         certificate,
         rules=space.rules,
         left_out=space.space.left_out,
-        most=space.devices,
+        devices=space.devices,
         pinned=pins.mesh is not None,
     )
     require_obeyed(pins, plan)

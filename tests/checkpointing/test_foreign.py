@@ -76,7 +76,7 @@ def test_names_are_shown_and_what_is_unsure_is_not_used():
     with pytest.raises(CheckpointError, match=r"blocks.#.first.kernel: layers.#.b.weight fit"):
         names.require()
     given = {"blocks.#.first.kernel": "layers.#.b.weight"}
-    names = learn_names(params, tensors, given=given)
+    names = learn_names(params, tensors, expected_names=given)
     names.require()
     assert names.sources["blocks.1.second.kernel"].names == ("layers.1.a.weight",)
     square = {"w": np.zeros((4, 4))}
