@@ -41,11 +41,11 @@ OWN = (
 )
 
 
-def require_state(asked: str, state: object) -> None:
+def require_state(caller: str, state: object) -> None:
     """Refuses what is not a state."""
     if not isinstance(state, TrainState):
         raise StateError(
-            f"{asked} was given"
+            f"{caller} was given"
             f" {'None' if state is None else f'a value of type {type(state).__name__}'}, which is"
             " not a state of training\nTry: state = program.init(seed=0), and then state, metrics ="
             " program.step(state, batch)"
@@ -53,22 +53,22 @@ def require_state(asked: str, state: object) -> None:
 
 
 def require_own(
-    asked: str, found: Tree, wanted: Tree, *, error: Exception | None = None, laid_out: bool = True
+    caller: str, state: Tree, expected: Tree, *, error: Exception | None = None, laid_out: bool = True
 ) -> None:
     """Refuses a state of another program; does nothing where it is one of this program.
 
     Args:
         laid_out: whether arrays must have the dtypes and shardings of the program too.
     """
-    others = _structure(found, wanted) or _arrays(found, wanted, laid_out=laid_out)
-    moved = [] if others or not laid_out else _layouts(found, wanted)
+    others = _structure(state, expected) or _arrays(state, expected, laid_out=laid_out)
+    moved = [] if others or not laid_out else _layouts(state, expected)
     differences = others or moved
     if not differences:
         return
     movable = (
         moved
-        and isinstance(found, TrainState)
-        and not any(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(found))
+        and isinstance(state, TrainState)
+        and not any(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(state))
     )
     hint = (
         "state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.state)),"
@@ -80,7 +80,7 @@ def require_own(
     try:
         raise_all(
             StateError,
-            f"the state given to {asked} is none of this program",
+            f"the state given to {caller} is none of this program",
             [*differences[:NAMED], *more],
             hint=hint,
         )
@@ -88,49 +88,49 @@ def require_own(
         raise refused from error
 
 
-def _structure(found: Tree, wanted: Tree) -> list[str]:
+def _structure(state: Tree, expected: Tree) -> list[str]:
     """Arrays that are missing or too many, or else parts of another kind."""
     ours, theirs = (
         dict.fromkeys(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
-        for tree in (wanted, found)
+        for tree in (expected, state)
     )
     paths = [f"{path} is not in it" for path in ours if path not in theirs] + [
         f"{path} is in it, and not in the program's" for path in theirs if path not in ours
     ]
-    if paths or jax.tree.structure(found) == jax.tree.structure(wanted):
+    if paths or jax.tree.structure(state) == jax.tree.structure(expected):
         return paths
     names = (
         [field.name for field in fields(TrainState)]
-        if isinstance(found, TrainState)
-        else list(found)
+        if isinstance(state, TrainState)
+        else list(state)
     )
     pairs = [
         (
             name,
             *(
                 getattr(tree, name) if isinstance(tree, TrainState) else tree[name]
-                for tree in (found, wanted)
+                for tree in (state, expected)
             ),
         )
         for name in names
     ]
     return [
-        f"{name} is {_kind(one, other)}, the program has {_kind(other, one)}"
-        for name, one, other in pairs
-        if jax.tree.structure(one) != jax.tree.structure(other)
+        f"{name} is {_kind(part, expected_part)}, the program has {_kind(expected_part, part)}"
+        for name, part, expected_part in pairs
+        if jax.tree.structure(part) != jax.tree.structure(expected_part)
     ]
 
 
-def _kind(tree: Tree, other: Tree) -> str:
+def _kind(tree: Tree, reference: Tree) -> str:
     """Describes a tree, in words that tell it from another one without arrays that differ."""
     return (
         ("None" if tree is None else f"a {type(tree).__name__}")
-        if type(tree) is not type(other)
+        if type(tree) is not type(reference)
         else f"the tree {jax.tree.structure(tree)}"
     )
 
 
-def _arrays(found: Tree, wanted: Tree, *, laid_out: bool) -> list[str]:
+def _arrays(state: Tree, expected: Tree, *, laid_out: bool) -> list[str]:
     """Arrays of another shape or dtype, of trees of one structure."""
 
     def text(leaf: Any) -> str:
@@ -142,39 +142,39 @@ def _arrays(found: Tree, wanted: Tree, *, laid_out: bool) -> list[str]:
         )
 
     return [
-        f"{path_text(path)} is {text(leaf)}, the program has {text(asked)}"
-        for (path, leaf), asked in zip(
-            jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        f"{path_text(path)} is {text(leaf)}, the program has {text(abstract)}"
+        for (path, leaf), abstract in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
         )
-        if text(leaf) != text(asked)
+        if text(leaf) != text(abstract)
     ]
 
 
-def _layouts(found: Tree, wanted: Tree) -> list[str]:
+def _layouts(state: Tree, expected: Tree) -> list[str]:
     """Arrays on devices that lie there in another way."""
     return [
-        f"{path_text(path)} is {_text(leaf.sharding, asked.sharding)}, the program has"
-        f" {_text(asked.sharding, leaf.sharding)}"
-        for (path, leaf), asked in zip(
-            jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        f"{path_text(path)} is {_text(leaf.sharding, abstract.sharding)}, the program has"
+        f" {_text(abstract.sharding, leaf.sharding)}"
+        for (path, leaf), abstract in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
         )
-        if _lies_elsewhere(leaf, asked)
+        if _lies_elsewhere(leaf, abstract)
     ]
 
 
-def _lies_elsewhere(leaf: Any, asked: jax.ShapeDtypeStruct) -> bool:
+def _lies_elsewhere(leaf: Any, abstract: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, DiskArray):
-        one, other = (
+        actual, expected = (
             sharding.with_memory_kind(None)  # pyright: ignore[reportArgumentType]
-            for sharding in (leaf.sharding, asked.sharding)
+            for sharding in (leaf.sharding, abstract.sharding)
         )
-        return not one.is_equivalent_to(other, len(asked.shape))
+        return not actual.is_equivalent_to(expected, len(abstract.shape))
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return False  # such arrays are put where the program wants them
-    return not leaf.sharding.is_equivalent_to(asked.sharding, leaf.ndim)
+    return not leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
 
 
-def _text(sharding: Any, other: Any) -> str:
+def _text(sharding: Any, reference: Any) -> str:
     """A sharding in words that tell it from another one."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
@@ -183,12 +183,12 @@ def _text(sharding: Any, other: Any) -> str:
         or "one device"
     )
     text = f"{sharding.spec} over {mesh}"
-    if sharding.memory_kind != other.memory_kind:
+    if sharding.memory_kind != reference.memory_kind:
         return f"{text} in {sharding.memory_kind}"
     if (
-        isinstance(other, NamedSharding)
+        isinstance(reference, NamedSharding)
         and isinstance(sharding.mesh, Mesh)
-        and (sharding.spec, sharding.mesh.shape) == (other.spec, other.mesh.shape)
+        and (sharding.spec, sharding.mesh.shape) == (reference.spec, reference.mesh.shape)
     ):
         return (
             f"{text}, devices {', '.join(str(device.id) for device in sharding.mesh.devices.flat)}"
@@ -205,32 +205,32 @@ MOST = 20
 OTHER = "the batch is not the one that the program was compiled for"
 
 
-def require(batch: Tree, asked: Tree) -> None:
+def require(batch: Tree, compiled: Tree) -> None:
     """Refuses a batch that is not the one that a program was compiled for."""
-    expected, structure = jax.tree_util.tree_flatten_with_path(asked)
+    expected, structure = jax.tree_util.tree_flatten_with_path(compiled)
     if jax.tree.structure(batch) != structure:
-        _refuse(batch, asked)
+        _refuse(batch, compiled)
     failures = [
-        f"{batch_path(path)}: found {found}, compiled for {one.dtype}{list(one.shape)}"
-        for (path, one), leaf in zip(expected, jax.tree.leaves(batch), strict=True)
-        if (found := _mismatch(leaf, one))
+        f"{batch_path(path)}: found {mismatch}, compiled for {abstract.dtype}{list(abstract.shape)}"
+        for (path, abstract), leaf in zip(expected, jax.tree.leaves(batch), strict=True)
+        if (mismatch := _mismatch(leaf, abstract))
     ]
     if failures:
         hint = "compile again for these shapes, or pad the batch"
         raise_all(BatchError, OTHER, failures, hint=hint)
 
 
-def _refuse(batch: Tree, asked: Tree) -> None:
+def _refuse(batch: Tree, compiled: Tree) -> None:
     """Says which arrays are missing and which are too much."""
-    given, wanted = _named(batch), _named(asked)
+    present, expected = _named(batch), _named(compiled)
     failures = [
         f"{name} is missing, {leaf.dtype}{list(leaf.shape)}"
-        for name, leaf in wanted.items()
-        if name not in given
+        for name, leaf in expected.items()
+        if name not in present
     ]
-    failures += [f"{name} is too much" for name in given if name not in wanted]
+    failures += [f"{name} is too much" for name in present if name not in expected]
     if not failures:
-        failures = [f"it is {_containers(batch)}, compiled for {_containers(asked)}"]
+        failures = [f"it is {_containers(batch)}, compiled for {_containers(compiled)}"]
     more = len(failures) - MOST
     raise_all(
         BatchError,
@@ -255,13 +255,13 @@ def _containers(batch: Tree) -> str:
     return fit(printable(text), 300)
 
 
-def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
+def _mismatch(leaf: Any, abstract: jax.ShapeDtypeStruct) -> str:
     """Describes a leaf that does not match the request; 64-bit host numbers stand for what JAX
     makes of them.
     """
     shape = tuple(np.shape(leaf))
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    if shape == tuple(asked.shape) and dtype_of(leaf) == asked.dtype:
+    if shape == tuple(abstract.shape) and dtype_of(leaf) == abstract.dtype:
         return ""
     return f"{dtype}{list(shape)}"
 
@@ -311,23 +311,23 @@ def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
 # The model's part of a state, as it is shown to users.
 
 
-def require_model(asked: str, state: TrainState, own: TrainState) -> None:
+def require_model(caller: str, state: TrainState, expected: TrainState) -> None:
     """Refuses a state whose parameters and model state are gone or have other shapes."""
-    require_state(asked, state)
-    require_present(asked, state.inference)
-    require_own(asked, state.inference, own.inference, laid_out=False)
+    require_state(caller, state)
+    require_present(caller, state.inference)
+    require_own(caller, state.inference, expected.inference, laid_out=False)
 
 
 def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
     """Parameters and model state by dotted path, parameters first; nothing is copied."""
-    found: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array] = {}
     for tree in (state.params, state.model_state):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = path_text(path)
-            if name in found:
+            if name in arrays:
                 raise StateError(
                     f"two arrays of the state are called {name}\nTry: names without dots, and"
                     " others for the model's state than for parameters"
                 )
-            found[name] = leaf
-    return found
+            arrays[name] = leaf
+    return arrays

@@ -125,26 +125,26 @@ class StepLayouts:
         """The reductions of activations over tensor and context, by the first op that makes what is
         reduced.
         """
-        found: dict[int, list[Needed]] = defaultdict(list)
+        reductions: dict[int, list[Needed]] = defaultdict(list)
         for transfer, ops in reductions_of(self.facts, self.choice):
             if transfer.group in ("tensor", "context"):
-                found[min(ops)].append((transfer, ops))
-        return found
+                reductions[min(ops)].append((transfer, ops))
+        return reductions
 
     @cached_property
     def later(self) -> frozenset[int]:
         """Ops whose results are reduced with those of one before."""
-        needed = (one for some in self.reductions.values() for one in some)
+        needed = (need for group in self.reductions.values() for need in group)
         return frozenset(index for _, ops in needed for index in ops if index != min(ops))
 
     def described(self, name: str, value: int, moves: Iterable[Move], index: int) -> Listed:
         """The activation of a value, with the number of an op that makes or reads it."""
-        made = self.facts.graph.values[value]
+        tensor = self.facts.graph.values[value]
         region = self.facts.graph.ops[index].region
         return index, ActivationLayout(
             name=name,
-            shape=made.shape,
-            dtype=made.dtype,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
             colours=tuple("tokens" if name == TOKENS else name for name in self.facts.names[value]),
             held=self.held(value),
             count=self.facts.trips[region],
@@ -158,15 +158,15 @@ def backward(op: Op) -> bool:
 
 def merged(moves: Iterable[Move]) -> tuple[Move, ...]:
     """Moves that differ only in what they are of, added up."""
-    found: dict[Move, dict[str, None]] = defaultdict(dict)
+    operands: dict[Move, dict[str, None]] = defaultdict(dict)
     for move in moves:
-        found[replace(move, of=())].update(dict.fromkeys(move.of))
-    return tuple(replace(move, of=tuple(names)) for move, names in found.items())
+        operands[replace(move, of=())].update(dict.fromkeys(move.of))
+    return tuple(replace(move, of=tuple(names)) for move, names in operands.items())
 
 
-def arriving(held: Layout, read: Layout, of: str) -> Iterator[Move]:
+def arriving(layout: Layout, read: Layout, of: str) -> Iterator[Move]:
     """The collectives by which an op gets an operand as it reads it."""
-    for dim, axes in enumerate(held):
+    for dim, axes in enumerate(layout):
         for axis in ("tensor", "context"):
             if axis in axes and axis not in read[dim]:
                 kind = "all-to-all" if axis in read.axes else "all-gather"
@@ -180,33 +180,33 @@ def arriving(held: Layout, read: Layout, of: str) -> Iterator[Move]:
 ATTENTION = "attention"
 
 
-def of_kernel(at: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
+def of_kernel(step: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
     """Lists the operands and results of a kernel of attention."""
     for number, value in enumerate(op.operands if op.kind == FORWARD else ()):
         role = _role(number, len(op.operands))
-        held, read = at.held(value), at.inside(index, value)
-        moves = list(arriving(held, read, ATTENTION))
-        if at.context == "ring" and "queries" not in role and "context" in held.axes:
-            hop = Move(kind="collective-permute", axes=("context",), of=(ATTENTION,), layout=held)
+        layout, read = step.held(value), step.inside(index, value)
+        moves = list(arriving(layout, read, ATTENTION))
+        if step.context == "ring" and "queries" not in role and "context" in layout.axes:
+            hop = Move(kind="collective-permute", axes=("context",), of=(ATTENTION,), layout=layout)
             moves = [hop, *(move for move in moves if move.axes != ("context",))]
-        yield at.described(f"{role} of attention", value, moves, index)
+        yield step.described(f"{role} of attention", value, moves, index)
     if op.kind == FORWARD:
         value = op.results[0]
-        yield at.described("result of attention", value, _leaving(at, index, value), index)
+        yield step.described("result of attention", value, _leaving(step, index, value), index)
         return
     for value, dims in zip(op.results, op.rule.results, strict=True):
-        role = _gradient_role(at, index, {factor for dim in dims for factor in dim})
-        moves = _leaving(at, index, value)
+        role = _gradient_role(step, index, {factor for dim in dims for factor in dim})
+        moves = _leaving(step, index, value)
         if (
             role == "keys or values"
-            and at.context == "all-gather"
-            and "context" in at.held(value).axes
+            and step.context == "all-gather"
+            and "context" in step.held(value).axes
         ):
-            made = at.inside(index, value)
+            partial = step.inside(index, value)
             axes, of = ("context",), (ATTENTION,)
-            moves.append(Move(kind="reduce-scatter", axes=axes, of=of, layout=made, before=True))
+            moves.append(Move(kind="reduce-scatter", axes=axes, of=of, layout=partial, before=True))
         if moves:
-            yield at.described(f"gradient of the {role} of attention", value, moves, index)
+            yield step.described(f"gradient of the {role} of attention", value, moves, index)
 
 
 def _role(number: int, operands: int) -> str:
@@ -219,20 +219,20 @@ def _role(number: int, operands: int) -> str:
     return name if number < 2 else f"rotated part of the {name}"
 
 
-def _gradient_role(at: StepLayouts, index: int, factors: set[int]) -> str:
+def _gradient_role(step: StepLayouts, index: int, factors: set[int]) -> str:
     """Names the operand that a result of a backward kernel is the gradient of; keys have no heads
     of one group.
     """
-    heads = at.facts.heads.get(index)
+    heads = step.facts.heads.get(index)
     if heads is None or heads.each == 1:
         return "operands"
     return "queries" if heads.within & factors else "keys or values"
 
 
-def _leaving(at: StepLayouts, index: int, value: int) -> list[Move]:
+def _leaving(step: StepLayouts, index: int, value: int) -> list[Move]:
     """The collectives by which a result of a kernel gets to where it is held."""
-    held, made = at.held(value), at.inside(index, value)
-    return [replace(move, layout=made, before=True) for move in arriving(made, held, ATTENTION)]
+    stored, computed = step.held(value), step.inside(index, value)
+    return [replace(move, layout=computed, before=True) for move in arriving(computed, stored, ATTENTION)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -246,111 +246,111 @@ def activation_layouts(
     facts: Facts, choice: Choice, mesh: MeshShape, context: str, groups: Sequence[str]
 ) -> tuple[ActivationLayout, ...]:
     """The main activations of a step, in the order of the program, `MOST` at most."""
-    at = StepLayouts(facts=facts, choice=choice, mesh=mesh, context=context)
-    found: dict[tuple[object, ...], ActivationLayout] = {}
-    for _, one in sorted((*_residuals(at, groups), *_used(at)), key=lambda each: each[0]):
-        key = one.name, one.shape, one.dtype, one.held
-        known = found.get(key)
-        found[key] = one if known is None else _joined(known, one)
-    return tuple(found.values())[:MOST]
+    step = StepLayouts(facts=facts, choice=choice, mesh=mesh, context=context)
+    layouts: dict[tuple[object, ...], ActivationLayout] = {}
+    for _, activation in sorted((*_residuals(step, groups), *_used(step)), key=lambda each: each[0]):
+        key = activation.name, activation.shape, activation.dtype, activation.held
+        earlier = layouts.get(key)
+        layouts[key] = activation if earlier is None else _joined(earlier, activation)
+    return tuple(layouts.values())[:MOST]
 
 
-def _joined(one: ActivationLayout, other: ActivationLayout) -> ActivationLayout:
-    return replace(one, count=one.count + other.count, moves=merged((*one.moves, *other.moves)))
+def _joined(first: ActivationLayout, second: ActivationLayout) -> ActivationLayout:
+    return replace(first, count=first.count + second.count, moves=merged((*first.moves, *second.moves)))
 
 
-def _residuals(at: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
+def _residuals(step: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
     """Lists the residual streams that layer groups hand from layer to layer."""
-    carried = at.facts.layers.carried
+    carried = step.facts.layers.carried
     for group, value in zip(groups, carried, strict=False):
         if value < 0:
             continue
-        stages = at.axes("stage") if value == carried[0] else ()
-        held = at.held(value)
+        stages = step.axes("stage") if value == carried[0] else ()
+        layout = step.held(value)
         moves = [
-            Move(kind="collective-permute", axes=stages, of=("stages",), layout=held)
+            Move(kind="collective-permute", axes=stages, of=("stages",), layout=layout)
             for _ in stages
         ]
-        index = at.facts.producers[value]
-        yield at.described(f"residual stream of {group}", value, moves, index)
+        index = step.facts.producers[value]
+        yield step.described(f"residual stream of {group}", value, moves, index)
 
 
-def _used(at: StepLayouts) -> Iterator[Listed]:
+def _used(step: StepLayouts) -> Iterator[Listed]:
     """Lists the operands and results of ops with weights and of kernels of attention."""
     readers: dict[int, list[int]] = defaultdict(list)
-    for index, op in enumerate(at.facts.graph.ops):
+    for index, op in enumerate(step.facts.graph.ops):
         if op.kind in KERNELS:
-            yield from of_kernel(at, index, op)
-        elif weight := at.weight(op):
+            yield from of_kernel(step, index, op)
+        elif weight := step.weight(op):
             for value in op.operands:
-                if _is_activation(at, op, value):
+                if _is_activation(step, op, value):
                     readers[value].append(index)
-            if op.results[0] not in at.facts.gradients:
-                yield from _result(at, index, op, weight)
-        elif op.category == "matmul" and op.results[0] in at.facts.gradients:
+            if op.results[0] not in step.facts.gradients:
+                yield from _result(step, index, op, weight)
+        elif op.category == "matmul" and op.results[0] in step.facts.gradients:
             for value in op.operands:
                 readers[value].append(index)
     for value, ops in readers.items():
-        yield from _operand(at, value, ops)
-    yield from _routed(at)
+        yield from _operand(step, value, ops)
+    yield from _routed(step)
 
 
-def _routed(at: StepLayouts) -> Iterator[Listed]:
+def _routed(step: StepLayouts) -> Iterator[Listed]:
     """Rows of tokens that are dispatched to their experts and combined again."""
-    facts = at.facts
-    if not facts.routes or at.choice.expert is None or "expert" not in at.mesh:
+    facts = step.facts
+    if not facts.routes or step.choice.expert is None or "expert" not in step.mesh:
         return
     for index, value in routed_values(facts.graph, facts.names, facts.batch):
-        move = Move(kind="all-to-all", axes=("expert",), of=("experts",), layout=at.held(value))
+        move = Move(kind="all-to-all", axes=("expert",), of=("experts",), layout=step.held(value))
         name = (
             "gradient of rows of experts" if backward(facts.graph.ops[index]) else "rows of experts"
         )
-        yield at.described(name, value, [move], index)
+        yield step.described(name, value, [move], index)
 
 
-def _is_activation(at: StepLayouts, op: Op, value: int) -> bool:
+def _is_activation(step: StepLayouts, op: Op, value: int) -> bool:
     return (
-        value not in at.facts.weights
-        and "float" in at.facts.graph.values[value].dtype
+        value not in step.facts.weights
+        and "float" in step.facts.graph.values[value].dtype
         and op.category != "gather"
     )
 
 
-def _result(at: StepLayouts, index: int, op: Op, weight: str) -> Iterator[Listed]:
+def _result(step: StepLayouts, index: int, op: Op, weight: str) -> Iterator[Listed]:
     """Lists the result of an op with a weight, which may be partial sums."""
     value, back = op.results[0], backward(op)
-    if index in at.later or (back and index not in at.reductions):
+    if index in step.later or (back and index not in step.reductions):
         return
-    made, names = at.inside(index, value), dict.fromkeys([weight])
+    layout, names = step.inside(index, value), dict.fromkeys([weight])
     moves: list[Move] = []
-    for transfer, ops in at.reductions.get(index, ()):
-        of = tuple(name for one in ops if (name := at.weight(at.facts.graph.ops[one])))
+    for transfer, ops in step.reductions.get(index, ()):
+        of = tuple(name for number in ops if (name := step.weight(step.facts.graph.ops[number])))
         names |= dict.fromkeys(of)
-        axes = at.axes(transfer.group)
+        axes = step.axes(transfer.group)
         if axes:
-            moves.append(Move(kind=transfer.kind, axes=axes, of=of, layout=made, before=True))
+            moves.append(Move(kind=transfer.kind, axes=axes, of=of, layout=layout, before=True))
     if back and not moves:
         return
     name = f"{'gradient of the input' if back else 'output'} of {together(names)}"
-    logits = not back and op.category == "matmul" and at.facts.names[value][-1] == "vocab"
-    yield at.described(f"logits, {name}" if logits else name, value, moves, index)
+    logits = not back and op.category == "matmul" and step.facts.names[value][-1] == "vocab"
+    yield step.described(f"logits, {name}" if logits else name, value, moves, index)
 
 
-def _operand(at: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[Listed]:
+def _operand(step: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[Listed]:
     """Lists a value that ops with weights, and gradients of weights with them, read; listed where
     it is moved.
     """
-    held, moves = at.held(value), list[Move]()
-    ops = [(index, at.facts.graph.ops[index]) for index in readers]
+    layout, moves = step.held(value), list[Move]()
+    ops = [(index, step.facts.graph.ops[index]) for index in readers]
     for index, op in ops:
-        of = at.weight(op) or "gradients of weights"
-        moves += arriving(held, at.inside(index, value), of)
-    named = [(op, weight) for _, op in ops if (weight := at.weight(op))]
+        of = step.weight(op) or "gradients of weights"
+        moves += arriving(layout, step.inside(index, value), of)
+    named = [(op, weight) for _, op in ops if (weight := step.weight(op))]
     weights = together(weight for _, weight in named)
     if moves and weights:
         back = all(backward(op) for op, _ in named)
         name = f"gradient of the output of {weights}" if back else f"input of {weights}"
-        yield at.described(name, value, moves, readers[0])
+        yield step.described(name, value, moves, readers[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def parameter_layouts(
     rest_rules: Rules | None = None,
 ) -> tuple[ParameterLayout, ...]:
     """Layouts of every parameter."""
-    found: list[ParameterLayout] = []
+    layouts: list[ParameterLayout] = []
     slices, fused = sliced_dims(problem), fused_parameters(problem)
     for parameter in problem.parameters:
         axes = colours[parameter.path]
@@ -463,26 +463,26 @@ def parameter_layouts(
             if "tensor" in compute.axes:
                 avoided |= {d for d in fused.get(parameter.path, ()) if not compute[d]}
             cut = at_rest(compute, parameter.shape, mesh, stacks, avoided)
-        rest = cut if zero >= 3 else compute
+        stored = cut if zero >= 3 else compute
         gradient, state = (
             (cut if zero >= 2 else compute, cut if zero >= 1 else compute)
             if parameter.trained
-            else (compute, rest)
+            else (compute, stored)
         )
-        found.append(
+        layouts.append(
             ParameterLayout(
                 path=parameter.path,
                 shape=parameter.shape,
                 dtype=parameter.dtype,
                 colours=axes,
                 compute=compute,
-                rest=rest,
+                rest=stored,
                 gradient=gradient,
                 state=state,
                 role=parameter.role,
             )
         )
-    return tuple(found)
+    return tuple(layouts)
 
 
 def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
@@ -495,17 +495,17 @@ def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
     for op in graph.ops:
         for value in op.operands:
             uses[value].append(op)
-    found: dict[str, frozenset[int]] = {}
+    sliced: dict[str, frozenset[int]] = {}
     for value in graph.inputs_of("parameter"):
         shape = graph.values[value].shape
         parts = uses[value]
         if parts and all(op.kind in ("slice", "dynamic_slice") for op in parts):
-            found[graph.values[value].path] = frozenset(
+            sliced[graph.values[value].path] = frozenset(
                 dim
                 for dim, size in enumerate(shape)
                 if all(graph.values[op.results[0]].shape[dim] < size for op in parts)
             )
-    return found
+    return sliced
 
 
 def _staged(
@@ -560,7 +560,7 @@ def layout_findings(
     Args:
         itemsize: bytes of an element, by dtype.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for p in layouts:
         size = itemsize.get(p.dtype, 4)
         for extent in p.shape:
@@ -571,7 +571,7 @@ def layout_findings(
             and not p.state.axes
             and zero >= (1 if p.trained else 3)
         ):
-            found.append(
+            findings.append(
                 Finding(
                     code="replicated-parameter",
                     severity="warning",
@@ -583,7 +583,7 @@ def layout_findings(
                     hint="pad the dim to a multiple of the fsdp axis",
                 )
             )
-    return tuple(found)
+    return tuple(findings)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -493,10 +493,10 @@ class Plan(Decisions):
                 " explain plan.json --why-not ...`, or plan again"
             )
         try:
-            other = self.source.why_not(aliased(pin))
+            alternative = self.source.why_not(aliased(pin))
         except InfeasibleError as error:
             return str(error)
-        return self.diff(other)
+        return self.diff(alternative)
 
     def alternatives(self, count: int = 10) -> tuple[Alternative, ...]:
         """The plans that come next, the fastest first, with what each decides differently; equally
@@ -670,9 +670,9 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
-        return {key: _canonical(one) for key, one in cast("Mapping[str, Any]", value).items()}
+        return {key: _canonical(entry) for key, entry in cast("Mapping[str, Any]", value).items()}
     return (
-        [_canonical(one) for one in cast("list[Any]", value)]
+        [_canonical(entry) for entry in cast("list[Any]", value)]
         if isinstance(value, list | tuple)
         else value
     )

@@ -82,15 +82,15 @@ class Validation:
 # A set of rows in batches; the last one has the rows that are left.
 
 
-def batches_of(asked: Validation, usual: int) -> Iterator[Tree]:
+def batches_of(validation: Validation, usual: int) -> Iterator[Tree]:
     """The batches of a validation, in order."""
-    data, rows = asked.data, asked.rows
+    data, rows = validation.data, validation.rows
     if callable(data):
         return iter(cast("Callable[[], Iterable[Tree]]", data)())
     size = usual if rows == 0 else rows
     if hasattr(data, "examples_per_epoch"):
         return _of_dataset(data, size)
-    return _of_tree(data, asked.batch_axes, size)
+    return _of_tree(data, validation.batch_axes, size)
 
 
 def dims_and_rows(batch: Tree, batch_axes: Tree) -> tuple[tuple[int | None, ...], int]:
@@ -102,9 +102,9 @@ def dims_and_rows(batch: Tree, batch_axes: Tree) -> tuple[tuple[int | None, ...]
     """
     dims, sizes = rows_of(describe_batch(shapes_of_batch(batch), batch_axes))
     if len(sizes) != 1 or not sizes[0]:
-        found = f"{', '.join(map(str, sizes))} rows" if sizes and sizes[0] else "no rows"
+        rows_text = f"{', '.join(map(str, sizes))} rows" if sizes and sizes[0] else "no rows"
         raise BatchError(
-            f"a batch of the validation has {found}\nTry: arrays with one number of rows, or"
+            f"a batch of the validation has {rows_text}\nTry: arrays with one number of rows, or"
             " batch_axes, which says where they are"
         )
     return dims, sizes[0]
@@ -152,21 +152,21 @@ def with_parts(loss: UserLoss) -> UserLoss:
     """
 
     def parted(model: Tree, batch: Tree) -> Tree:
-        found = loss(model, batch)
-        value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        result = loss(model, batch)
+        value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(metrics, Mapping):
-            return found
+            return result
         ratios = {
-            name: one
-            for name, one in {"loss": value, **metrics}.items()
-            if isinstance(one, WeightedMean)
+            name: metric
+            for name, metric in {"loss": value, **metrics}.items()
+            if isinstance(metric, WeightedMean)
         }
         if not ratios:
-            return found
+            return result
         return value, {
             **metrics,
-            **{TOTAL + name: one.total for name, one in ratios.items()},
-            **{WEIGHT + name: one.weight for name, one in ratios.items()},
+            **{TOTAL + name: metric.total for name, metric in ratios.items()},
+            **{WEIGHT + name: metric.weight for name, metric in ratios.items()},
         }
 
     return parted
@@ -179,14 +179,14 @@ def is_metric(value: object) -> bool:
 
 def named_numbers(name: str, value: Tree) -> dict[str, float]:
     """The numbers of a metric by name; none where it is an array."""
-    found = value.compute() if is_metric(value) else value
-    if isinstance(found, Mapping):
+    computed = value.compute() if is_metric(value) else value
+    if isinstance(computed, Mapping):
         return {
             key: number
-            for inner, one in found.items()
-            for key, number in named_numbers(f"{name}.{inner}", one).items()
+            for inner, metric in computed.items()
+            for key, number in named_numbers(f"{name}.{inner}", metric).items()
         }
-    return {name: float(found)} if getattr(found, "ndim", 0) == 0 else {}
+    return {name: float(computed)} if getattr(computed, "ndim", 0) == 0 else {}
 
 
 @dataclass(kw_only=True)
@@ -200,9 +200,9 @@ class Combination:
     def add(self, rows: int, metrics: Mapping[str, Tree]) -> None:
         """Takes the metrics of a batch."""
         values = {
-            name: one if is_metric(one) else float(one)
-            for name, one in metrics.items()
-            if is_metric(one) or getattr(one, "ndim", 0) == 0
+            name: metric if is_metric(metric) else float(metric)
+            for name, metric in metrics.items()
+            if is_metric(metric) or getattr(metric, "ndim", 0) == 0
         }
         self._batches.append((rows, values))
 
@@ -212,28 +212,28 @@ class Combination:
             raise BatchError("the validation has no rows\nTry: at least one batch")
         names = [name for name in self._batches[0][1] if not name.startswith((TOTAL, WEIGHT))]
         if len(self._batches) == 1:
-            found = {name: self._batches[0][1][name] for name in names}
+            combined = {name: self._batches[0][1][name] for name in names}
         else:
-            found = self._combined(names, proof())
+            combined = self._combined(names, proof())
         return {
             key: number
-            for name, one in found.items()
-            for key, number in named_numbers(name, one).items()
+            for name, metric in combined.items()
+            for key, number in named_numbers(name, metric).items()
         }
 
     def _combined(self, names: list[str], rows: Rows) -> dict[str, Any]:
-        known = {"loss": rows.loss, **dict(rows.metrics)}
-        found: dict[str, Any] = {}
+        dependences = {"loss": rows.loss, **dict(rows.metrics)}
+        combined: dict[str, Any] = {}
         failures: list[str] = []
         for name in names:
             if is_metric(self._batches[0][1][name]):
-                one, why = self._merged(name)
+                metric, why = self._merged(name)
             else:
-                how = known.get(name)
-                one, why = self._added(name, how), how or "nothing is known of its rows"
-            if one is None:
+                dependence = dependences.get(name)
+                metric, why = self._added(name, dependence), dependence or "nothing is known of its rows"
+            if metric is None:
                 failures.append(f"{name}: {why}")
-            found[name] = one
+            combined[name] = metric
         if failures:
             raise_all(
                 BatchError,
@@ -244,34 +244,34 @@ class Combination:
                     " Validation(rows=None), which evaluates all rows at once"
                 ),
             )
-        return found
+        return combined
 
     def _merged(self, name: str) -> tuple[Any, str]:
         """A metric that knows how it is put together, or None and why it does not."""
         merged: Any = None
         for _, metrics in self._batches:
-            one = metrics[name]
+            metric = metrics[name]
             try:
-                merged = one if merged is None else merged.merge(one)
+                merged = metric if merged is None else merged.merge(metric)
             except NotImplementedError:
-                return None, f"{type(one).__name__}.merge is not implemented"
+                return None, f"{type(metric).__name__}.merge is not implemented"
         return merged, ""
 
-    def _added(self, name: str, how: Dependence | None) -> float | None:
+    def _added(self, name: str, dependence: Dependence | None) -> float | None:
         """A scalar of all rows; None where batches do not say it."""
         values = [metrics[name] for _, metrics in self._batches]
         if TOTAL + name in self._batches[0][1]:
             total, weight = (self._sum(part + name) for part in (TOTAL, WEIGHT))
             return total / weight if weight else math.nan
-        if how is None:
+        if dependence is None:
             return None
-        if how.kind == "mean":
+        if dependence.kind == "mean":
             rows = [count for count, _ in self._batches]
             pairs = zip(rows, values, strict=True)
             return math.fsum(count * value for count, value in pairs) / sum(rows)
-        if how.kind == "sum":
+        if dependence.kind == "sum":
             return math.fsum(values)
-        return values[0] if how.kind == "constant" else None
+        return values[0] if dependence.kind == "constant" else None
 
     def _sum(self, name: str) -> float:
         return math.fsum(metrics[name] for _, metrics in self._batches)
@@ -319,12 +319,12 @@ class Validator:
         """The metrics of the whole set by name, "validation/loss" among them; the state stays
         usable.
         """
-        held, found, seen = self.state_of(state), Combination(), list[_Rows]()
+        learned, combination, seen = self.state_of(state), Combination(), list[_Rows]()
         for batch in batches_of(self.asked, self.usual):
             dims, rows = dims_and_rows(batch, self.asked.batch_axes)
             seen = seen or [(shapes_of_batch(batch), dims, rows)]
-            found.add(rows, self.evaluation.evaluate(held, batch))
-        combined = found.result(lambda: self._proof(*seen[0]))
+            combination.add(rows, self.evaluation.evaluate(learned, batch))
+        combined = combination.result(lambda: self._proof(*seen[0]))
         return {f"{self.asked.name}/{name}": value for name, value in combined.items()}
 
     def _proof(self, batch: Tree, dims: tuple[int | None, ...], rows: int) -> Rows:
@@ -344,24 +344,24 @@ class Validator:
         return prove(at(number), at, inputs, result_names(out), number).rows
 
 
-def validator(asked: Validation, program: TrainingProgram) -> Validator:
+def validator(validation: Validation, program: TrainingProgram) -> Validator:
     """Returns what validates states of a program."""
-    own = program.loss_program
-    if asked.average and (own is None or own is not program):
+    loss_program = program.loss_program
+    if validation.average and (loss_program is None or loss_program is not program):
         raise ModelError(
             "the average of parameters is validated of programs of shardlib.compile alone\nTry:"
             " of a step of your own, a loss that takes the average from the state"
         )
-    written = asked.loss or (None if own is None else own.evaluated.written)
+    written = validation.loss or (None if loss_program is None else loss_program.evaluated.written)
     evaluation = (
         program.evaluation()
         if written is None
-        else program.evaluation(with_parts(written), batch_axes=asked.batch_axes)
+        else program.evaluation(with_parts(written), batch_axes=validation.batch_axes)
     )
     return Validator(
-        asked=asked,
+        asked=validation,
         evaluation=evaluation,
-        state_of=partial(averaged, own) if own and asked.average else program.learned,
+        state_of=partial(averaged, loss_program) if loss_program and validation.average else program.learned,
         usual=_rows(program.rows),
     )
 
