@@ -181,14 +181,14 @@ def from_json(data: Json) -> About:
     )
 
 
-def of_step(about: About, step: int) -> About:
+def of_step(description: About, step: int) -> About:
     """The document, if it is that of the step that the folder is called by."""
-    if about.step != step:
+    if description.step != step:
         raise DamagedError(
-            f"it is the checkpoint of step {about.step} under another name; what was saved at step"
+            f"it is the checkpoint of step {description.step} under another name; what was saved at step"
             f" {step} is not in it"
         )
-    return about
+    return description
 
 
 def checked_extra(extra: JsonMapping) -> JsonObject:
@@ -236,12 +236,12 @@ def _in_memory(leaf: Any) -> jax.Array:
     """
     if not isinstance(leaf, DiskArray):
         return leaf
-    apart = all(
+    separate = all(
         device.platform != "cpu"
         and any(memory.kind == HOST for memory in device.addressable_memories())
         for device in leaf.sharding.addressable_devices
     )
-    return leaf.array(HOST if apart else None)
+    return leaf.array(HOST if separate else None)
 
 
 def registry(first: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
@@ -249,9 +249,9 @@ def registry(first: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
     processes.
     """
     handler = _Handler(first)
-    found = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-    found.add(DiskArray, handler, override=True, ignore_warnings=True)
-    return found
+    handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+    handlers.add(DiskArray, handler, override=True, ignore_warnings=True)
+    return handlers
 
 
 def portions(
@@ -261,24 +261,24 @@ def portions(
     group: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0
     for path, leaf in leaves.items():
-        own = leaf.size * leaf.dtype.itemsize
-        if group and size + own > PORTION:
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if group and size + nbytes > PORTION:
             yield group
             group, size = {}, 0
         group[path] = leaf
-        size += own
+        size += nbytes
     if group:
         yield group
 
 
 def handler(
-    options: ocp.options.MultiprocessingOptions, *, own: bool = False
+    options: ocp.options.MultiprocessingOptions, *, extended: bool = False
 ) -> ocp.CompositeCheckpointHandler:
     """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, and "about",
     the description.
     """
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    if own:
+    if extended:
         arrays = ocp.handlers.PyTreeCheckpointHandler(
             use_compression=False,
             multiprocessing_options=options,
@@ -300,9 +300,9 @@ def handler(
 def read_about(path: epath.Path, step: int) -> About:
     """Reads the description of the checkpoint of a step; all processes have the same answer."""
     failure = ""
-    about = None
+    description = None
     try:
-        about = _about(path, step)
+        description = _about(path, step)
     except DamagedError as error:
         failure = str(error)
     except (
@@ -320,17 +320,17 @@ def read_about(path: epath.Path, step: int) -> About:
             f"the checkpoint {path} cannot be opened ({error})\nTry: another folder, or other"
             " permissions"
         ) from error
-    if not processes.all_well(about is not None) or about is None:
+    if not processes.all_well(description is not None) or description is None:
         raise DamagedError(failure or "its description cannot be read in another process")
-    return about
+    return description
 
 
 def _about(path: epath.Path, step: int) -> About:
     """Reads the description; of what is not a file, a pipe perhaps, nothing is read."""
     others = [
-        one.name
-        for one in (path / "about").iterdir()
-        if "://" not in str(one) and not Path(one).is_file()
+        entry.name
+        for entry in (path / "about").iterdir()
+        if "://" not in str(entry) and not Path(entry).is_file()
     ]  # to etils, whatever is not a folder is a file
     if others:
         raise DamagedError(
@@ -361,30 +361,30 @@ def try_about(path: epath.Path, step: int) -> About | None:
 
 def on_disk(program: TrainingProgram | None) -> frozenset[str]:
     """Paths of the arrays of the state of a program that rest on disk."""
-    own = None if program is None else program.loss_program
-    return frozenset() if own is None else own.stored
+    loss_program = None if program is None else program.loss_program
+    return frozenset() if loss_program is None else loss_program.stored
 
 
 def read_state(
     path: epath.Path,
-    about: About,
-    wanted: State,
+    description: About,
+    abstract: State,
     camera: Camera,
     program: Any = None,
     *,
     new_optimizer: bool = False,
 ) -> tuple[State, tuple[Finding, ...]]:
     """Restores the arrays of a checkpoint."""
-    like = without_optimizer(wanted) if new_optimizer else wanted
+    like = without_optimizer(abstract) if new_optimizer else abstract
     target = form_of(like)
     named = named_leaves(target)
     stored = {
-        p: spec for p, spec in about.arrays.items() if not (new_optimizer and is_of_optimizer(p))
+        p: spec for p, spec in description.arrays.items() if not (new_optimizer and is_of_optimizer(p))
     }
     findings = compared(
         stored,
         {p: spec_of(leaf) for p, leaf in named.items()},
-        f"the checkpoint of step {about.step}",
+        f"the checkpoint of step {description.step}",
     )
     raw = {p: raw_abstract(leaf) for p, leaf in named.items()}
     leaves = {
@@ -393,14 +393,14 @@ def read_state(
     }
     disk = on_disk(program)
 
-    def read(some: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        return fitted({p: named[p] for p in some}, read_arrays(path, about, some, camera))
+    def read(portion: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        return fitted({p: named[p] for p in portion}, read_arrays(path, description, portion, camera))
 
     arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
     for portion in portions({p: leaf for p, leaf in leaves.items() if p in disk}):
         arrays.update(
             {
-                p: program.stow(array, _sums(array, p, about, camera))
+                p: program.stow(array, _sums(array, p, description, camera))
                 for p, array in read(portion).items()
             }
         )
@@ -409,29 +409,29 @@ def read_state(
     if not new_optimizer:
         return state, findings
     assert program is not None
-    told = Finding(
+    optimizer_finding = Finding(
         code="optimizer-anew",
         severity="info",
         message=(
-            f"The optimizer starts anew; the checkpoint of step {about.step} gave the parameters."
+            f"The optimizer starts anew; the checkpoint of step {description.step} gave the parameters."
         ),
     )
-    return program.anew(state), (*findings, told)
+    return program.anew(state), (*findings, optimizer_finding)
 
 
 def read_arrays(
-    path: epath.Path, about: About, leaves: Mapping[str, jax.ShapeDtypeStruct], camera: Camera
+    path: epath.Path, description: About, leaves: Mapping[str, jax.ShapeDtypeStruct], camera: Camera
 ) -> dict[str, jax.Array]:
     """Reads arrays of a checkpoint, and finds flipped bits."""
     with ThreadPoolExecutor(1) as pool:  # compiles while files are read
         compiled = pool.submit(camera.sums, leaves)
-        return _verified(_read_arrays(path, leaves), about, compiled.result())
+        return _verified(_read_arrays(path, leaves), description, compiled.result())
 
 
-def _sums(array: jax.Array, path: str, about: About, camera: Camera) -> np.ndarray:
+def _sums(array: jax.Array, path: str, description: About, camera: Camera) -> np.ndarray:
     """Sums of an array that was restored; those of the checkpoint, unless it was cast."""
-    if str(array.dtype) == about.arrays[path].dtype:
-        return np.asarray(about.sums[path], np.uint32)
+    if str(array.dtype) == description.arrays[path].dtype:
+        return np.asarray(description.sums[path], np.uint32)
     return whole(camera.sums({path: array})({path: array}))[0]
 
 
@@ -457,9 +457,9 @@ def _read_arrays(
     return arrays
 
 
-def _verified(arrays: dict[str, jax.Array], about: About, sums: Any) -> dict[str, jax.Array]:
-    found = by_path(arrays, whole(sums(arrays)))
-    wrong = [path for path, pair in found.items() if tuple(about.sums[path]) != pair]
+def _verified(arrays: dict[str, jax.Array], description: About, sums: Any) -> dict[str, jax.Array]:
+    sums_by_path = by_path(arrays, whole(sums(arrays)))
+    wrong = [path for path, pair in sums_by_path.items() if tuple(description.sums[path]) != pair]
     if wrong:
         raise DamagedError(f"bits have changed in {shortened(wrong)}")
     return arrays

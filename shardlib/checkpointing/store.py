@@ -94,24 +94,24 @@ def read_checkpoint(
 ) -> Restored:
     """One checkpoint, straight to where its arrays are to live."""
     program = target if is_program(target) and target.loss_program is not None else None
-    wanted = target.state if is_program(target) else target
+    abstract = target.state if is_program(target) else target
     path = folder.checkpoint(step)
-    about = reading.read_about(path, step)
-    if is_alike(about.arrays, wanted):
+    description = reading.read_about(path, step)
+    if is_alike(description.arrays, abstract):
         state, findings = reading.read_state(
-            path, about, wanted, camera, program, new_optimizer=parameters_only
+            path, description, abstract, camera, program, new_optimizer=parameters_only
         )
     else:
         several = wings.islands("checkpoints", f"the checkpoint of step {step}, of islands,")
         state, findings = several.read_other_number(
-            path, about, wanted, camera, program, new_optimizer=parameters_only
+            path, description, abstract, camera, program, new_optimizer=parameters_only
         )
-    plan, more = about.read_plan()
+    plan, more = description.read_plan()
     return Restored(
         step=step,
         state=cast("TrainState", state),
-        extra=dict(about.extra),
-        metrics=dict(about.metrics),
+        extra=dict(description.extra),
+        metrics=dict(description.metrics),
         plan=plan,
         findings=(*findings, *more),
     )
@@ -155,7 +155,7 @@ def none_good(
 ) -> CheckpointError:
     """The error where all checkpoints that were read are damaged."""
     lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
-    others = [other for other in candidates if other not in damaged]
+    others = [candidate for candidate in candidates if candidate not in damaged]
     return CheckpointError(
         f"no checkpoint in {folder.path} is good:{lines}\nTry:"
         f" {f'one of {others}' if others else 'a copy of them'}; nothing was changed"
@@ -274,7 +274,7 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
             _said_once(),
             ocp.Checkpointer(
                 reading.handler(
-                    options, own=bool(snapshot.stored) or len(owners) < jax.process_count()
+                    options, extended=bool(snapshot.stored) or len(owners) < jax.process_count()
                 ),
                 multiprocessing_options=options,
             ) as checkpointer,

@@ -632,7 +632,7 @@ class IslandMetrics(Mapping[str, np.ndarray]):
         self.islands = islands
 
     def __getitem__(self, name: str) -> np.ndarray:
-        values = [np.asarray(one[name]) for one in self.islands]
+        values = [np.asarray(metrics[name]) for metrics in self.islands]
         return np.asarray(np.mean(values, axis=0, dtype=np.float32))
 
     def __iter__(self) -> Iterator[str]:
@@ -666,7 +666,7 @@ def require_islands(state: object, islands: int) -> None:
 
 def outer_shardings(mesh: Mesh, states: Sequence[NamedSharding]) -> list[NamedSharding]:
     """Returns how what is outer is sharded: alike on all islands."""
-    return [NamedSharding(mesh, one.spec) for one in states]
+    return [NamedSharding(mesh, state_sharding.spec) for state_sharding in states]
 
 
 def _parameters(
@@ -675,18 +675,18 @@ def _parameters(
     """The outer parameters before the first step, those that all islands start from: float32, on
     the devices of each.
     """
-    found: list[jax.Array] = []
+    outer: list[jax.Array] = []
     for arrays, sharding in zip(
         zip(*trained, strict=True), outer_shardings(mesh, states), strict=True
     ):
-        held: list[jax.Array] = []
+        shards: list[jax.Array] = []
         for array in arrays:
             assert isinstance(array.sharding, NamedSharding)
-            own = NamedSharding(array.sharding.mesh, sharding.spec)
-            copy = jax.jit(_float32, out_shardings=own)(array)
-            held += [shard.data for shard in copy.addressable_shards]
-        found.append(jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, held))
-    return found
+            on_island = NamedSharding(array.sharding.mesh, sharding.spec)
+            copy = jax.jit(_float32, out_shardings=on_island)(array)
+            shards += [shard.data for shard in copy.addressable_shards]
+        outer.append(jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, shards))
+    return outer
 
 
 def abstract_outer(
@@ -698,8 +698,8 @@ def abstract_outer(
         jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
         for leaf, sharding in zip(trained, shardings, strict=True)
     ]
-    whole = NamedSharding(mesh, PartitionSpec())
-    step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    step = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
     return OuterState(step=step, params=outer, momentum=outer)
 
 
@@ -708,7 +708,7 @@ def first_outer(
 ) -> OuterState:
     """Returns what is outer before the first step."""
     params = _parameters(mesh, states, trained) if trained else []
-    zeros = [jax.jit(jnp.zeros_like, out_shardings=one.sharding)(one) for one in params]
+    zeros = [jax.jit(jnp.zeros_like, out_shardings=array.sharding)(array) for array in params]
     return OuterState(step=np.int32(0), params=params, momentum=zeros)
 
 
@@ -824,8 +824,8 @@ class IslandsProgram:
             first: makes the state of an island, the same for all.
         """
         states = map(first, self.programs)
-        own = tuple(streams_of(number, state) for number, state in enumerate(states))
-        return IslandsState(islands=own, exchange=self._first(own), trained=self.trained)
+        own_streams = tuple(streams_of(number, state) for number, state in enumerate(states))
+        return IslandsState(islands=own_streams, exchange=self._first(own_streams), trained=self.trained)
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
         """Runs one step on every island, and a meeting after every so many.
@@ -842,15 +842,15 @@ class IslandsProgram:
             BatchError: the batch is not the one that the program was compiled for.
         """
         self._require(state)
-        mine = batch.islands if isinstance(batch, IslandBatches) else self._parts(batch)
+        parts = batch.islands if isinstance(batch, IslandBatches) else self._parts(batch)
         done = [
-            program.step(one, rows)
-            for program, one, rows in zip(self.programs, state.islands, mine, strict=True)
+            program.step(island_state, rows)
+            for program, island_state, rows in zip(self.programs, state.islands, parts, strict=True)
         ]
         count = np.int32(int(state.exchange.step) + 1)
         after = replace(
             state,
-            islands=tuple(one for one, _ in done),
+            islands=tuple(island_state for island_state, _ in done),
             exchange=replace(state.exchange, step=count),
         )
         metrics = IslandMetrics(tuple(metrics for _, metrics in done))
@@ -864,24 +864,24 @@ class IslandsProgram:
             meeting: which, where there are several: 0 to `exchange.meetings` - 1.
         """
         require_islands(state, len(self.programs))
-        held, outer = self.meetings[meeting], outer_of(state)
-        trained = [self._trained(one) for one in state.islands]
-        places = [one.place for one in held.about]
-        kept = places if self.exchange.keeps else []
-        together, params, momentum = held(
-            [stacked([mine[place] for mine in trained], self.mesh) for place in places],
-            [outer.params[place] for place in kept],
-            [outer.momentum[place] for place in kept],
+        synchronisation, outer = self.meetings[meeting], outer_of(state)
+        trained = [self._trained(island) for island in state.islands]
+        places = [island.place for island in synchronisation.about]
+        outer_places = places if self.exchange.keeps else []
+        together, params, momentum = synchronisation(
+            [stacked([arrays[place] for arrays in trained], self.mesh) for place in places],
+            [outer.params[place] for place in outer_places],
+            [outer.momentum[place] for place in outer_places],
         )
         like = [jax.tree.leaves(self._partition(p.state.params)) for p in self.programs]
         for place, array in zip(places, together, strict=True):
-            apart = unstacked(array, [leaves[place] for leaves in like])
-            for mine, own in zip(trained, apart, strict=True):
-                mine[place] = own
+            split = unstacked(array, [leaves[place] for leaves in like])
+            for arrays, array_of_island in zip(trained, split, strict=True):
+                arrays[place] = array_of_island
         exchange = replace(
             outer,
-            params=replaced(outer.params, kept, params),
-            momentum=replaced(outer.momentum, kept, momentum),
+            params=replaced(outer.params, outer_places, params),
+            momentum=replaced(outer.momentum, outer_places, momentum),
         )
         islands = tuple(map(self._with_trained, state.islands, trained))
         return replace(state, islands=islands, exchange=exchange)
@@ -895,8 +895,8 @@ class IslandsProgram:
         Raises:
             BatchError: it is not the one that the program was compiled for.
         """
-        mine = zip(self.programs, self._parts(batch), strict=True)
-        return IslandBatches(islands=tuple(program.put(rows) for program, rows in mine))
+        parts = zip(self.programs, self._parts(batch), strict=True)
+        return IslandBatches(islands=tuple(program.put(rows) for program, rows in parts))
 
     @property
     def loss_program(self) -> Program:
@@ -957,14 +957,14 @@ class IslandsProgram:
             state: of this program; it stays usable.
         """
         require_islands(state, len(self.programs))
-        require_present("outer", ([one.inference for one in state.islands], outer_of(state).params))
+        require_present("outer", ([island.inference for island in state.islands], outer_of(state).params))
         like = jax.tree.leaves(self._partition(self.programs[0].state.params))
         outer = outer_of(state).params if self.exchange.keeps else self._means(state)
-        found = [
+        params = [
             jax.device_put(local(array, spec).astype(leaf.dtype), leaf.sharding)
             for array, leaf, spec in zip(outer, like, self._states, strict=True)
         ]
-        return self._with_trained(state.islands[0], found)
+        return self._with_trained(state.islands[0], params)
 
     def prepare(self) -> None:
         """Compiles all that steps and meetings run, if that has not been done."""
@@ -991,8 +991,8 @@ class IslandsProgram:
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of an island's compiled step, and "exchange", of what is outer."""
-        found, kept = self.programs[0].memory(), bytes_of(self.state.exchange)
-        return {**found, "exchange": kept, "peak": found["peak"] + kept}
+        by_part, outer_bytes = self.programs[0].memory(), bytes_of(self.state.exchange)
+        return {**by_part, "exchange": outer_bytes, "peak": by_part["peak"] + outer_bytes}
 
     @cached_property
     def trained(self) -> tuple[str, ...]:
@@ -1033,7 +1033,7 @@ class IslandsProgram:
 
     def _first(self, states: tuple[TrainState, ...]) -> Any:
         """Returns what is outer before the first step."""
-        trained = [self._trained(one) for one in states] if self.exchange.keeps else []
+        trained = [self._trained(state) for state in states] if self.exchange.keeps else []
         return first_outer(self.mesh, self._states, trained)
 
     @property
@@ -1044,7 +1044,7 @@ class IslandsProgram:
     def _means(self, state: IslandsState) -> list[jax.Array]:
         """The mean of the islands' parameters, alike on all."""
         trained = zip(*map(self._trained, state.islands), strict=True)
-        return mean_parameters(self.meetings[0], [stacked(one, self.mesh) for one in trained])
+        return mean_parameters(self.meetings[0], [stacked(leaves, self.mesh) for leaves in trained])
 
     def _parts(self, batch: Tree) -> tuple[Tree, ...]:
         require(batch, self.rows)
@@ -1095,13 +1095,13 @@ class StoredIslands:
 def together(state: IslandsState) -> StoredIslands:
     """The state of islands as arrays over the devices of all."""
     mesh = mesh_of_islands(state)
-    split = [_split(one.params, state.trained) for one in state.islands]
+    split = [_split(island.params, state.trained) for island in state.islands]
     states = [
-        replace(one, params=trained) for one, (trained, _) in zip(state.islands, split, strict=True)
+        replace(island, params=trained) for island, (trained, _) in zip(state.islands, split, strict=True)
     ]
     return StoredIslands(
         islands=jax.tree.map(lambda *leaves: _stacked(leaves, mesh), *states),
-        frozen=jax.tree.map(lambda *leaves: _alike(leaves, mesh), *(one for _, one in split)),
+        frozen=jax.tree.map(lambda *leaves: _alike(leaves, mesh), *(island for _, island in split)),
         outer={
             field.name: _over_all(_by_path(getattr(state.exchange, field.name), state), mesh)
             for field in fields(state.exchange)
@@ -1112,23 +1112,23 @@ def together(state: IslandsState) -> StoredIslands:
 def apart(stored: StoredIslands, like: IslandsState) -> IslandsState:
     """The state of islands out of arrays over the devices of all."""
     count = len(like.islands)
-    trained, frozen = zip(*(_split(one.params, like.trained) for one in like.islands), strict=True)
-    wanted = [
-        replace(one, params=params) for one, params in zip(like.islands, trained, strict=True)
+    trained, frozen = zip(*(_split(island.params, like.trained) for island in like.islands), strict=True)
+    trained_states = [
+        replace(island, params=params) for island, params in zip(like.islands, trained, strict=True)
     ]
     leaves, structure = jax.tree.flatten(stored.islands)
     split = [
         unstacked(leaf, ones)
-        for leaf, ones in zip(leaves, zip(*map(jax.tree.leaves, wanted), strict=True), strict=True)
+        for leaf, ones in zip(leaves, zip(*map(jax.tree.leaves, trained_states), strict=True), strict=True)
     ]
     islands: list[TrainState] = []
     for number in range(count):
-        own = structure.unflatten([arrays[number] for arrays in split])
+        island_state = structure.unflatten([arrays[number] for arrays in split])
         fixed = {
             path: local(array, frozen[number][path].sharding)
             for path, array in stored.frozen.items()
         }
-        islands.append(replace(own, params=_joined(like.islands[number].params, own.params, fixed)))
+        islands.append(replace(island_state, params=_joined(like.islands[number].params, island_state.params, fixed)))
     return replace(like, islands=tuple(islands), exchange=_outer(stored.outer, like))
 
 
@@ -1141,16 +1141,16 @@ def on_all(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 def mesh_of_islands(state: IslandsState) -> Mesh:
     """The mesh of all islands of a state."""
-    return mesh_of_all([one.step.sharding.mesh for one in state.islands])
+    return mesh_of_all([island.step.sharding.mesh for island in state.islands])
 
 
 def _split(params: Tree, trained: Sequence[str]) -> tuple[dict[str, Tree], dict[str, Tree]]:
     """Trained parameters and the others, by path."""
-    wanted = set(trained)
-    found = {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    names = set(trained)
+    leaves = {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     return (
-        {path: leaf for path, leaf in found.items() if path in wanted},
-        {path: leaf for path, leaf in found.items() if path not in wanted},
+        {path: leaf for path, leaf in leaves.items() if path in names},
+        {path: leaf for path, leaf in leaves.items() if path not in names},
     )
 
 
@@ -1170,14 +1170,14 @@ def _by_path(value: Tree, state: IslandsState) -> Tree:
 
 def _outer(stored: dict[str, Tree], like: IslandsState) -> Any:
     """Returns what is outer, as the program holds it: numbers on the host, and lists."""
-    found: dict[str, Tree] = {}
+    outer: dict[str, Tree] = {}
     for name, value in stored.items():
-        asked = getattr(like.exchange, name)
-        if isinstance(asked, list) and isinstance(value, dict):
-            found[name] = [value[path] for path in like.trained]
+        expected = getattr(like.exchange, name)
+        if isinstance(expected, list) and isinstance(value, dict):
+            outer[name] = [value[path] for path in like.trained]
         else:
-            found[name] = np.asarray(value)[()] if np.ndim(value) == 0 else value
-    return replace(like.exchange, **found)
+            outer[name] = np.asarray(value)[()] if np.ndim(value) == 0 else value
+    return replace(like.exchange, **outer)
 
 
 def _stacked(leaves: Sequence[Any], mesh: Mesh) -> Any:
@@ -1203,11 +1203,11 @@ def _alike(leaves: Sequence[Any], mesh: Mesh) -> Any:
 
 def _over_all(value: Tree, mesh: Mesh) -> Tree:
     """Returns what is outer with numbers of the host on the devices of all islands."""
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def put(leaf: Any) -> Any:
-        held = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-        return leaf if held else jax.device_put(leaf, whole)
+        on_devices = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+        return leaf if on_devices else jax.device_put(leaf, replicated)
 
     return jax.tree.map(put, value)
 

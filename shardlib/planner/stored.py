@@ -119,11 +119,11 @@ def together(names: Iterable[str]) -> str:
     Args:
         names: dotted.
     """
-    found = list(dict.fromkeys(names))
-    fronts = {name.rpartition(".")[0] for name in found}
-    if len(found) > 1 and len(fronts) == 1 and (front := fronts.pop()):
-        return f"{front}." + "/".join(name.rpartition(".")[2] for name in found)
-    return ", ".join(found)
+    distinct = list(dict.fromkeys(names))
+    fronts = {name.rpartition(".")[0] for name in distinct}
+    if len(distinct) > 1 and len(fronts) == 1 and (front := fronts.pop()):
+        return f"{front}." + "/".join(name.rpartition(".")[2] for name in distinct)
+    return ", ".join(distinct)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,19 +165,19 @@ class Candidate:
     def on(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
         """The candidate on a mesh, without what the mesh has no axis for."""
         staged = "stage" in mesh
-        one = self.decisions
+        decisions = self.decisions
         return replace(
             self,
             choice=self.choice if "context" in mesh else replace(self.choice, context=None),
             decisions=replace(
-                one,
+                decisions,
                 mesh=mesh,
                 microbatches=microbatches,
                 axis_order=order,
-                context=one.context if "context" in mesh else "all-gather",
-                schedule=one.schedule if staged else NONE.name,
-                virtual_stages=one.virtual_stages if staged else 1,
-                accumulation=one.accumulation if staged else 1,
+                context=decisions.context if "context" in mesh else "all-gather",
+                schedule=decisions.schedule if staged else NONE.name,
+                virtual_stages=decisions.virtual_stages if staged else 1,
+                accumulation=decisions.accumulation if staged else 1,
             ),
         )
 
@@ -188,20 +188,20 @@ class Candidate:
     @property
     def summary(self) -> str:
         """The decisions other than the mesh, in a few words."""
-        one, order = self.decisions, self.decisions.axis_order
+        decisions, order = self.decisions, self.decisions.axis_order
         parts = [
             f"tensor shards {_listed(self.choice.tensor)}" if self.choice.tensor else "",
             "sequence parallel" if self.choice.sequence else "",
-            "collective matmul" if one.collective_matmul == "loop" else "",
-            f"ZeRO {one.zero}" if one.zero else "",
+            "collective matmul" if decisions.collective_matmul == "loop" else "",
+            f"ZeRO {decisions.zero}" if decisions.zero else "",
             self._remat,
-            (microbatches_text(one.microbatches, one.accumulation) if one.microbatches > 1 else ""),
-            named(one.schedule).words(one.virtual_stages),
-            "weights gathered once" if one.gather == "once" else "",
-            _CONTEXT[one.context] if "context" in one.mesh else "",
+            (microbatches_text(decisions.microbatches, decisions.accumulation) if decisions.microbatches > 1 else ""),
+            named(decisions.schedule).words(decisions.virtual_stages),
+            "weights gathered once" if decisions.gather == "once" else "",
+            _CONTEXT[decisions.context] if "context" in decisions.mesh else "",
             "routed experts" if self.routes else "",
-            _elsewhere(one.offload),
-            dtypes_text(one.dtypes),
+            _elsewhere(decisions.offload),
+            dtypes_text(decisions.dtypes),
             f"{order[0]} outermost, {order[-1]} innermost" if order else "",
         ]
         return ", ".join(part for part in parts if part)
@@ -224,28 +224,28 @@ class Candidate:
 
     def simplicity(self) -> tuple[object, ...]:
         """Sorts equally fast plans, the simplest first."""
-        one = self.decisions
+        decisions = self.decisions
         return (
-            bool(one.axis_order),
-            one.mesh.devices,
-            len(one.mesh),
-            one.microbatches,
-            one.remat != "none",
-            one.zero,
-            one.gather != "use",
+            bool(decisions.axis_order),
+            decisions.mesh.devices,
+            len(decisions.mesh),
+            decisions.microbatches,
+            decisions.remat != "none",
+            decisions.zero,
+            decisions.gather != "use",
             self.choice.sequence is not None,
             len(self.choice.tensor),
-            one.dtypes,
-            tuple(dict(one.mesh).items()),
-            one.remat,
-            one.remat_layers,
+            decisions.dtypes,
+            tuple(dict(decisions.mesh).items()),
+            decisions.remat,
+            decisions.remat_layers,
             self.groups,
             self.choice.tensor,
-            one.schedule,
-            one.virtual_stages,
-            one.accumulation,
-            one.offload,
-            one.axis_order,
+            decisions.schedule,
+            decisions.virtual_stages,
+            decisions.accumulation,
+            decisions.offload,
+            decisions.axis_order,
         )
 
 
@@ -253,14 +253,14 @@ def completed(
     candidate: Candidate, experts: str, names: Sequence[str], **others: object
 ) -> Decisions:
     """The decisions of a candidate's plan, all in the words of plans."""
-    one = candidate.decisions
+    decisions = candidate.decisions
     return replace(
-        one,
+        decisions,
         sequence_parallel=candidate.choice.sequence is not None,
         remat_classes=tuple(
             (name, *each) for name, each in zip(names, candidate.groups, strict=False)
         ),
-        context=one.context if "context" in one.mesh else "none",
+        context=decisions.context if "context" in decisions.mesh else "none",
         experts=experts if candidate.routes else "none",
         **others,
     )
@@ -268,7 +268,7 @@ def completed(
 
 def by_group(each: Each) -> tuple[str, int]:
     """The policy of the most layers that are rematerialised, and the number of all that are."""
-    return max(each, key=lambda one: one[1])[0], sum(number for _, number in each)
+    return max(each, key=lambda policy: policy[1])[0], sum(number for _, number in each)
 
 
 def microbatches_text(micro: int, groups: int) -> str:
@@ -435,10 +435,10 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
         )
         for word in DTYPES
     ]
-    found = [
-        tuple((word, dtype) for word, dtype in one if dtype) for one in itertools.product(*options)
+    candidates = [
+        tuple((word, dtype) for word, dtype in choice if dtype) for choice in itertools.product(*options)
     ]
-    return sorted(found, key=len)
+    return sorted(candidates, key=len)
 
 
 def effective(
@@ -453,9 +453,9 @@ def effective(
     Args:
         dtypes: (word, dtype) pairs.
     """
-    own = {parameter.dtype for parameter in problem.parameters if parameter.trained}
+    stored = {parameter.dtype for parameter in problem.parameters if parameter.trained}
     has = {
-        "param_dtype": own,
+        "param_dtype": stored,
         "matmul_dtype": {profile.matmul_dtype or problem.compute_dtype},
         "reduction_dtype": {profile.reduction_dtype or problem.compute_dtype},
         "gradient_dtype": (
@@ -463,7 +463,7 @@ def effective(
             if profile.gradient_dtype
             else {dict(dtypes).get("param_dtype", "")}
             if "param_dtype" in dict(dtypes)
-            else own
+            else stored
         ),
     }
     same = (
@@ -471,13 +471,13 @@ def effective(
         if (dtype := dict(dtypes).get("moment_dtype", ""))
         else False
     )
-    kept = {
+    pinned_dtypes = {
         (word, dtype) for word, dtype in pinned if word in ("reduction_dtype", "gradient_dtype")
     }
     return tuple(
         (word, dtype)
         for word, dtype in dtypes
-        if (word, dtype) in kept or (not same if word == "moment_dtype" else has[word] != {dtype})
+        if (word, dtype) in pinned_dtypes or (not same if word == "moment_dtype" else has[word] != {dtype})
     )
 
 
@@ -540,12 +540,12 @@ def _resting(step: StepGraph, dtype: str) -> StepGraph:
         {value: source for value, source in weights_of(step).items() if source in trained},
         gradient_like(step),
     )
-    own = {graph.values[value].dtype for value in trained}
+    stored = {graph.values[value].dtype for value in trained}
     values = tuple(
         (
             replace(value, dtype=dtype)
             if (number in weights and value.dtype == graph.values[weights[number]].dtype)
-            or (number in gradients and value.dtype in own)
+            or (number in gradients and value.dtype in stored)
             else value
         )
         for number, value in enumerate(graph.values)
@@ -609,20 +609,20 @@ class Priced:
 
 
 def _decided(candidate: Candidate) -> tuple[tuple[str, str], ...]:
-    one, choice = candidate.decisions, candidate.choice
-    told = [
-        (field.name, _text(getattr(one, field.name)))
-        for field in fields(one)
+    decisions, choice = candidate.decisions, candidate.choice
+    words = [
+        (field.name, _text(getattr(decisions, field.name)))
+        for field in fields(decisions)
         if field.name not in _TOLD
     ]
-    told = [(word, text) for word, text in told if text and text != _DEFAULTS.get(word)]
+    words = [(word, text) for word, text in words if text and text != _DEFAULTS.get(word)]
     if choice.tensor:
-        told.append(("tensor shards", ", ".join(choice.tensor)))
+        words.append(("tensor shards", ", ".join(choice.tensor)))
     if choice.sequence:
-        told.append(("sequence_parallel", "True"))
+        words.append(("sequence_parallel", "True"))
     if candidate.routes:
-        told.append(("experts", "routed"))
-    return tuple(told)
+        words.append(("experts", "routed"))
+    return tuple(words)
 
 
 def _text(value: object) -> str:
@@ -649,7 +649,7 @@ def check_rules(rules: Rules, colouring: Colouring) -> Rules:
     """
     failures: list[str] = []
     entries: list[tuple[str, tuple[str, ...]]] = []
-    known = sorted(
+    names = sorted(
         {
             *colouring.colours,
             *(alias for colour in colouring.colours.values() for alias in colour.aliases),
@@ -658,10 +658,10 @@ def check_rules(rules: Rules, colouring: Colouring) -> Rules:
     for logical, axes in rules.entries:
         name = colouring.canonical(logical)
         if name is None:
-            near = difflib.get_close_matches(logical, known, n=1)
+            near = difflib.get_close_matches(logical, names, n=1)
             failures.append(
                 f"no dim is named {logical!r}{f'; did you mean {near[0]!r}?' if near else ''}"
-                f" (names are {', '.join(known)})"
+                f" (names are {', '.join(names)})"
             )
         else:
             entries.append((name, axes))
@@ -677,7 +677,7 @@ def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
         rules: colour -> mesh axes.
     """
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
-    ways = pins.mesh["tensor"] if pins.mesh is not None else dict(pins.axes).get("tensor", 1)
+    tensor = pins.mesh["tensor"] if pins.mesh is not None else dict(pins.axes).get("tensor", 1)
     optional = {
         name for name, axes in rules.entries if "tensor" not in axes
     }  # MaxText's fallbacks: a second rule for the same name
@@ -685,7 +685,7 @@ def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
         name
         for name, axes in rules.entries
         if "tensor" in axes
-        and not (name in optional and name != sequence and colouring.colours[name].divisor % ways)
+        and not (name in optional and name != sequence and colouring.colours[name].divisor % tensor)
     )
     used = set(pins.mesh or ()) | {axis for axis, size in pins.axes if size > 1}
     lacking = [
