@@ -353,7 +353,9 @@ def learn_names(
     forms = {rows[index]: _forms(grouped[rows[index]], there[columns[to]]) for index, to in pairs}
     tables = {rows[row] for row, to in pairs if _is_table(rows[row]) or _is_table(columns[to])}
     matrices = {
-        rows[row] for row, to in pairs if {len(group) for group in there[columns[to]].values()} == {2}
+        rows[row]
+        for row, to in pairs
+        if {len(group) for group in there[columns[to]].values()} == {2}
     } - tables
     asserted = None if transposed is None else {"transposed" if transposed else "same"}
     usual = asserted or _usual(forms, matrices)
@@ -377,7 +379,9 @@ def learn_names(
     return LearnedNames(
         sources=sources,
         unsure={**square, **_unsure(table, pairs, rows, columns)},
-        missing=tuple(path for group in rows if group not in forms_of_group for path in grouped[group]),
+        missing=tuple(
+            path for group in rows if group not in forms_of_group for path in grouped[group]
+        ),
         left=tuple(name for name in tensors if name not in taken),
     )
 

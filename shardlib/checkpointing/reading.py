@@ -379,7 +379,9 @@ def read_state(
     target = form_of(like)
     named = named_leaves(target)
     stored = {
-        p: spec for p, spec in description.arrays.items() if not (new_optimizer and is_of_optimizer(p))
+        p: spec
+        for p, spec in description.arrays.items()
+        if not (new_optimizer and is_of_optimizer(p))
     }
     findings = compared(
         stored,
@@ -394,7 +396,9 @@ def read_state(
     disk = on_disk(program)
 
     def read(portion: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        return fitted({p: named[p] for p in portion}, read_arrays(path, description, portion, camera))
+        return fitted(
+            {p: named[p] for p in portion}, read_arrays(path, description, portion, camera)
+        )
 
     arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
     for portion in portions({p: leaf for p, leaf in leaves.items() if p in disk}):

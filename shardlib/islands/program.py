@@ -825,7 +825,9 @@ class IslandsProgram:
         """
         states = map(first, self.programs)
         own_streams = tuple(streams_of(number, state) for number, state in enumerate(states))
-        return IslandsState(islands=own_streams, exchange=self._first(own_streams), trained=self.trained)
+        return IslandsState(
+            islands=own_streams, exchange=self._first(own_streams), trained=self.trained
+        )
 
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
         """Runs one step on every island, and a meeting after every so many.
@@ -957,7 +959,9 @@ class IslandsProgram:
             state: of this program; it stays usable.
         """
         require_islands(state, len(self.programs))
-        require_present("outer", ([island.inference for island in state.islands], outer_of(state).params))
+        require_present(
+            "outer", ([island.inference for island in state.islands], outer_of(state).params)
+        )
         like = jax.tree.leaves(self._partition(self.programs[0].state.params))
         outer = outer_of(state).params if self.exchange.keeps else self._means(state)
         params = [
@@ -1097,7 +1101,8 @@ def together(state: IslandsState) -> StoredIslands:
     mesh = mesh_of_islands(state)
     split = [_split(island.params, state.trained) for island in state.islands]
     states = [
-        replace(island, params=trained) for island, (trained, _) in zip(state.islands, split, strict=True)
+        replace(island, params=trained)
+        for island, (trained, _) in zip(state.islands, split, strict=True)
     ]
     return StoredIslands(
         islands=jax.tree.map(lambda *leaves: _stacked(leaves, mesh), *states),
@@ -1112,14 +1117,18 @@ def together(state: IslandsState) -> StoredIslands:
 def apart(stored: StoredIslands, like: IslandsState) -> IslandsState:
     """The state of islands out of arrays over the devices of all."""
     count = len(like.islands)
-    trained, frozen = zip(*(_split(island.params, like.trained) for island in like.islands), strict=True)
+    trained, frozen = zip(
+        *(_split(island.params, like.trained) for island in like.islands), strict=True
+    )
     trained_states = [
         replace(island, params=params) for island, params in zip(like.islands, trained, strict=True)
     ]
     leaves, structure = jax.tree.flatten(stored.islands)
     split = [
         unstacked(leaf, ones)
-        for leaf, ones in zip(leaves, zip(*map(jax.tree.leaves, trained_states), strict=True), strict=True)
+        for leaf, ones in zip(
+            leaves, zip(*map(jax.tree.leaves, trained_states), strict=True), strict=True
+        )
     ]
     islands: list[TrainState] = []
     for number in range(count):
@@ -1128,7 +1137,12 @@ def apart(stored: StoredIslands, like: IslandsState) -> IslandsState:
             path: local(array, frozen[number][path].sharding)
             for path, array in stored.frozen.items()
         }
-        islands.append(replace(island_state, params=_joined(like.islands[number].params, island_state.params, fixed)))
+        islands.append(
+            replace(
+                island_state,
+                params=_joined(like.islands[number].params, island_state.params, fixed),
+            )
+        )
     return replace(like, islands=tuple(islands), exchange=_outer(stored.outer, like))
 
 

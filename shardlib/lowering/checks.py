@@ -53,7 +53,12 @@ def require_state(caller: str, state: object) -> None:
 
 
 def require_own(
-    caller: str, state: Tree, expected: Tree, *, error: Exception | None = None, laid_out: bool = True
+    caller: str,
+    state: Tree,
+    expected: Tree,
+    *,
+    error: Exception | None = None,
+    laid_out: bool = True,
 ) -> None:
     """Refuses a state of another program; does nothing where it is one of this program.
 

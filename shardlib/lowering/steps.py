@@ -80,7 +80,9 @@ def _follower(plan: Plan, names: LogicalAxes, shape: tuple[int, ...]) -> Layout:
 def _gradients(traced: TracedStep, plan: Plan) -> Pinned:
     """The gradients of weights, where they are made."""
     graph = traced.problem.forward
-    producers = {value: (op.path, index) for op in graph.ops for index, value in enumerate(op.results)}
+    producers = {
+        value: (op.path, index) for op in graph.ops for index, value in enumerate(op.results)
+    }
     planned = {parameter.path: parameter for parameter in plan.parameters}
     return {
         producers[value]: planned[traced.paths[index]].gradient

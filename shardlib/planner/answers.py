@@ -92,7 +92,8 @@ def alternatives_text(alternatives: Iterable[Alternative]) -> str:
             ratio_text(alternative.ratio),
             bytes_text(alternative.peak_bytes),
             str(alternative.mesh),
-            (alternative.summary or "-") + (f" (and {alternative.ties:,} as fast)" if alternative.ties else ""),
+            (alternative.summary or "-")
+            + (f" (and {alternative.ties:,} as fast)" if alternative.ties else ""),
         )
         for alternative in alternatives
     ]
@@ -181,9 +182,9 @@ class Constraints:
 
     def __str__(self) -> str:
         lines = ["What holds the plan back"]
-        lines += [line for constraint in self.binding for line in wrapped("  - ", constraint.message)] or wrapped(
-            "  - ", "nothing: no memory, pin or size stands in the way of a faster plan."
-        )
+        lines += [
+            line for constraint in self.binding for line in wrapped("  - ", constraint.message)
+        ] or wrapped("  - ", "nothing: no memory, pin or size stands in the way of a faster plan.")
         if self.staircase:
             rows = [("step", "memory", "lacking", "mesh", "other decisions")]
             rows += [
@@ -282,7 +283,9 @@ class Kernels:
             "chip": self.chip,
             "peak_flops_per_s": dict(self.peak_flops_per_s),
             "bytes_per_s": self.bytes_per_s,
-            "kernels": [{**asdict(kernel), "bound_seconds": self.bound(kernel)} for kernel in self.kernels],
+            "kernels": [
+                {**asdict(kernel), "bound_seconds": self.bound(kernel)} for kernel in self.kernels
+            ],
         }
 
     def __str__(self) -> str:
@@ -379,14 +382,16 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
     """Elements that each device must receive to go from one layout to another."""
     reach = int(new.order.max()) + 1
     want, want_sizes = new.starts(reach)
-    old_starts, held_sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
+    old_starts, held_sizes = old.starts(
+        max(int(old.order.max()), int(survivors.max(initial=0))) + 1
+    )
     needed = np.zeros(reach, np.int64)
     needed[new.order] = math.prod(want_sizes.tolist())
     surviving = survivors[:reach]
     wanted_starts, theirs = want[:, : len(surviving)], old_starts[:, surviving]
-    common = np.minimum(wanted_starts + want_sizes[:, None], theirs + held_sizes[:, None]) - np.maximum(
-        wanted_starts, theirs
-    )
+    common = np.minimum(
+        wanted_starts + want_sizes[:, None], theirs + held_sizes[:, None]
+    ) - np.maximum(wanted_starts, theirs)
     overlap = np.prod(np.maximum(common, 0), axis=0)
     on_both = np.isin(np.arange(len(surviving)), new.order) & np.isin(surviving, old.order)
     needed[: len(surviving)] -= np.where(on_both, overlap, 0)
@@ -578,7 +583,9 @@ def _whence(change: Replan, needed: int) -> str:
             f"{bytes_text(lost)} ({percent_text(lost / needed)} of {bytes_text(needed)}) are on no"
             " surviving device and must come from a checkpoint."
         )
-    return f"Every one of {bytes_text(needed)} is on some surviving device: no checkpoint is needed."
+    return (
+        f"Every one of {bytes_text(needed)} is on some surviving device: no checkpoint is needed."
+    )
 
 
 def _part_lines(parts: Sequence[Part]) -> list[str]:
@@ -807,7 +814,9 @@ def save_seconds(plan: Plan, topology: Topology) -> float:
     return (device_bytes.parameters + device_bytes.optimizer) / rate
 
 
-def expected_seconds(work: float, interval: float, save: float, mtbf: float, restart: float) -> float:
+def expected_seconds(
+    work: float, interval: float, save: float, mtbf: float, restart: float
+) -> float:
     """Expected seconds of a run, see above.
 
     Args:

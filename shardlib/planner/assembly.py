@@ -340,7 +340,9 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
         return rematerialised
     fast = _seconds(priced, load.programs["none", candidate.routes])
     share = float(
-        rematerialised_share(decisions.remat_layers, decisions, load.model, priced.c, priced.pricer.profile)[0]
+        rematerialised_share(
+            decisions.remat_layers, decisions, load.model, priced.c, priced.pricer.profile
+        )[0]
     )
     return replace(
         rematerialised,
@@ -352,7 +354,12 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
 
 
 def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
-    model, decisions, pricer, c = priced.load.model, priced.candidate.decisions, priced.pricer, priced.c
+    model, decisions, pricer, c = (
+        priced.load.model,
+        priced.candidate.decisions,
+        priced.pricer,
+        priced.c,
+    )
     stored = priced.tally(priced.load.rest)
     both, ahead = (
         sums(priced.tally(items), stored, [], model, pricer, c)
@@ -361,7 +368,9 @@ def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
     # of the two messages of a microbatch, one goes forward
     roles = replace(ahead.collectives, passes=ahead.collectives.passes / 2)
     ahead = replace(ahead, collectives=roles)
-    total, forward = (float(tick_seconds(part, decisions, model, pricer, c)[0]) for part in (both, ahead))
+    total, forward = (
+        float(tick_seconds(part, decisions, model, pricer, c)[0]) for part in (both, ahead)
+    )
     weights = float(both.kernels.weights[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward,

@@ -68,7 +68,12 @@ def plain_data_parallel(situation: Situation) -> Finding | None:
     if plan.mesh.devices == 1 or plan.mesh == plain:
         return None
     rejected = next(
-        (candidate for candidate in plan.search.rejected if candidate.mesh == plain and candidate.reason == "slower"), None
+        (
+            candidate
+            for candidate in plan.search.rejected
+            if candidate.mesh == plain and candidate.reason == "slower"
+        ),
+        None,
     )
     if rejected is None or rejected.step_seconds > SIMPLER * plan.estimate.step_seconds:
         return None
@@ -112,7 +117,10 @@ def few_microbatches(situation: Situation) -> Finding | None:
     """A pipeline wants at least as many microbatches as stages, better four times as many (GPipe,
     arXiv:1811.06965, section 2.3).
     """
-    stages, micro = situation.plan.mesh["stage"], situation.plan.microbatches // situation.plan.accumulation
+    stages, micro = (
+        situation.plan.mesh["stage"],
+        situation.plan.microbatches // situation.plan.accumulation,
+    )
     if (
         stages == 1
         or micro >= PER_STAGE * stages
@@ -209,7 +217,12 @@ def fsdp_over_slow_network(situation: Situation) -> Finding | None:
     inside = math.prod(
         link.ways for link in links if link.kind != "network"
     )  # neighbours gather different parts over their own ports, and share them
-    tokens = situation.topology.chip.peak(situation.compute_dtype) / (min(rates) * inside) * situation.itemsize / 2
+    tokens = (
+        situation.topology.chip.peak(situation.compute_dtype)
+        / (min(rates) * inside)
+        * situation.itemsize
+        / 2
+    )
     if situation.device_tokens >= tokens:
         return None
     return Finding(

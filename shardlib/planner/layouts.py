@@ -232,7 +232,10 @@ def _gradient_role(step: StepLayouts, index: int, factors: set[int]) -> str:
 def _leaving(step: StepLayouts, index: int, value: int) -> list[Move]:
     """The collectives by which a result of a kernel gets to where it is held."""
     stored, computed = step.held(value), step.inside(index, value)
-    return [replace(move, layout=computed, before=True) for move in arriving(computed, stored, ATTENTION)]
+    return [
+        replace(move, layout=computed, before=True)
+        for move in arriving(computed, stored, ATTENTION)
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,7 +251,9 @@ def activation_layouts(
     """The main activations of a step, in the order of the program, `MOST` at most."""
     step = StepLayouts(facts=facts, choice=choice, mesh=mesh, context=context)
     layouts: dict[tuple[object, ...], ActivationLayout] = {}
-    for _, activation in sorted((*_residuals(step, groups), *_used(step)), key=lambda each: each[0]):
+    for _, activation in sorted(
+        (*_residuals(step, groups), *_used(step)), key=lambda each: each[0]
+    ):
         key = activation.name, activation.shape, activation.dtype, activation.held
         earlier = layouts.get(key)
         layouts[key] = activation if earlier is None else _joined(earlier, activation)
@@ -256,7 +261,9 @@ def activation_layouts(
 
 
 def _joined(first: ActivationLayout, second: ActivationLayout) -> ActivationLayout:
-    return replace(first, count=first.count + second.count, moves=merged((*first.moves, *second.moves)))
+    return replace(
+        first, count=first.count + second.count, moves=merged((*first.moves, *second.moves))
+    )
 
 
 def _residuals(step: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:

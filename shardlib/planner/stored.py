@@ -195,7 +195,11 @@ class Candidate:
             "collective matmul" if decisions.collective_matmul == "loop" else "",
             f"ZeRO {decisions.zero}" if decisions.zero else "",
             self._remat,
-            (microbatches_text(decisions.microbatches, decisions.accumulation) if decisions.microbatches > 1 else ""),
+            (
+                microbatches_text(decisions.microbatches, decisions.accumulation)
+                if decisions.microbatches > 1
+                else ""
+            ),
             named(decisions.schedule).words(decisions.virtual_stages),
             "weights gathered once" if decisions.gather == "once" else "",
             _CONTEXT[decisions.context] if "context" in decisions.mesh else "",
@@ -436,7 +440,8 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
         for word in DTYPES
     ]
     candidates = [
-        tuple((word, dtype) for word, dtype in choice if dtype) for choice in itertools.product(*options)
+        tuple((word, dtype) for word, dtype in choice if dtype)
+        for choice in itertools.product(*options)
     ]
     return sorted(candidates, key=len)
 
@@ -477,7 +482,8 @@ def effective(
     return tuple(
         (word, dtype)
         for word, dtype in dtypes
-        if (word, dtype) in pinned_dtypes or (not same if word == "moment_dtype" else has[word] != {dtype})
+        if (word, dtype) in pinned_dtypes
+        or (not same if word == "moment_dtype" else has[word] != {dtype})
     )
 
 

@@ -230,7 +230,10 @@ class Combination:
                 metric, why = self._merged(name)
             else:
                 dependence = dependences.get(name)
-                metric, why = self._added(name, dependence), dependence or "nothing is known of its rows"
+                metric, why = (
+                    self._added(name, dependence),
+                    dependence or "nothing is known of its rows",
+                )
             if metric is None:
                 failures.append(f"{name}: {why}")
             combined[name] = metric
@@ -361,7 +364,9 @@ def validator(validation: Validation, program: TrainingProgram) -> Validator:
     return Validator(
         asked=validation,
         evaluation=evaluation,
-        state_of=partial(averaged, loss_program) if loss_program and validation.average else program.learned,
+        state_of=partial(averaged, loss_program)
+        if loss_program and validation.average
+        else program.learned,
         usual=_rows(program.rows),
     )
 
