@@ -185,8 +185,8 @@ def of_step(description: About, step: int) -> About:
     """The document, if it is that of the step that the folder is called by."""
     if description.step != step:
         raise DamagedError(
-            f"it is the checkpoint of step {description.step} under another name; what was saved at step"
-            f" {step} is not in it"
+            f"it is the checkpoint of step {description.step} under another name; what was saved at"
+            f" step {step} is not in it"
         )
     return description
 
@@ -417,7 +417,8 @@ def read_state(
         code="optimizer-anew",
         severity="info",
         message=(
-            f"The optimizer starts anew; the checkpoint of step {description.step} gave the parameters."
+            f"The optimizer starts anew; the checkpoint of step {description.step} gave the"
+            " parameters."
         ),
     )
     return program.anew(state), (*findings, optimizer_finding)

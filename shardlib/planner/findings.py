@@ -133,8 +133,8 @@ def few_microbatches(situation: Situation) -> Finding | None:
         severity="warning" if micro < stages else "info",
         where=f"stage={stages}",
         message=(
-            f"{micro} microbatches{' at a time' if situation.plan.accumulation > 1 else ''} for {stages}"
-            f" stages leave the stages idle for {percent_text(bubble)} of a step"
+            f"{micro} microbatches{' at a time' if situation.plan.accumulation > 1 else ''} for"
+            f" {stages} stages leave the stages idle for {percent_text(bubble)} of a step"
         ),
         hint=(
             f"at least {PER_STAGE * stages} microbatches: a larger batch, or fewer data ways"
@@ -194,8 +194,8 @@ def below_ridge(situation: Situation) -> Finding | None:
         severity="info",
         where=f"{count_text(math.ceil(situation.device_tokens))} tokens a device",
         message=(
-            f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once, and a"
-            f" matmul with weights is limited by memory below {count_text(math.ceil(ridge))} on"
+            f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once, and"
+            f" a matmul with weights is limited by memory below {count_text(math.ceil(ridge))} on"
             f" {chip.name}"
         ),
         hint=(
@@ -364,8 +364,8 @@ def notes(
             where=topology.chip.name,
             message=(
                 "nothing was learned of the compiler for this chip: plans leave"
-                f" {percent_text(1 - 1 / correction.factor)} of its memory to what a program may need"
-                " beyond the prediction"
+                f" {percent_text(1 - 1 / correction.factor)} of its memory to what a program may"
+                " need beyond the prediction"
             ),
             hint="[corrections] margin in a topology file, or `shardlib verify`",
         )
@@ -394,8 +394,8 @@ def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Fin
         cost = "hardly anything is computed more often for it"
     else:
         cost = (
-            f"their matmuls are computed by each of the {tensor} devices of tensor, which is at most"
-            f" {seconds_text(lost)} of a step of {seconds_text(total)}"
+            f"their matmuls are computed by each of the {tensor} devices of tensor, which is at"
+            f" most {seconds_text(lost)} of a step of {seconds_text(total)}"
         )
     return [
         Finding(
