@@ -194,8 +194,8 @@ def below_ridge(situation: Situation) -> Finding | None:
         severity="info",
         where=f"{count_text(math.ceil(situation.device_tokens))} tokens a device",
         message=(
-            f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once, and"
-            f" a matmul with weights is limited by memory below {count_text(math.ceil(ridge))} on"
+            f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once,"
+            f" and a matmul with weights is limited by memory below {count_text(math.ceil(ridge))} on"
             f" {chip.name}"
         ),
         hint=(

@@ -123,7 +123,7 @@ def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJa
     if not has_custom(closed.jaxpr):
         return closed
     function = core.jaxpr_as_fun(closed)
-    wanted = tuple(
+    differentiated = tuple(
         number
         for number, var in enumerate(closed.jaxpr.invars[:parameters])
         if jax.numpy.issubdtype(var.aval.dtype, np.floating)
@@ -132,10 +132,10 @@ def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJa
         jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars
     ]  # pyright: ignore[reportAttributeAccessIssue]
     return (
-        jax.make_jaxpr(jax.value_and_grad(lambda *values: function(*values)[0], argnums=wanted))(
-            *arguments
-        )
-        if wanted
+        jax.make_jaxpr(
+            jax.value_and_grad(lambda *values: function(*values)[0], argnums=differentiated)
+        )(*arguments)
+        if differentiated
         else closed
     )
 
@@ -160,7 +160,7 @@ def _inner(value: Any) -> list[core.Jaxpr]:
         if isinstance(value, (tuple, list))
         else ()
     )
-    return [found for part in parts for found in _inner(part)]
+    return [jaxpr for part in parts for jaxpr in _inner(part)]
 
 
 class _Writer:
@@ -178,32 +178,32 @@ class _Writer:
         self.jaxpr(closed.jaxpr, closed.consts)
 
     def jaxpr(self, jaxpr: core.Jaxpr, consts: Any = ()) -> None:
-        known: dict[Any, int] = {}
+        numbers: dict[Any, int] = {}
         for var in (*jaxpr.constvars, *jaxpr.invars):
-            self.say("in", known.setdefault(var, len(known)), _aval(var.aval))
+            self.say("in", numbers.setdefault(var, len(numbers)), _aval(var.aval))
         for const in consts:
             self.constant(const)
         for eqn in jaxpr.eqns:
             self.operations[eqn.primitive.name] += 1
             self.say("op", eqn.primitive.name)
             for atom in eqn.invars:
-                self.atom(atom, known)
+                self.atom(atom, numbers)
             for name, value in sorted(eqn.params.items()):
                 if name not in UNSEEN:
                     self.say("param", name)
                     self.value(value)
             for var in eqn.outvars:
-                self.say("out", known.setdefault(var, len(known)), _aval(var.aval))
+                self.say("out", numbers.setdefault(var, len(numbers)), _aval(var.aval))
         for atom in jaxpr.outvars:
-            self.atom(atom, known)
+            self.atom(atom, numbers)
         self.say("end")
 
-    def atom(self, atom: Any, known: Mapping[Any, int]) -> None:
+    def atom(self, atom: Any, numbers: Mapping[Any, int]) -> None:
         if isinstance(atom, core.Literal):
             self.say("literal", _aval(atom.aval))
             self.constant(atom.val)
         else:
-            self.say("var", known[atom])
+            self.say("var", numbers[atom])
 
     def constant(self, value: Any) -> None:
         """A number, or an array of them; of an array that other processes hold, its shape."""
@@ -278,24 +278,32 @@ def traced(
 ) -> JsonObject:
     """The traced program, as plain data."""
     program = programs[0][1]
-    own = program.loss_program
-    if own is None:
+    loss_program = program.loss_program
+    if loss_program is None:
         return _of_step(program, data, seed)
-    losses = [_loss(one) for _, one in programs]
+    losses = [_loss(program_of_island) for _, program_of_island in programs]
     return {
         "loss": {
             "digest": _hash(
-                [(before, *one.digests) for (before, _), one in zip(programs, losses, strict=True)]
+                [
+                    (before, *program_of_island.digests)
+                    for (before, _), program_of_island in zip(programs, losses, strict=True)
+                ]
             ),
             "operations": dict(losses[0].operations),
             "constants": list(losses[0].numbers),
             "untraceable": losses[0].untraceable,
         },
-        **_optimizer(own),
+        **_optimizer(loss_program),
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
-        "model": {"digest": _hash(_shapes((own.model.params, own.model.state)))},
-        "batch": {"arrays": {str(before): _shapes(one.rows) for before, one in programs}},
+        "model": {"digest": _hash(_shapes((loss_program.model.params, loss_program.model.state)))},
+        "batch": {
+            "arrays": {
+                str(before): _shapes(program_of_island.rows)
+                for before, program_of_island in programs
+            }
+        },
         "exchange": {"value": _exchange(program)},
     }
 
@@ -303,16 +311,16 @@ def traced(
 def _of_step(program: TrainingProgram, data: Rows | Callable[[int], Tree], seed: int) -> JsonObject:
     """The traced program of a step that has everything inside."""
     assert program.source is not None
-    found = draw(program.source.closed_jaxpr)
+    drawing = draw(program.source.closed_jaxpr)
     return {
         "loss": {
-            "digest": _hash(found.structure),
-            "operations": dict(found.operations),
+            "digest": _hash(drawing.structure),
+            "operations": dict(drawing.operations),
             "constants": [],
             "untraceable": "",
         },
         "optimizer": {"digest": "inside of the step", "operations": {}},
-        "lr": {"digest": _hash(found.constants), "constants": list(found.numbers[:NUMBERS])},
+        "lr": {"digest": _hash(drawing.constants), "constants": list(drawing.numbers[:NUMBERS])},
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
         "model": {"digest": _hash(_shapes(program.state))},
@@ -381,24 +389,27 @@ def _optimizer(program: Program) -> JsonObject:
         ),
     ]
     operations = {
-        name: sum(one.operations.get(name, 0) for one in both)
-        for name in sorted({name for one in both for name in one.operations})
+        name: sum(drawing.operations.get(name, 0) for drawing in both)
+        for name in sorted({name for drawing in both for name in drawing.operations})
     }
-    numbers = [number for one in both for number in one.numbers]
+    numbers = [number for drawing in both for number in drawing.numbers]
     return {
         "optimizer": {
-            "digest": _hash([*(one.structure for one in both), repr(program.parts.guards)]),
+            "digest": _hash([*(drawing.structure for drawing in both), repr(program.parts.guards)]),
             "operations": operations,
         },
-        "lr": {"digest": _hash([one.constants for one in both]), "constants": numbers[:NUMBERS]},
+        "lr": {
+            "digest": _hash([drawing.constants for drawing in both]),
+            "constants": numbers[:NUMBERS],
+        },
     }
 
 
 def _data(data: Any) -> str:
     """The examples, as plain data."""
-    known = getattr(data, "digest", None)
-    if isinstance(known, str):
-        return known
+    digest = getattr(data, "digest", None)
+    if isinstance(digest, str):
+        return digest
     first = data(0) if callable(data) else data.rows(0, [0])
     total = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(first):
@@ -465,17 +476,17 @@ class Held:
             except OSError as error:
                 raise folder.unwritable(error) from error
             stack.callback(owner.release)
-            found = folder.open(identity, trace, allow)
+            opened = folder.open(identity, trace, allow)
             folder.write_plan(programs[0][1].plan.to_json())
-            return owner, found
+            return owner, opened
 
         taken = first_decides("folder of the run", take)
         if taken is None:
             return Held(owner=None, trace=trace)
-        owner, found = taken
+        owner, opened = taken
         texts = [
-            f"a change on purpose, written down in {folder.manifest}: {one.text}"
-            for one in found.changes
+            f"a change on purpose, written down in {folder.manifest}: {change.text}"
+            for change in opened.changes
         ]
         untraceable = trace["loss"]["untraceable"]
         texts += (
@@ -491,7 +502,7 @@ class Held:
                 "what this run computes was not written down before; from now on it is what this"
                 " process traces"
             ]
-            if found.untraced
+            if opened.untraced
             else []
         )
         texts += (
@@ -500,7 +511,7 @@ class Held:
                 " whole checkpoint: it begins anew. Saving more often (save_every, --save-every)"
                 " loses less"
             ]
-            if found.known and not folder.saved()
+            if opened.known and not folder.saved()
             else []
         )
-        return Held(owner=owner, trace=trace, changes=found.changes, texts=tuple(texts))
+        return Held(owner=owner, trace=trace, changes=opened.changes, texts=tuple(texts))
