@@ -195,8 +195,8 @@ def below_ridge(situation: Situation) -> Finding | None:
         where=f"{count_text(math.ceil(situation.device_tokens))} tokens a device",
         message=(
             f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once,"
-            f" and a matmul with weights is limited by memory below {count_text(math.ceil(ridge))} on"
-            f" {chip.name}"
+            f" and a matmul with weights is limited by memory below {count_text(math.ceil(ridge))}"
+            f" on {chip.name}"
         ),
         hint=(
             "a larger batch, fewer microbatches or fewer devices (jax-ml/scaling-book, roofline.md)"
