@@ -19,6 +19,7 @@ from flax import linen, nnx
 import shardlib
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import BatchError
+from shardlib.lowering.random_keys import Fold
 
 LAYERS, EMBED, VOCAB, ROWS = 4, 16, 32, 16
 AXES = {
@@ -271,3 +272,12 @@ def test_the_recipes_of_the_docs_train_with_dropout_and_evaluate_without(recipe)
     again, other = (float(program.evaluate(state, rows())["loss"]) for _ in range(2))
     assert again == other == float(names["validation"]["loss"])
     assert abs(float(names["metrics"]["loss"]) - again) > 1e-3
+
+
+def test_every_microbatch_has_a_key_of_its_own():
+    key = jax.random.key(0)
+    keys = jax.random.key_data(Fold().stacked(key, 3))
+    for number in range(3):
+        np.testing.assert_array_equal(
+            keys[number], jax.random.key_data(jax.random.fold_in(key, number))
+        )
