@@ -17,7 +17,7 @@ from shardlib.cost.collectives import collective_cost
 from shardlib.cost.communication import dealt_out, exposed
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.framework import XLA, FrameworkProfile, Knobs
-from shardlib.cost.roofline import applied, efficiency
+from shardlib.cost.roofline import efficiency
 from shardlib.cost.stages import (
     Candidates,
     Model,
@@ -594,8 +594,3 @@ def estimate(
         hardware_flops=float(totals.flops[index]) * mesh.devices,
         peak_flops_per_s=peak_flops_per_s * mesh.devices,
     )
-
-
-def with_corrections(cost: Estimate, topology: Topology) -> Estimate:
-    """The estimate with the factors that it was multiplied by."""
-    return replace(cost, corrections=applied(topology))

@@ -319,22 +319,6 @@ class _Prices:
         )
 
 
-def looped(totals: Totals, saved: Saving | None) -> Totals:
-    """The price with what loops save; None where there are none.
-
-    Args:
-        saved: seconds of a step that loops save, by part.
-    """
-    if saved is None:
-        return totals
-    seconds = {
-        **totals.seconds,
-        "exposed": totals.seconds["exposed"] - saved.exposed_s,
-        "compute": totals.seconds["compute"] + saved.compute_s,
-    }
-    return replace(totals, seconds=seconds)
-
-
 # --------------------------------------------------------------------------------------------------
 # Prices of steps whose layer groups follow different remat policies.
 #

@@ -13,7 +13,8 @@ from shardlib.cost.collectives import Slot, along, stored
 from shardlib.cost.communication import Placed, collectives
 from shardlib.cost.estimate import Offloaded, StageSeconds
 from shardlib.cost.framework import XLA
-from shardlib.cost.pricing import Totals, combine, estimate, tick_seconds, with_corrections
+from shardlib.cost.pricing import Totals, combine, estimate, tick_seconds
+from shardlib.cost.roofline import applied
 from shardlib.cost.stages import Candidates, candidates, dealt, shares_moved, sums
 from shardlib.cost.tables import Pricer, Q
 from shardlib.cost.terms import Item
@@ -24,7 +25,6 @@ from shardlib.cost.variants import (
     between,
     composed,
     fullest_by_class,
-    looped,
     mix,
     offloaded,
     rematerialised_share,
@@ -89,7 +89,15 @@ class OnMachine:
 
     def totals(self) -> Totals:
         """The price."""
-        return looped(self._without_loops(), self.saving())
+        totals, saved = self._without_loops(), self.saving()
+        if saved is None:
+            return totals
+        seconds = {
+            **totals.seconds,
+            "exposed": totals.seconds["exposed"] - saved.exposed_s,
+            "compute": totals.seconds["compute"] + saved.compute_s,
+        }
+        return replace(totals, seconds=seconds)
 
     def saving(self) -> Saving | None:
         """The saving of loops over tensor; None without any."""
@@ -442,7 +450,8 @@ def assemble(
         ),
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
         estimate=replace(
-            with_corrections(cost, topology),
+            cost,
+            corrections=applied(topology),
             stage=stage_seconds(priced),
             offloaded=_offloaded(original, topology, priced),
         ),
