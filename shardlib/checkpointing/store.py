@@ -217,14 +217,14 @@ class Keep:
 
     def superfluous(self, checkpoints: Sequence[About]) -> list[int]:
         """Steps of the checkpoints that have no reason to stay; never the latest."""
-        ordered = sorted(checkpoints, key=lambda about: about.step)
+        ordered = sorted(checkpoints, key=lambda description: description.step)
         infos = [
             _Info(
-                step=about.step,
-                time=datetime.datetime.fromtimestamp(about.time, datetime.UTC),
-                metrics=self._metric(about),
+                step=description.step,
+                time=datetime.datetime.fromtimestamp(description.time, datetime.UTC),
+                metrics=self._metric(description),
             )
-            for about in ordered
+            for description in ordered
         ]
         stays = (
             _managers.AnyPreservationPolicy(self._policies()).should_preserve(
@@ -234,7 +234,9 @@ class Keep:
             else []
         )
         return [
-            about.step for about, reason in zip(ordered[:-1], stays[:-1], strict=True) if not reason
+            description.step
+            for description, reason in zip(ordered[:-1], stays[:-1], strict=True)
+            if not reason
         ]
 
     def _policies(self) -> list[_managers.PreservationPolicy]:
@@ -253,9 +255,9 @@ class Keep:
             policies.append(_managers.EveryNSeconds(seconds))
         return policies
 
-    def _metric(self, about: About) -> float | None:
+    def _metric(self, description: About) -> float | None:
         """The number to compare; None where there is none, or none that can be compared."""
-        value = about.metrics.get(self.best) if self.best else None
+        value = description.metrics.get(self.best) if self.best else None
         return value if value is not None and math.isfinite(value) else None
 
 
@@ -263,7 +265,7 @@ class Keep:
 # A checkpoint written with Orbax, and older ones that nothing keeps deleted.
 
 
-def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About) -> None:
+def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, description: About) -> None:
     """Writes a checkpoint; what a failure has left is cleared away."""
     arrays = {**snapshot.arrays, **snapshot.stored}
     owners = owners_of(arrays.values())
@@ -283,7 +285,7 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About
                 folder.checkpoint(step),
                 ocp.args.Composite(
                     state=ocp.args.PyTreeSave(arrays),
-                    about=ocp.args.JsonSave(about.to_json()),
+                    about=ocp.args.JsonSave(description.to_json()),
                 ),
             )
 
@@ -323,12 +325,12 @@ def _said_once() -> Iterator[None]:
 def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
     """Deletes checkpoints that nothing keeps; in the first process."""
     try:
-        found = [
-            about
+        descriptions = [
+            description
             for saved in folder.steps()
-            if (about := reading.try_about(folder.checkpoint(saved), saved))
+            if (description := reading.try_about(folder.checkpoint(saved), saved))
         ]
-        for superfluous in keep.superfluous(found):
+        for superfluous in keep.superfluous(descriptions):
             folder.discard(superfluous)
     except OSError as error:
         raise CheckpointError(
@@ -467,7 +469,7 @@ class Checkpoints:
                 path: spec_of(leaf) for path, leaf in named.items()
             }  # the next step deletes the arrays, not their shapes
             try:
-                about = About(
+                description = About(
                     step=step,
                     time=time.time(),
                     arrays=specs,
@@ -476,7 +478,7 @@ class Checkpoints:
                     extra=plain,
                     metrics={name: float(value) for name, value in (metrics or {}).items()},
                 )
-                self._write(step, snapshot, about)
+                self._write(step, snapshot, description)
             finally:
                 snapshot.delete()
 
@@ -536,14 +538,14 @@ class Checkpoints:
             except DamagedError as error:
                 damaged[candidate] = str(error)
             else:
-                found = set_aside(self._folder, damaged, read_only=self.read_only)
-                return replace(restored, findings=(*found, *restored.findings))
+                findings = set_aside(self._folder, damaged, read_only=self.read_only)
+                return replace(restored, findings=(*findings, *restored.findings))
         raise none_good(self._folder, damaged, candidates)
 
-    def _write(self, step: int, snapshot: Snapshot, about: About) -> None:
+    def _write(self, step: int, snapshot: Snapshot, description: About) -> None:
         """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
         self._require()
-        write_checkpoint(self._folder, step, snapshot, about)
+        write_checkpoint(self._folder, step, snapshot, description)
         if values.is_process_zero():
             delete_superfluous(self._folder, self.keep, step)
 

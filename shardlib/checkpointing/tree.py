@@ -126,14 +126,14 @@ def _generator(leaf: Tree) -> str:
         return ""
     if isinstance(leaf, jax.Array):
         return key_name(leaf)
-    found: list[str] = []
+    names: list[str] = []
 
     def look(keys: Any) -> Tree:
-        found.append(key_name(keys))
+        names.append(key_name(keys))
         return keys
 
     jax.eval_shape(look, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return found[0]
+    return names[0]
 
 
 def raw_abstract(leaf: Tree) -> jax.ShapeDtypeStruct:
@@ -202,7 +202,7 @@ def check_target(target: Tree) -> None:
 
 
 def compared(
-    stored: Mapping[str, Spec], target: Mapping[str, Spec], where: str
+    stored: Mapping[str, Spec], target: Mapping[str, Spec], subject: str
 ) -> tuple[Finding, ...]:
     """Compares what a checkpoint holds with what is to be restored.
 
@@ -222,14 +222,14 @@ def compared(
     if model:
         raise_all(
             CheckpointError,
-            f"{where} is of another model",
+            f"{subject} is of another model",
             _cut(model),
             hint="the model that it was saved with, or another folder for this one",
         )
     if differences:
         raise_all(
             OtherOptimizerError,
-            f"{where} is of another optimizer",
+            f"{subject} is of another optimizer",
             _cut(list(differences.values())),
             hint=(
                 "the optimizer that it was saved with, or restore(program, parameters_only=True),"
@@ -248,7 +248,7 @@ def compared(
             code="checkpoint-dtype",
             severity="warning",
             where=shortened(cast),
-            message=f"{len(cast)} arrays of {where} have another dtype and are cast.",
+            message=f"{len(cast)} arrays of {subject} have another dtype and are cast.",
         ),
     )
 
@@ -313,10 +313,10 @@ class Snapshot:
 
     def sums(self) -> dict[str, tuple[int, int]]:
         """The sums of all arrays; waits for them."""
-        known = {path: np.asarray(pair) for path, pair in self.kept.items()}
+        on_disk = {path: np.asarray(pair) for path, pair in self.kept.items()}
         return {
             **by_path(self.arrays, np.asarray(self.copied)),
-            **{path: (int(pair[0]), int(pair[1])) for path, pair in known.items()},
+            **{path: (int(pair[0]), int(pair[1])) for path, pair in on_disk.items()},
         }
 
     def delete(self) -> None:
@@ -350,15 +350,17 @@ class Camera:
         arrays = {path: leaf for path, leaf in state.items() if not isinstance(leaf, DiskArray)}
         stored = {path: leaf.held() for path, leaf in state.items() if isinstance(leaf, DiskArray)}
         if self._place(arrays) == "device":
-            copies, found = self._program(arrays, copies=True)(arrays)
+            copies, sums = self._program(arrays, copies=True)(arrays)
         else:
-            found = self._program(arrays, copies=False)(arrays)
+            sums = self._program(arrays, copies=False)(arrays)
             copies = {
                 path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
                 for path, array in arrays.items()
             }
-        copied, kept = in_every_process((found, {path: leaf.sums for path, leaf in stored.items()}))
-        return Snapshot(arrays=copies, stored=stored, copied=copied, kept=kept)
+        copied, disk_sums = in_every_process(
+            (sums, {path: leaf.sums for path, leaf in stored.items()})
+        )
+        return Snapshot(arrays=copies, stored=stored, copied=copied, kept=disk_sums)
 
     def prepare(self, arrays: Mapping[str, Tree]) -> None:
         """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need

@@ -893,27 +893,37 @@ def apply_function(
 ) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
     """(state, gradients) -> (state, metrics), the second half of a step."""
 
-    def apply(state: TrainState, given: Gradients) -> tuple[TrainState, Metrics]:
+    def apply(state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
         if parts.guards is None or state.guard is None:
             after = updated(
-                parts, state, given.loss, given.params, given.model_state, lambda new, old: new
+                parts,
+                state,
+                gradients.loss,
+                gradients.params,
+                gradients.model_state,
+                lambda new, old: new,
             )
-            return replace(after, exchange=given.exchange), {"loss": given.loss, **given.metrics}
-        found = checked(parts.guards, state.guard, given.loss, given.params, parts.params.gradient)
+            return replace(after, exchange=gradients.exchange), {
+                "loss": gradients.loss,
+                **gradients.metrics,
+            }
+        outcome = checked(
+            parts.guards, state.guard, gradients.loss, gradients.params, parts.params.gradient
+        )
         after = updated(
             parts,
             state,
-            found.loss,
-            found.gradients,
-            given.model_state if state.guard.scale is None else given.model_state["model"],
-            found.chosen,
+            outcome.loss,
+            outcome.gradients,
+            gradients.model_state if state.guard.scale is None else gradients.model_state["model"],
+            outcome.chosen,
         )
-        guard = parts.guards.after(state.guard, found.finite)
-        exchange = found.chosen(given.exchange, state.exchange)
+        guard = parts.guards.after(state.guard, outcome.finite)
+        exchange = outcome.chosen(gradients.exchange, state.exchange)
         return replace(after, guard=guard, exchange=exchange), {
-            "loss": found.loss,
-            **found.metrics(state.guard),
-            **given.metrics,
+            "loss": outcome.loss,
+            **outcome.metrics(state.guard),
+            **gradients.metrics,
         }
 
     return apply

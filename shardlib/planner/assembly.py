@@ -79,12 +79,12 @@ class OnMachine:
     @classmethod
     def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
         """A candidate of a model on a topology."""
-        one = candidate.decisions
-        load = load.under(one.dtypes, one.fused)
-        pricer = Pricer(topology.in_use(one.mesh.devices), load.profile)
-        placed = place(one.mesh, topology, one.axis_order)
-        assert placed is not None, f"{one.mesh} does not fit {topology.name}"
-        c = candidates([(one.mesh, placed)], [one.microbatches], pricer.topology)
+        decisions = candidate.decisions
+        load = load.under(decisions.dtypes, decisions.fused)
+        pricer = Pricer(topology.in_use(decisions.mesh.devices), load.profile)
+        placed = place(decisions.mesh, topology, decisions.axis_order)
+        assert placed is not None, f"{decisions.mesh} does not fit {topology.name}"
+        c = candidates([(decisions.mesh, placed)], [decisions.microbatches], pricer.topology)
         return cls(load=load, candidate=candidate, pricer=pricer, placed=placed, c=c)
 
     def totals(self) -> Totals:
@@ -101,12 +101,12 @@ class OnMachine:
 
     def saving(self) -> Saving | None:
         """The saving of loops over tensor; None without any."""
-        one, load = self.candidate, self.load
-        if one.decisions.collective_matmul != "loop" or one.mesh["stage"] > 1:
+        candidate, load = self.candidate, self.load
+        if candidate.decisions.collective_matmul != "loop" or candidate.mesh["stage"] > 1:
             return None
         return saving(
-            load.programs[one.decisions.remat, one.routes].facts,
-            one.choice,
+            load.programs[candidate.decisions.remat, candidate.routes].facts,
+            candidate.choice,
             self.placed,
             self.c,
             self.pricer,
@@ -121,21 +121,23 @@ class OnMachine:
         """The program of every remat policy that layers follow, with the part of each segment that
         does: those of layer groups, what has none, and the embedding and head.
         """
-        one, groups = self.candidate.decisions, self.candidate.groups
-        layers = [float(each[0]) for each in fullest_by_class(one, self.load.model, self.c)]
+        decisions, groups = self.candidate.decisions, self.candidate.groups
+        layers = [float(each[0]) for each in fullest_by_class(decisions, self.load.model, self.c)]
         if groups:
             shares = [
                 (policy, number / count)
                 for (policy, number), count in zip(groups, layers, strict=True)
             ]
         else:
-            share = float(self._share()[0]) if one.remat_layers else 1.0
-            shares = [(one.remat, share)] * len(layers)
+            share = float(self._share()[0]) if decisions.remat_layers else 1.0
+            shares = [(decisions.remat, share)] * len(layers)
         parts = {
             policy: np.zeros(len(layers) + 2)
-            for policy in dict.fromkeys((one.remat, *(policy for policy, _ in shares), "none"))
+            for policy in dict.fromkeys(
+                (decisions.remat, *(policy for policy, _ in shares), "none")
+            )
         }
-        parts[one.remat][len(layers) :] = 1.0
+        parts[decisions.remat][len(layers) :] = 1.0
         for k, (policy, share) in enumerate(shares):
             parts[policy][k] += share
             parts["none"][k] += 1 - share
@@ -149,37 +151,41 @@ class OnMachine:
         """Bytes on a device of what moves once a step, by slot and cause: parameters after their
         update, and layers that are dealt out to stages.
         """
-        rest = self.tally(self.load.rest)[..., self.c.shape]
-        how, model, profile = self.candidate.decisions, self.load.model, self.pricer.profile
-        found: dict[tuple[Slot, str], float] = {}
-        if how.zero in (1, 2):
-            shares = shares_moved(how, model, self.c, profile)
-            experts = float((rest[:, Q.EXPERTS] * shares).sum())
-            sizes = float((rest[:, Q.PARAMETERS] * shares).sum()) - experts, experts
+        stored_tally = self.tally(self.load.rest)[..., self.c.shape]
+        decisions, model, profile = self.candidate.decisions, self.load.model, self.pricer.profile
+        sizes_by_slot: dict[tuple[Slot, str], float] = {}
+        if decisions.zero in (1, 2):
+            shares = shares_moved(decisions, model, self.c, profile)
+            experts = float((stored_tally[:, Q.EXPERTS] * shares).sum())
+            sizes = float((stored_tally[:, Q.PARAMETERS] * shares).sum()) - experts, experts
             for flag, size in zip((False, True), sizes, strict=True):
                 slot = Slot("gather", stored(experts=flag), "all-gather")
-                found[slot, "updated parameters"] = size
+                sizes_by_slot[slot, "updated parameters"] = size
         parameters, gradients = (
-            (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if how.zero >= 3 else (Q.PARAMETERS, Q.FROZEN),
-            (Q.KEPT_CUT if how.zero >= 2 else Q.KEPT,),
+            (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if decisions.zero >= 3 else (Q.PARAMETERS, Q.FROZEN),
+            (Q.KEPT_CUT if decisions.zero >= 2 else Q.KEPT,),
         )
-        kind = "all-gather" if how.virtual_stages % how.mesh["stage"] else "all-to-all"
+        kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
-            size = dealt(rest[:, rows].sum(1), how, model, self.c, profile)
-            found[Slot("deal", along(STAGE), kind), cause] = float(size[0])
-        return found
+            size = dealt(stored_tally[:, rows].sum(1), decisions, model, self.c, profile)
+            sizes_by_slot[Slot("deal", along(STAGE), kind), cause] = float(size[0])
+        return sizes_by_slot
 
     def _without_loops(self) -> Totals:
-        one, load, c = self.candidate, self.load, self.c
-        how = one.decisions
+        candidate, load, c = self.candidate, self.load, self.c
+        decisions = candidate.decisions
 
         def priced(work: Array, points: Sequence[Array]) -> Totals:
             quantities = sums(work, self.tally(load.rest), points, load.model, self.pricer, c)
-            totals = combine(quantities, how, load.model, self.pricer, c)
-            return offloaded(totals, how.offload, self.pricer, c) if how.offload else totals
+            totals = combine(quantities, decisions, load.model, self.pricer, c)
+            return (
+                offloaded(totals, decisions.offload, self.pricer, c)
+                if decisions.offload
+                else totals
+            )
 
         def corner(policies: Corner) -> Totals:
-            programs = {policy: load.programs[policy, one.routes] for policy in policies}
+            programs = {policy: load.programs[policy, candidate.routes] for policy in policies}
             first = programs[policies[0]]
             if len(programs) == 1:
                 return priced(self.tally(first.work), [self.tally(items) for items in first.points])
@@ -196,18 +202,18 @@ class OnMachine:
             segments = [moment.segment for moment in first.moments]
             return priced(*composed(policies, parts, segments, load.counts))
 
-        if one.groups:
-            return between(one.groups, fullest_by_class(how, load.model, c), corner)
-        rematerialised = corner((how.remat,))
-        if not how.remat_layers:
+        if candidate.groups:
+            return between(candidate.groups, fullest_by_class(decisions, load.model, c), corner)
+        rematerialised = corner((decisions.remat,))
+        if not decisions.remat_layers:
             return rematerialised
         return mix(corner(("none",)), rematerialised, self._share())
 
     def _share(self) -> Array:
         """Part of the layers that rematerialise, where a number of them does."""
-        how = self.candidate.decisions
+        decisions = self.candidate.decisions
         return rematerialised_share(
-            how.remat_layers, how, self.load.model, self.c, self.pricer.profile
+            decisions.remat_layers, decisions, self.load.model, self.c, self.pricer.profile
         )
 
 
@@ -231,17 +237,21 @@ NAMED = 4
 
 @diagnostic
 def of_replicated(
-    found: Mapping[tuple[str, ...], Mapping[str, float]], mesh: MeshShape, step_seconds: float
+    seconds_by_axes: Mapping[tuple[str, ...], Mapping[str, float]],
+    mesh: MeshShape,
+    step_seconds: float,
 ) -> tuple[Finding, ...]:
     """Findings about replicated compute: for each set of mesh axes the seconds of a step, and the
     ops that take the most of them.
 
     Args:
-        found: seconds by axes and op, see `shardlib.cost.variants.replicated`.
+        seconds_by_axes: seconds by axes and op, see `shardlib.cost.variants.replicated`.
         step_seconds: of the step.
     """
     worth = {
-        axes: ops for axes, ops in sorted(found.items()) if sum(ops.values()) > WORTH * step_seconds
+        axes: ops
+        for axes, ops in sorted(seconds_by_axes.items())
+        if sum(ops.values()) > WORTH * step_seconds
     }
     return tuple(_finding(axes, ops, mesh, step_seconds) for axes, ops in worth.items())
 
@@ -249,10 +259,10 @@ def of_replicated(
 def _finding(
     axes: tuple[str, ...], ops: Mapping[str, float], mesh: MeshShape, step_seconds: float
 ) -> Finding:
-    total, most = sum(ops.values()), sorted(ops.items(), key=lambda one: (-one[1], one[0]))
-    listed = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in most[:NAMED]) + (
-        f" and {len(most) - NAMED} more" if len(most) > NAMED else ""
-    )
+    total, sorted_ops = sum(ops.values()), sorted(ops.items(), key=lambda op: (-op[1], op[0]))
+    listed = ", ".join(
+        f"{name} {seconds_text(seconds)}" for name, seconds in sorted_ops[:NAMED]
+    ) + (f" and {len(sorted_ops) - NAMED} more" if len(sorted_ops) > NAMED else "")
     over = " x ".join(f"{axis}={mesh[axis]}" for axis in axes)
     return Finding(
         code="replicated-compute",
@@ -405,7 +415,7 @@ def assemble(
 ) -> Plan:
     """Builds the plan of a candidate."""
     priced = OnMachine.of(load, topology, candidate)
-    original, load, how, saved = load, priced.load, candidate.decisions, priced.saving()
+    original, load, chosen, saved = load, priced.load, candidate.decisions, priced.saving()
     problem, colouring = load.problem, load.colouring
     compute, stored = (
         (candidate.choice.rules(), None)
@@ -416,9 +426,9 @@ def assemble(
     listed = collectives(
         [(program.work, part) for program, part in programs],
         candidate.choice,
-        how,
+        chosen,
         priced.once_a_step(),
-        Placed(mesh=how.mesh, placement=priced.placed, candidate=priced.c),
+        Placed(mesh=chosen.mesh, placement=priced.placed, candidate=priced.c),
         load.model,
         priced.pricer,
         saved.messages if saved else {},
@@ -429,8 +439,8 @@ def assemble(
         listed=listed,
         tokens=problem.tokens,
         model_flops=model_flops(problem),
-        mesh=how.mesh,
-        peak_flops_per_s=topology.in_use(how.mesh.devices).chip.peak(problem.compute_dtype),
+        mesh=chosen.mesh,
+        peak_flops_per_s=topology.in_use(chosen.mesh.devices).chip.peak(problem.compute_dtype),
     )
     decisions = completed(candidate, experts_form(problem), load.class_names, rules=compute)
     plan = Plan(
@@ -439,16 +449,16 @@ def assemble(
         topology=topology.name,
         placement=_placement(priced.placed, topology),
         parameters=layouts.parameter_layouts(
-            problem, colouring.parameters, load.frozen, how.mesh, compute, how.zero, stored
+            problem, colouring.parameters, load.frozen, chosen.mesh, compute, chosen.zero, stored
         ),
         activations=activation_layouts(
             programs[0][0].facts,
             candidate.choice,
-            how.mesh,
-            how.context if how.mesh["context"] > 1 else "none",
+            chosen.mesh,
+            chosen.context if chosen.mesh["context"] > 1 else "none",
             load.class_names,
         ),
-        batch_layouts=layouts.batch_layouts(problem, colouring.batch, how.mesh, compute),
+        batch_layouts=layouts.batch_layouts(problem, colouring.batch, chosen.mesh, compute),
         estimate=replace(
             cost,
             corrections=applied(topology),
@@ -461,8 +471,8 @@ def assemble(
     alike = replicated(
         [(program.facts, part) for program, part in programs],
         candidate.choice,
-        how,
-        how.mesh,
+        chosen,
+        chosen.mesh,
         priced.c,
         load.model,
         priced.pricer,
@@ -472,7 +482,7 @@ def assemble(
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
         *faster_as_programs(original, topology, candidate, plan),
-        *of_replicated(alike, how.mesh, plan.estimate.step_seconds),
+        *of_replicated(alike, chosen.mesh, plan.estimate.step_seconds),
     )
 
 

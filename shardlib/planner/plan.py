@@ -724,7 +724,7 @@ def _content(plan: Plan) -> JsonObject:
             for p in plan.parameters
         ],
         "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
-        "activations": [one.to_json() for one in plan.activations],
+        "activations": [activation.to_json() for activation in plan.activations],
         "findings": [finding.to_json() for finding in plan.findings],
         "origin": dict(plan.origin),
         **({"framework": plan.framework.to_json()} if plan.framework else {}),
@@ -733,19 +733,19 @@ def _content(plan: Plan) -> JsonObject:
 
 def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
     """Reads what `plan_to_data` wrote; see `Plan.from_json`."""
-    found: object = (
+    format_found: object = (
         cast("Mapping[str, Any]", data).get("format")
         if isinstance(data, Mapping)
         else type(data).__name__
     )
-    if isinstance(found, str) and found.startswith("serving-"):
+    if isinstance(format_found, str) and format_found.startswith("serving-"):
         raise PlanError(
             "this plans a server, and no training\nTry: shardlib explain FILE; or shardlib plan"
             " MODEL --serve for another machine"
         )
-    if not isinstance(data, Mapping) or isinstance(found, bool) or found != FORMAT:
+    if not isinstance(data, Mapping) or isinstance(format_found, bool) or format_found != FORMAT:
         raise PlanError(
-            f"this is not a plan of format {FORMAT} (found {shown(found)}); make it with `shardlib"
+            f"this is not a plan of format {FORMAT} (found {shown(format_found)}); make it with `shardlib"
             " plan ... --out plan.json`"
         )
     table = cast("Mapping[str, Any]", data)
@@ -774,14 +774,14 @@ def _usual(plan: Plan) -> Plan:
 
 def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
     """Findings about the origin of the plan."""
-    said = data.get("checksum")
-    if said is not None and said == checksum(data):
+    stored_sum = data.get("checksum")
+    if stored_sum is not None and stored_sum == checksum(data):
         return []
     if not changed:
         what = (
             "the plan has no checksum, with which every plan is written: somebody has changed it,"
             " or made it by hand"
-            if said is None
+            if stored_sum is None
             else (
                 "the plan was changed since it was written: it is not what its checksum was made of"
             )
@@ -791,7 +791,7 @@ def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
             " with --pin for decisions of your own; or take it as it is: --changed, or"
             " Plan.from_json(text, changed=True)"
         )
-    if said is None:
+    if stored_sum is None:
         as_written = (
             "its decisions are those of its digest, and"
             if data.get("digest") == plan.digest
@@ -825,45 +825,47 @@ def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
 
 def _faults(plan: Plan) -> list[str]:
     """Values of the right types that no plan has."""
-    found = illegal(plan.decisions)
-    found += (
+    faults = illegal(plan.decisions)
+    faults += (
         [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"]
         if plan.estimate.peak_flops_per_s <= 0
         else []
     )
-    found += [
+    faults += [
         f"axis_order is {shown(plan.axis_order)}; it names axes of the mesh {plan.mesh}, each once"
         for _ in [0]
         if not set(plan.axis_order) <= set(plan.mesh)
         or len(set(plan.axis_order)) < len(plan.axis_order)
     ]
-    found += [
+    faults += [
         f"placement is of {shown(axis)}, which is not an axis of the mesh {plan.mesh}"
         for axis, _ in plan.placement
         if axis not in plan.mesh
     ]
-    found += [fault for parameter in plan.parameters for fault in _cut_wrong(parameter)]
-    found += [fault for one in plan.activations for fault in _held_wrong(one)]
-    return found
+    faults += [fault for parameter in plan.parameters for fault in _cut_wrong(parameter)]
+    faults += [fault for activation in plan.activations for fault in _held_wrong(activation)]
+    return faults
 
 
-def _held_wrong(one: ActivationLayout) -> list[str]:
+def _held_wrong(activation: ActivationLayout) -> list[str]:
     """Layouts of an activation that have other dims than it."""
-    dims = len(one.shape)
-    layouts = [("held", one.held), *(("a move", move.layout) for move in one.moves)]
-    found = [
-        f"{what} of {shown(one.name)} is {layout}, which has {len(layout)} dims, and the activation"
+    dims = len(activation.shape)
+    layouts = [("held", activation.held), *(("a move", move.layout) for move in activation.moves)]
+    faults = [
+        f"{what} of {shown(activation.name)} is {layout}, which has {len(layout)} dims, and the activation"
         f" has {dims}"
         for what, layout in layouts
         if len(layout) != dims
     ]
-    if len(one.colours) != dims:
-        found.append(f"{shown(one.name)} has {len(one.colours)} colours for {dims} dims")
-    return found
+    if len(activation.colours) != dims:
+        faults.append(
+            f"{shown(activation.name)} has {len(activation.colours)} colours for {dims} dims"
+        )
+    return faults
 
 
 def _cut_wrong(parameter: ParameterLayout) -> list[str]:
-    found = (
+    faults = (
         [
             f"{shown(parameter.path)} has {len(parameter.colours)} colours for"
             f" {len(parameter.shape)} dims"
@@ -874,8 +876,8 @@ def _cut_wrong(parameter: ParameterLayout) -> list[str]:
     for name in ("compute", "rest", "gradient", "state"):
         layout: Layout = getattr(parameter, name)
         if len(layout) != len(parameter.shape):
-            found.append(
+            faults.append(
                 f"{name} of {shown(parameter.path)} is {layout}, which has {len(layout)} dims, and"
                 f" the parameter has {len(parameter.shape)}"
             )
-    return found
+    return faults

@@ -108,8 +108,8 @@ def _change(
     difference, ratio = text(abs(new - old)), new / old if old else 0.0
     if not any(digit in difference for digit in "123456789"):
         return label, text(old), text(new), "="
-    told = f" ({ratio_text(ratio)})" if 1 / TELLING <= ratio <= TELLING else ""
-    return label, text(old), text(new), f"{'+' if new > old else '-'}{difference}{told}"
+    ratio_words = f" ({ratio_text(ratio)})" if 1 / TELLING <= ratio <= TELLING else ""
+    return label, text(old), text(new), f"{'+' if new > old else '-'}{difference}{ratio_words}"
 
 
 def _changed_layouts(a: Plan, b: Plan) -> str:
@@ -125,12 +125,12 @@ def _changed_layouts(a: Plan, b: Plan) -> str:
     for row in parameter_rows(changed)[:MOST_PARAMETERS]:
         was, now = old[row.example.path], row.example
         name = clip(row.pattern, 34) + (f" x{row.count}" if row.count > 1 else "")
-        for where, before, after in (
+        for state, before, after in (
             ("stored", was.rest, now.rest),
             ("in compute", was.compute, now.compute),
         ):
             if before != after:
-                table.append((name, where, f"- {notation(was.colours, was.shape, before)}"))
+                table.append((name, state, f"- {notation(was.colours, was.shape, before)}"))
                 table.append(("", "", f"+ {notation(now.colours, now.shape, after)}"))
                 name = ""
     return "\n".join(
@@ -192,24 +192,24 @@ class Change:
     def beyond(self, limits: dict[str, float]) -> tuple[str, ...]:
         """Lists the figures beyond their limits, a sentence for each."""
         return tuple(
-            f"{FIGURES[one.word]}: {_text(one, one.before)} -> {_text(one, one.after)}"
-            f" ({_added(one)}), and {percent_text(limits[one.word])} may be added"
-            for one in self.figures
-            if one.word in limits and one.added > limits[one.word] + 1e-12
+            f"{FIGURES[figure.word]}: {_text(figure, figure.before)} -> {_text(figure, figure.after)}"
+            f" ({_added(figure)}), and {percent_text(limits[figure.word])} may be added"
+            for figure in self.figures
+            if figure.word in limits and figure.added > limits[figure.word] + 1e-12
         )
 
     def to_json(self) -> JsonObject:
         """The change as plain data."""
         return {
             "title": self.title,
-            "decisions": [list(one) for one in self.decisions],
-            "figures": {one.word: [one.before, one.after] for one in self.figures},
-            "collectives": {one.word: [one.before, one.after] for one in self.collectives},
+            "decisions": [list(entry) for entry in self.decisions],
+            "figures": {entry.word: [entry.before, entry.after] for entry in self.figures},
+            "collectives": {entry.word: [entry.before, entry.after] for entry in self.collectives},
         }
 
     def markdown(self, beyond: Sequence[str] = ()) -> str:
         """The change as Markdown, for a pull request."""
-        verdict = [f"- :x: {one}" for one in beyond]
+        verdict = [f"- :x: {sentence}" for sentence in beyond]
         head = ["| | before | after | change |", "| --- | ---: | ---: | ---: |"]
         rows = [f"| {' | '.join(map(_cell, row))} |" for row in self.rows()]
         changed = [
@@ -229,8 +229,8 @@ class Change:
         if not self.collectives:
             return ""
         rows = [
-            (one.word, _text(one, one.before), _text(one, one.after), _added(one))
-            for one in self.collectives
+            (figure.word, _text(figure, figure.before), _text(figure, figure.after), _added(figure))
+            for figure in self.collectives
         ]
         table = aligned([("collectives", "before", "after", "change"), *rows], right={1, 2, 3})
         return "\n".join(["Bytes of collectives a step", *table]) + "\n"
@@ -239,12 +239,12 @@ class Change:
         """(what, before, after, change) of all figures."""
         return [
             (
-                FIGURES.get(one.word, one.word),
-                _text(one, one.before),
-                _text(one, one.after),
-                _added(one),
+                FIGURES.get(figure.word, figure.word),
+                _text(figure, figure.before),
+                _text(figure, figure.after),
+                _added(figure),
             )
-            for one in (*self.figures, *self.collectives)
+            for figure in (*self.figures, *self.collectives)
         ]
 
 
@@ -268,12 +268,12 @@ def change(a: Plan, b: Plan) -> Change:
 
 
 def _figures(plan: Plan) -> tuple[float, float, float, float]:
-    every = in_every_step(plan.estimate.collectives)
+    collectives = in_every_step(plan.estimate.collectives)
     return (
         plan.estimate.step_seconds,
         plan.estimate.device_bytes.peak,
-        sum(one.total_bytes for one in every),
-        sum(one.count for one in every),
+        sum(collective.total_bytes for collective in collectives),
+        sum(collective.count for collective in collectives),
     )
 
 
@@ -284,20 +284,20 @@ def _traffic(plan: Plan) -> dict[str, int]:
     }
 
 
-def _text(one: Figure, value: float) -> str:
-    if one.word == "seconds":
+def _text(figure: Figure, value: float) -> str:
+    if figure.word == "seconds":
         return seconds_text(value)
-    return f"{value:,.0f}" if one.word == "collectives" else bytes_text(value)
+    return f"{value:,.0f}" if figure.word == "collectives" else bytes_text(value)
 
 
-def _added(one: Figure) -> str:
-    if one.after == one.before:
+def _added(figure: Figure) -> str:
+    if figure.after == figure.before:
         return "="
-    if not one.before:
+    if not figure.before:
         return "new"
-    if one.added > _TELLING:
-        return ratio_text(one.after / one.before)
-    return f"{'+' if one.added > 0 else '-'}{percent_text(abs(one.added))}"
+    if figure.added > _TELLING:
+        return ratio_text(figure.after / figure.before)
+    return f"{'+' if figure.added > 0 else '-'}{percent_text(abs(figure.added))}"
 
 
 def _cell(text: str) -> str:

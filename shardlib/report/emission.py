@@ -77,18 +77,18 @@ class Job:
     @property
     def head(self) -> str:
         """One line that says what the configuration is of."""
-        one = self.plan
-        return f"shardlib: {one.model} on {one.topology}, mesh {one.mesh}, plan {one.digest}"
+        plan = self.plan
+        return f"shardlib: {plan.model} on {plan.topology}, mesh {plan.mesh}, plan {plan.digest}"
 
     def indivisible(self) -> list[str]:
         """Lists the sizes that do not divide in a plan that was changed by hand, in words."""
-        one, failures = self.plan, list[str]()
-        parts = math.prod(self.axis(axis) for axis in BATCH_AXES) * one.microbatches
+        plan, failures = self.plan, list[str]()
+        parts = math.prod(self.axis(axis) for axis in BATCH_AXES) * plan.microbatches
         if self.sizes.batch % parts:
             failures.append(
-                f"a batch of {self.sizes.batch} in {one.microbatches} microbatches on {one.mesh}"
+                f"a batch of {self.sizes.batch} in {plan.microbatches} microbatches on {plan.mesh}"
             )
-        chunks = self.axis("stage") * one.virtual_stages
+        chunks = self.axis("stage") * plan.virtual_stages
         if self.staged and self.sizes.layers % chunks:
             failures.append(f"{self.sizes.layers} layers in {chunks} equal chunks")
         return failures
@@ -214,17 +214,17 @@ def _maxtext(job: Job, failures: list[str]) -> JsonObject:
         "base_config": "base.yml",
         "hardware": "tpu" if job.sizes.vendor == "google" else "gpu",
     }
-    for where in ("ici", "dcn"):
+    for tier in ("ici", "dcn"):
         for axis, word in _AXES.items():
             network = job.network(axis)
-            size = network if where == "dcn" else job.axis(axis) // network
+            size = network if tier == "dcn" else job.axis(axis) // network
             if axis == "tensor" and plan.sequence_parallel:
                 options |= {
-                    f"{where}_tensor_parallelism": 1,
-                    f"{where}_tensor_sequence_parallelism": size,
+                    f"{tier}_tensor_parallelism": 1,
+                    f"{tier}_tensor_sequence_parallelism": size,
                 }
             else:
-                options[f"{where}_{word}_parallelism"] = size
+                options[f"{tier}_{word}_parallelism"] = size
     if job.axis("context") > 1:
         options["context_parallel_strategy"] = "all_gather"
     accumulated = 1 if job.staged else plan.microbatches
@@ -311,11 +311,11 @@ def _recompute(job: Job) -> JsonObject:
     plan = job.plan
     if plan.remat == "none":
         return {}
-    some = plan.remat_layers
+    layers = plan.remat_layers
     return {
         "recompute-granularity": "full",
-        "recompute-method": "block" if some else "uniform",
-        "recompute-num-layers": some or 1,
+        "recompute-method": "block" if layers else "uniform",
+        "recompute-num-layers": layers or 1,
     }
 
 
@@ -435,23 +435,23 @@ def emit(plan: Plan, form: str | None = None, *, mode: str = "auto") -> str:
 
 
 def _configuration(plan: Plan) -> str:
-    one = emitter(plan)
+    emitting = emitter(plan)
     assert plan.framework is not None
     job = Job(plan=plan, sizes=plan.framework)
     failures = [
-        *one.able.refusals(_unusual(plan), {axis: plan.mesh[axis] for axis in MESH_AXES}),
+        *emitting.able.refusals(_unusual(plan), {axis: plan.mesh[axis] for axis in MESH_AXES}),
         *job.indivisible(),
     ]
-    options, write = _FORMS[one.emits]
-    made: JsonObject = {} if failures else options(job, failures)
+    options, write = _FORMS[emitting.emits]
+    written: JsonObject = {} if failures else options(job, failures)
     if failures:
         raise_all(
             PlanError,
-            f"{one.release} has no words for this plan",
+            f"{emitting.release} has no words for this plan",
             failures,
             hint="plan again with framework=, which keeps to what it can do",
         )
-    return write(job, made)
+    return write(job, written)
 
 
 def emitter(plan: Plan) -> Framework:
@@ -468,15 +468,18 @@ def require_written(name: str | None) -> None:
     Args:
         name: of the framework; None for programs of shardlib.
     """
-    known = frameworks()
-    written = ", ".join(one for one, its in known.items() if its.emits)
+    entries = frameworks()
+    written = ", ".join(entry for entry, its in entries.items() if its.emits)
     if name is None:
         raise PlanError(
             "the plan is made for programs of shardlib, which need no configuration\nTry: 'jax',"
             f" for a file of plain JAX, or a framework, one of {written}"
         )
     able = {
-        word for one, its in known.items() if its.emits in _FORMS for word in (one, *its.releases)
+        word
+        for entry, its in entries.items()
+        if its.emits in _FORMS
+        for word in (entry, *its.releases)
     }
     if name in framework_profiles() and name not in able:
         raise PlanError(f"no configuration of {name} is written\nTry: one of {written}")
@@ -558,12 +561,12 @@ def plan_shardings(plan: Plan, mesh: AxisSizes) -> PlanShardings:
         spec = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
         return sharding.NamedSharding(mesh, sharding.PartitionSpec(*spec))
 
-    every = [one for one in plan.parameters if one.role != "updated"]
-    trained = [one for one in every if one.trained]
+    parameters = [parameter for parameter in plan.parameters if parameter.role != "updated"]
+    trained = [parameter for parameter in parameters if parameter.trained]
     return PlanShardings(
-        parameters={one.path: over(one.rest) for one in every},
-        compute={one.path: over(one.compute) for one in every},
-        gradients={one.path: over(one.gradient) for one in trained},
-        optimizer={one.path: over(one.state) for one in trained},
+        parameters={parameter.path: over(parameter.rest) for parameter in parameters},
+        compute={parameter.path: over(parameter.compute) for parameter in parameters},
+        gradients={parameter.path: over(parameter.gradient) for parameter in trained},
+        optimizer={parameter.path: over(parameter.state) for parameter in trained},
         batch={path: over(layout) for path, layout in plan.batch_layouts},
     )

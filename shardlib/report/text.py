@@ -239,13 +239,13 @@ def parts_of(value: Seconds | DeviceBytes) -> list[Part]:
     ]
 
 
-def _bars(parts: Sequence[Part], whole: float) -> list[str]:
+def _bars(parts: Sequence[Part], total: float) -> list[str]:
     if not parts:
         return []
     width, figure = max(len(label) for label, _, _ in parts), max(len(text) for _, _, text in parts)
     return [
-        f"  {label:{width}}  {quantity_bar(value / whole, _BAR)} {text:>{figure}} "
-        f" {percent_text(value / whole):>6}"
+        f"  {label:{width}}  {quantity_bar(value / total, _BAR)} {text:>{figure}} "
+        f" {percent_text(value / total):>6}"
         for label, value, text in parts
     ]
 
@@ -265,14 +265,14 @@ def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
     """
     parts = plan.estimate.device_bytes
     rows = parts_of(parts)
-    whole = hbm_bytes or parts.peak or 1.0
+    total = hbm_bytes or parts.peak or 1.0
     if hbm_bytes and hbm_bytes > parts.peak:
         rows += spare_rows(plan.estimate, hbm_bytes)
     of = f" of {limit_text(plan.estimate, hbm_bytes)}" if hbm_bytes else ""
     return "\n".join(
         [
             f"Memory: {bytes_text(parts.peak)}{of} on the fullest device",
-            *_bars(rows, max(whole, parts.peak)),
+            *_bars(rows, max(total, parts.peak)),
         ]
     )
 
@@ -294,8 +294,8 @@ def limit_text(estimate: Estimate, hbm_bytes: float) -> str:
         hbm_bytes: what a device has.
     """
     limit = limit_bytes(estimate, hbm_bytes)
-    whole = bytes_text(hbm_bytes)
-    return whole if limit == hbm_bytes else f"{bytes_text(limit)} usable of {whole}"
+    capacity = bytes_text(hbm_bytes)
+    return capacity if limit == hbm_bytes else f"{bytes_text(limit)} usable of {capacity}"
 
 
 def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[Part]:
@@ -399,7 +399,7 @@ def collectives_section(plan: Plan) -> str:
 
 def in_every_step(collectives: Iterable[Collective]) -> list[Collective]:
     """The collectives of a step, without those of meetings of islands."""
-    return [one for one in collectives if not one.every]
+    return [collective for collective in collectives if not collective.every]
 
 
 # An estimate says how long each collective takes and how much of all of them is exposed.
@@ -437,20 +437,20 @@ def lanes(plan: Plan) -> tuple[Lane, ...]:
 
 def meetings_section(plan: Plan) -> str:
     """Returns the section about the traffic of a meeting of islands; empty where there is none."""
-    met = [one for one in plan.estimate.collectives if one.every]
-    told = "; ".join(
-        f"{one.kind} over {'·'.join(one.axes)}, {bytes_text(one.total_bytes)} in"
-        f" {seconds_text(one.seconds)}"
-        for one in met
+    met = [collective for collective in plan.estimate.collectives if collective.every]
+    listed = "; ".join(
+        f"{collective.kind} over {'·'.join(collective.axes)}, {bytes_text(collective.total_bytes)} in"
+        f" {seconds_text(collective.seconds)}"
+        for collective in met
     )
     if not met:
         return ""
-    exchange, every = plan.exchange, met[0].every
+    exchange, interval = plan.exchange, met[0].every
     waits = "all of it exposed"
     if exchange.delay:
-        some = seconds_text(plan.estimate.seconds.exchange * every)
-        waits = f"of which steps wait for {some}, as {exchange.delay} hide what crosses"
-    return f"Every {every} steps a meeting, {waits}: {told}"
+        waiting = seconds_text(plan.estimate.seconds.exchange * interval)
+        waits = f"of which steps wait for {waiting}, as {exchange.delay} hide what crosses"
+    return f"Every {interval} steps a meeting, {waits}: {listed}"
 
 
 #: Rows that a text lists.
@@ -527,11 +527,11 @@ def parameter_rows(parameters: Iterable[ParameterLayout]) -> list[ParameterRow]:
 
 def _compute_text(row: ParameterRow) -> str:
     """The layout in compute, told by what happens to the stored one where that says it all."""
-    rest, compute = row.example.rest, row.example.compute
-    gathered = [axis for dim in rest for axis in dim if axis not in compute.axes]
-    if rest == compute:
+    stored, compute = row.example.rest, row.example.compute
+    gathered = [axis for dim in stored for axis in dim if axis not in compute.axes]
+    if stored == compute:
         return "same"
-    if compute == Layout(*(tuple(axis for axis in dim if axis not in gathered) for dim in rest)):
+    if compute == Layout(*(tuple(axis for axis in dim if axis not in gathered) for dim in stored)):
         return f"gathers {'·'.join(gathered)}"
     return row.compute
 
@@ -588,13 +588,13 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
     """
     estimate, seconds = plan.estimate, plan.estimate.seconds
     total = estimate.step_seconds or 1.0
-    name, most = max(
+    name, largest = max(
         ((field.name, getattr(seconds, field.name)) for field in fields(seconds)),
         key=lambda item: item[1],
     )
-    share = f"{seconds_text(most)} of {seconds_text(total)} ({percent_text(most / total)})"
+    share = f"{seconds_text(largest)} of {seconds_text(total)} ({percent_text(largest / total)})"
     lines = [
-        _kernels_reason(estimate, most, share)
+        _kernels_reason(estimate, largest, share)
         if name == "compute"
         else f"{LABELS.get(name, name).capitalize()} limits the step: {share}."
     ]
@@ -637,12 +637,12 @@ def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
     Args:
         seconds: of its kernels.
     """
-    least = estimate.hardware_flops / (estimate.peak_flops_per_s or 1.0)
-    if not least or least >= _MOSTLY * seconds:
+    at_peak = estimate.hardware_flops / (estimate.peak_flops_per_s or 1.0)
+    if not at_peak or at_peak >= _MOSTLY * seconds:
         return f"Compute limits the step: {share}."
     return (
         f"Kernels (compute and memory traffic) limit the step: {share}. At the peak of the chips"
-        f" their FLOPs alone would take {seconds_text(least)}; the rest is memory traffic, launches"
+        f" their FLOPs alone would take {seconds_text(at_peak)}; the rest is memory traffic, launches"
         " and matmuls that do not reach that peak."
     )
 
@@ -654,25 +654,25 @@ def _communication_reason(plan: Plan) -> list[str]:
     everything = sum(by_axes.values())
     if not everything:
         return [] if plan.mesh.devices > 1 else ["One device needs no communication."]
-    axes, most = max(by_axes.items(), key=lambda item: item[1])
+    axes, largest = max(by_axes.items(), key=lambda item: item[1])
     exposed = min(plan.estimate.seconds.exposed, everything)
     return [
         f"Communication takes {seconds_text(everything)}, of which"
         f" {percent_text(1 - exposed / everything)} hides behind compute; the most is over"
-        f" {'·'.join(axes)} ({seconds_text(most)})."
+        f" {'·'.join(axes)} ({seconds_text(largest)})."
     ]
 
 
 def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
     """Gives the reason why something is offloaded, however much memory is spare with it."""
-    one = plan.estimate.offloaded
-    if one is None:
+    offloaded = plan.estimate.offloaded
+    if offloaded is None:
         return []
-    whole = plan.estimate.device_bytes.peak + one.device_bytes
+    needed = plan.estimate.device_bytes.peak + offloaded.device_bytes
     limit = hbm_bytes / plan.estimate.margin if hbm_bytes else None
     why = (
         f"more than the {bytes_text(limit)} that a plan may take"
-        if limit is not None and whole > limit
+        if limit is not None and needed > limit
         else "which would fit"
     )
     what = " and ".join(
@@ -680,9 +680,9 @@ def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
         for part in plan.offload
     )
     return [
-        f"Offloaded: {what}, {bytes_text(one.device_bytes)} per device. With that in device memory"
-        f" the same plan would need {bytes_text(whole)}, {why}; all of it is moved or nothing,"
-        f" which costs {seconds_text(one.seconds)} of a step."
+        f"Offloaded: {what}, {bytes_text(offloaded.device_bytes)} per device. With that in device memory"
+        f" the same plan would need {bytes_text(needed)}, {why}; all of it is moved or nothing,"
+        f" which costs {seconds_text(offloaded.seconds)} of a step."
     ]
 
 
@@ -692,20 +692,24 @@ def _runner_reasons(plan: Plan) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for r in slower:
         groups.setdefault((r.summary, _speed(plan, r)), []).append(str(r.mesh))
-    told = [
+    runners = [
         f"{' or '.join(meshes)}{f' ({summary})' if summary else ''}, {speed}"
         for (summary, speed), meshes in groups.items()
     ]
-    lines = [f"Next best: {'; '.join(told)}."] if told else []
+    lines = [f"Next best: {'; '.join(runners)}."] if runners else []
     if too_big:
-        least = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
-        need = f", which needs {bytes_text(least.peak_bytes)} a device" if least.peak_bytes else ""
+        smallest = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
+        need = (
+            f", which needs {bytes_text(smallest.peak_bytes)} a device"
+            if smallest.peak_bytes
+            else ""
+        )
         many = (
             f"{len(too_big)} other meshes do not fit in memory; the nearest is"
             if len(too_big) > 1
             else "Another mesh does not fit in memory:"
         )
-        lines.append(f"{many} {least.mesh}{need}.")
+        lines.append(f"{many} {smallest.mesh}{need}.")
     return lines
 
 
@@ -894,9 +898,9 @@ def plan_line(plan: Plan, name: str = "Plan") -> str:
 def plan_card(plan: Plan) -> str:
     """A plan as HTML for a notebook."""
     first, *lines = headline(plan).splitlines()
-    room = usable_bytes(plan)
+    usable = usable_bytes(plan)
     memory = parts_of(plan.estimate.device_bytes)
-    spare = 0.0 if room is None else room - plan.estimate.device_bytes.peak
+    spare = 0.0 if usable is None else usable - plan.estimate.device_bytes.peak
     if spare > 0:
         memory.append(("spare", spare, bytes_text(spare)))
     return card(

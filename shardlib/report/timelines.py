@@ -108,12 +108,12 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Share of the ticks in which a stage does nothing that is asked for, on the average."""
-        busy = sum(one.seconds for one in self.slices if one.kind != IDLE)
+        busy = sum(part.seconds for part in self.slices if part.kind != IDLE)
         return 1 - busy / (self.stages * self.seconds) if self.seconds and self.stages else 0.0
 
     def of(self, stage: int) -> tuple[Slice, ...]:
         """The slices of one stage."""
-        return tuple(one for one in self.slices if one.stage == stage)
+        return tuple(part for part in self.slices if part.stage == stage)
 
     def svg(self) -> str:
         """The timeline as an SVG document that fetches nothing."""
@@ -133,7 +133,7 @@ class Timeline:
             "bubble": self.bubble,
             "step_seconds": self.step_seconds,
             "beside": dict(self.beside),
-            "slices": [asdict(one) for one in self.slices],
+            "slices": [asdict(part) for part in self.slices],
             **({} if self.exchange is None else {"exchange": self.exchange.to_json()}),
         }
 
@@ -151,7 +151,7 @@ class Timeline:
         legend = ", ".join(
             f"{_FILL[kind]} {_NAMES[kind]}"
             for kind in KINDS
-            if kind != IDLE and any(one.kind == kind for one in self.slices)
+            if kind != IDLE and any(part.kind == kind for part in self.slices)
         )
         beside = "".join(
             f" + {what} {seconds_text(seconds)}" for what, seconds in self.beside if seconds > 0
@@ -179,10 +179,10 @@ class Timeline:
     def _row(self, stage: int) -> str:
         """A stage in `_COLUMNS` columns; labels stand where they fit."""
         cells, scale = [" "] * _COLUMNS, _COLUMNS / self.seconds if self.seconds else 0.0
-        for one in self.of(stage):
-            first, last = round(one.start * scale), round(one.end * scale)
-            label = one.label if one.kind != IDLE and len(one.label) < last - first else ""
-            cells[first:last] = f"{label:{_FILL[one.kind]}<{last - first}}" if last > first else ""
+        for part in self.of(stage):
+            first, last = round(part.start * scale), round(part.end * scale)
+            label = part.label if part.kind != IDLE and len(part.label) < last - first else ""
+            cells[first:last] = f"{label:{_FILL[part.kind]}<{last - first}}" if last > first else ""
         return "".join(cells)
 
 
@@ -262,24 +262,24 @@ def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
         microbatches=plan.microbatches // plan.accumulation,
         virtual=plan.virtual_stages,
     )
-    apart = table.split
+    split = table.split
     durations = Durations(
         forward=stage.forward,
-        backward=stage.backward if apart else stage.backward + stage.weights,
-        weights=stage.weights if apart else 0.0,
+        backward=stage.backward if split else stage.backward + stage.weights,
+        weights=stage.weights if split else 0.0,
     )
     draw, seconds = lockstep if stage.lockstep else free, 0.0
     slices: list[Slice] = []
     for group in range(plan.accumulation):
-        found, each = draw(table, durations, group * table.microbatches)
+        drawn, each = draw(table, durations, group * table.microbatches)
         slices, seconds = (
             [
                 *slices,
-                *(replace(one, start=one.start + seconds) for one in found),
+                *(replace(part, start=part.start + seconds) for part in drawn),
             ],
             seconds + each,
         )
-    slices.sort(key=lambda one: (one.stage, one.start))
+    slices.sort(key=lambda part: (part.stage, part.start))
     beside = (
         ("optimizer update", cost.seconds.optimizer),
         (
@@ -300,12 +300,12 @@ def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
 
 def title(plan: Plan, *, lockstep: bool) -> str:
     """The first line of a timeline: what runs where."""
-    how = (
+    words = (
         f"{named(plan.schedule).words(plan.virtual_stages)},"
         f" {microbatches_text(plan.microbatches, plan.accumulation)},"
         f" {'in lockstep' if lockstep else 'each stage on its own'}"
     )
-    return f"{plan.model} on {plan.topology}: {plan.mesh['stage']} stages, {how}"
+    return f"{plan.model} on {plan.topology}: {plan.mesh['stage']} stages, {words}"
 
 
 def lockstep(
@@ -317,7 +317,7 @@ def lockstep(
     Args:
         durations: seconds of each kind of work.
     """
-    found: list[Slice] = []
+    slices: list[Slice] = []
     start = 0.0
     for first, stop, kinds in table.phases:
         offsets = {
@@ -326,20 +326,20 @@ def lockstep(
         }
         each = sum(durations.of(kind) for kind in kinds) / table.virtual
         for tick in range(first, stop):
-            at = start + (tick - first) * each
-            found += [
+            begin = start + (tick - first) * each
+            slices += [
                 Slice(
                     stage=stage,
                     kind=kind,
                     label=name,
-                    start=at + offsets[kind],
+                    start=begin + offsets[kind],
                     seconds=durations.of(kind) / table.virtual,
                 )
                 for stage in range(table.stages)
                 for kind, name in work(table, tick, stage, kinds, before)
             ]
         start += (stop - first) * each
-    return tuple(sorted(found, key=lambda one: (one.stage, one.start))), start
+    return tuple(sorted(slices, key=lambda part: (part.stage, part.start))), start
 
 
 def free(
@@ -359,14 +359,14 @@ def free(
 
     return tuple(
         Slice(
-            stage=one.stage,
-            kind=one.task.kind,
-            label=name(one.task),
-            start=one.start,
-            seconds=one.seconds,
+            stage=span.stage,
+            kind=span.task.kind,
+            label=name(span.task),
+            start=span.start,
+            seconds=span.seconds,
         )
-        for one in spans
-        if one.task.microbatch < table.microbatches
+        for span in spans
+        if span.task.microbatch < table.microbatches
     ), makespan(spans)
 
 

@@ -554,8 +554,8 @@ def require_judged(task: Task) -> None:
 
 def has_limit(program: TrainingProgram) -> bool:
     """Returns whether a program has a guard that leaves spikes out."""
-    own = program.loss_program
-    guard = None if own is None else own.state.guard
+    loss_program = program.loss_program
+    guard = None if loss_program is None else loss_program.state.guard
     return guard is not None and guard.limit is not None
 
 
@@ -735,8 +735,8 @@ class Equipment:
             self.records.event(
                 "changed",
                 step,
-                names=list(dict.fromkeys(one.name for one in self.held.changes)),
-                differences=[one.text for one in self.held.changes],
+                names=list(dict.fromkeys(change.name for change in self.held.changes)),
+                differences=[change.text for change in self.held.changes],
             )
 
 
@@ -744,9 +744,9 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
     """Opens all of it, until the end of `stack`."""
     settings = task.settings
     folder = RunFolder(Path(settings.run)) if settings.run is not None else None
-    held = None
+    hold = None
     if folder is not None:
-        held = Held.of(
+        hold = Held.of(
             folder,
             task.programs,
             task.data,
@@ -756,12 +756,12 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
             stack,
             say,
         )
-    records = Records(say, held.owner if held is not None else None)
+    records = Records(say, hold.owner if hold is not None else None)
     checkpoints = None
-    if folder is not None and held is not None:
+    if folder is not None and hold is not None:
         checkpoints = stack.enter_context(
             contextlib.closing(
-                Checkpoints(folder.checkpoints, keep=settings.kept, owner=held.owner)
+                Checkpoints(folder.checkpoints, keep=settings.kept, owner=hold.owner)
             )
         )
     stop = stack.enter_context(stop_requests())
@@ -775,7 +775,7 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
     )
     return Equipment(
         folder=folder,
-        held=held,
+        held=hold,
         records=records,
         saving=(
             Saving(checkpoints, folder, task, watchdog, records)
@@ -812,11 +812,11 @@ class Watching:
     def __init__(self, task: Task, records: Records, display: Display) -> None:
         self.task, self.records, self.display = task, records, display
         self.reason, self.wants_save, self.failed = "", False, False
-        asked = task.settings.validation
+        validation = task.settings.validation
         self._validators = (
             {}
-            if asked is None
-            else {before: validator(asked, program) for before, program in task.programs}
+            if validation is None
+            else {before: validator(validation, program) for before, program in task.programs}
         )
 
     def begin(self, step: int, state: Tree) -> None:
@@ -829,8 +829,8 @@ class Watching:
 
     def due(self, step: int) -> bool:
         """Returns whether a validation is due after a step."""
-        asked = self.task.settings.validation
-        return asked is not None and (step % asked.every == 0 or step == self.task.steps)
+        validation = self.task.settings.validation
+        return validation is not None and (step % validation.every == 0 or step == self.task.steps)
 
     def validate(self, step: int, state: Tree) -> None:
         """Validates a state and writes the numbers down."""
@@ -856,23 +856,23 @@ class Watching:
 
     def memory(self) -> JsonObject:
         """Returns what callbacks know, as plain data."""
-        return {name: dict(one.memory()) for name, one in self._remembering().items()}
+        return {name: dict(callback.memory()) for name, callback in self._remembering().items()}
 
     def remember(self, memory: JsonMapping) -> None:
         """Gives callbacks back what they knew."""
         self.reason, self.wants_save = "", False
-        for name, one in self._remembering().items():
-            known = memory.get(name)
-            one.remember(known if isinstance(known, Mapping) else {})
+        for name, callback in self._remembering().items():
+            stored = memory.get(name)
+            callback.remember(stored if isinstance(stored, Mapping) else {})
 
     def _remembering(self) -> dict[str, Remembers]:
-        found: dict[str, Remembers] = {}
-        for one in self.task.settings.callbacks:
-            if isinstance(one, Remembers):
-                kind = type(one).__name__
-                count = sum(name.startswith(f"{kind} ") for name in found)
-                found[f"{kind} {count + 1}"] = one
-        return found
+        callbacks: dict[str, Remembers] = {}
+        for callback in self.task.settings.callbacks:
+            if isinstance(callback, Remembers):
+                kind = type(callback).__name__
+                count = sum(name.startswith(f"{kind} ") for name in callbacks)
+                callbacks[f"{kind} {count + 1}"] = callback
+        return callbacks
 
     def _call(
         self, event: str, step: int, numbers: Mapping[str, float], state: Tree
@@ -1002,9 +1002,9 @@ class Loop:
                 program.prepare()
         if self.saving is not None:
             self.saving.prepare()
-        found = self.saving is not None and self.saving.found()
-        with self.watchdog.phase("restore" if found else "init", patience=10):
-            if self.saving is not None and found:
+        resumes = self.saving is not None and self.saving.found()
+        with self.watchdog.phase("restore" if resumes else "init", patience=10):
+            if self.saving is not None and resumes:
                 self._restore(self.saving)
                 self.resumed = self.saving.saved = self.step
             else:
@@ -1015,11 +1015,11 @@ class Loop:
                 {
                     "step": str(self.step),
                     "batches left out": str(self.offset),
-                    "checkpoint": str(found),
+                    "checkpoint": str(resumes),
                 },
             )
         self.open.open_records(self.task, self.step, self.stack)
-        if found:
+        if resumes:
             self.records.event("resumed", self.step)
             self._note()
             self.display.resumed(self.step, self.task.steps)
@@ -1047,37 +1047,37 @@ class Loop:
     def _settle(self, ahead: int) -> None:
         """Reads, judges and writes down all pending steps but the last `ahead`."""
         while len(self.pending) > ahead:
-            one = self.pending.popleft()
-            numbers = numbers_of(one.metrics, self.judge.policy.metric)
+            pending = self.pending.popleft()
+            numbers = numbers_of(pending.metrics, self.judge.policy.metric)
             now = time.perf_counter()
             seconds, self.clock = now - self.clock, now
             judged = numbers[self.judge.policy.metric]
-            if not self._judged(one.step, judged, bool(numbers.get("skipped"))):
+            if not self._judged(pending.step, judged, bool(numbers.get("skipped"))):
                 return
-            self._write_down(one, numbers, seconds)
+            self._write_down(pending, numbers, seconds)
 
-    def _write_down(self, one: Pending, numbers: Mapping[str, float], seconds: float) -> None:
+    def _write_down(self, pending: Pending, numbers: Mapping[str, float], seconds: float) -> None:
         """A step that was judged to be good."""
         records, loss = self.records, numbers["loss"]
-        records.losses[one.step], records.seconds[one.step] = loss, seconds
-        added = self.watching.step(one.step, numbers, self.state)
-        self.open.profiler.after(one.step)
+        records.losses[pending.step], records.seconds[pending.step] = loss, seconds
+        added = self.watching.step(pending.step, numbers, self.state)
+        self.open.profiler.after(pending.step)
         busy = self.busy.recent()
         records.write(
             {
-                "step": one.step,
+                "step": pending.step,
                 **numbers,
                 **added,
                 "seconds": seconds,
-                **one.times,
-                **meetings(self.task.program.plan, one.step),
+                **pending.times,
+                **meetings(self.task.program.plan, pending.step),
                 "tokens_per_second": self.display.tokens / seconds,
                 **({"others_busy": busy} if busy is not None else {}),
             }
         )
-        self.display.step(one.step, loss, seconds)
+        self.display.step(pending.step, loss, seconds)
         if numbers.get("skipped"):
-            records.skipped(one.step, numbers["skipped"])
+            records.skipped(pending.step, numbers["skipped"])
 
     def _judged(self, step: int, loss: float, skipped: bool) -> bool:
         """Returns whether the loop goes on from here; if not, it has gone back."""
@@ -1147,8 +1147,8 @@ class Loop:
         self.clock += time.perf_counter() - begin
 
     def _save_due(self, saving: Saving) -> bool:
-        asked, self.watching.wants_save = self.watching.wants_save, False
-        return (asked and self.step != saving.saved) or saving.due(self.step)
+        wanted_by_callback, self.watching.wants_save = self.watching.wants_save, False
+        return (wanted_by_callback and self.step != saving.saved) or saving.due(self.step)
 
     def _save_last(self, saving: Saving) -> None:
         """Saves what a failure would lose; that this fails, too, does not hide the failure."""
@@ -1191,8 +1191,8 @@ class Loop:
             self.records.event("finished", self.step)
 
     def _say_stopped(self, reason: str) -> None:
-        kept = self.saving.saved if self.saving is not None else None
-        self.display.stopped(reason, self.step, self.records.last(), kept=kept)
+        saved_step = self.saving.saved if self.saving is not None else None
+        self.display.stopped(reason, self.step, self.records.last(), kept=saved_step)
 
     def _stopping(self) -> bool:
         if self.watching.reason:
