@@ -745,8 +745,8 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
         )
     if not isinstance(data, Mapping) or isinstance(format_found, bool) or format_found != FORMAT:
         raise PlanError(
-            f"this is not a plan of format {FORMAT} (found {shown(format_found)}); make it with `shardlib"
-            " plan ... --out plan.json`"
+            f"this is not a plan of format {FORMAT} (found {shown(format_found)}); make it with"
+            " `shardlib plan ... --out plan.json`"
         )
     table = cast("Mapping[str, Any]", data)
     plan = _usual(
@@ -852,8 +852,8 @@ def _held_wrong(activation: ActivationLayout) -> list[str]:
     dims = len(activation.shape)
     layouts = [("held", activation.held), *(("a move", move.layout) for move in activation.moves)]
     faults = [
-        f"{what} of {shown(activation.name)} is {layout}, which has {len(layout)} dims, and the activation"
-        f" has {dims}"
+        f"{what} of {shown(activation.name)} is {layout}, which has {len(layout)} dims, and the"
+        f" activation has {dims}"
         for what, layout in layouts
         if len(layout) != dims
     ]

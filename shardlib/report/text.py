@@ -439,8 +439,8 @@ def meetings_section(plan: Plan) -> str:
     """Returns the section about the traffic of a meeting of islands; empty where there is none."""
     met = [collective for collective in plan.estimate.collectives if collective.every]
     listed = "; ".join(
-        f"{collective.kind} over {'·'.join(collective.axes)}, {bytes_text(collective.total_bytes)} in"
-        f" {seconds_text(collective.seconds)}"
+        f"{collective.kind} over {'·'.join(collective.axes)}, {bytes_text(collective.total_bytes)}"
+        f" in {seconds_text(collective.seconds)}"
         for collective in met
     )
     if not met:
@@ -642,8 +642,8 @@ def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
         return f"Compute limits the step: {share}."
     return (
         f"Kernels (compute and memory traffic) limit the step: {share}. At the peak of the chips"
-        f" their FLOPs alone would take {seconds_text(at_peak)}; the rest is memory traffic, launches"
-        " and matmuls that do not reach that peak."
+        f" their FLOPs alone would take {seconds_text(at_peak)}; the rest is memory traffic,"
+        " launches and matmuls that do not reach that peak."
     )
 
 
@@ -680,9 +680,9 @@ def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
         for part in plan.offload
     )
     return [
-        f"Offloaded: {what}, {bytes_text(offloaded.device_bytes)} per device. With that in device memory"
-        f" the same plan would need {bytes_text(needed)}, {why}; all of it is moved or nothing,"
-        f" which costs {seconds_text(offloaded.seconds)} of a step."
+        f"Offloaded: {what}, {bytes_text(offloaded.device_bytes)} per device. With that in device"
+        f" memory the same plan would need {bytes_text(needed)}, {why}; all of it is moved or"
+        f" nothing, which costs {seconds_text(offloaded.seconds)} of a step."
     ]
 
 
