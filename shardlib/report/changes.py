@@ -193,7 +193,8 @@ class Change:
         """Lists the figures beyond their limits, a sentence for each."""
         return tuple(
             f"{FIGURES[figure.word]}: {_text(figure, figure.before)} ->"
-            f" {_text(figure, figure.after)} ({_added(figure)}), and {percent_text(limits[figure.word])} may be added"
+            f" {_text(figure, figure.after)} ({_added(figure)}), and"
+            f" {percent_text(limits[figure.word])} may be added"
             for figure in self.figures
             if figure.word in limits and figure.added > limits[figure.word] + 1e-12
         )
