@@ -13,7 +13,7 @@ from shardlib import wings
 from shardlib.annotation.trees import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError, PlanError, VerificationError
-from shardlib.findings import Finding
+from shardlib.findings import Finding, diagnostic
 from shardlib.frontend import own_layouts
 from shardlib.frontend.model import TracedModel
 from shardlib.graph import Problem
@@ -186,6 +186,7 @@ def searched(
     return model, plan.with_findings(*instead, *model.model.findings, *layouts)
 
 
+@diagnostic
 def _islands_instead(model: TracedModel, plan: Plan, machine: Topology) -> tuple[Finding, ...]:
     """Advice where steps wait for a network, whose parts could be islands."""
     if len(machine.tiers) == 1 or machine.tiers[0].kind != "network":

@@ -287,7 +287,8 @@ def test_a_plan_leaves_the_margin_free_and_says_so():
     chip = replace(where.chip, hbm_bytes=int(peak * 1.05), reserved_bytes=0)
     narrow = replace(where, chip=chip, corrections=(("margin", 1.1),))
     tight = planner.search(workload().problem, without_margin(narrow), load=workload())
-    assert tight.decisions == free.decisions
+    # a full memory may change the ZeRO stage of equally fast plans, not their seconds
+    assert tight.estimate.step_seconds == free.estimate.step_seconds
     lean = planner.search(workload().problem, narrow, load=workload())
     assert lean.estimate.device_bytes.peak * 1.1 <= chip.usable_bytes
     assert lean.estimate.step_seconds >= free.estimate.step_seconds and lean.estimate.margin == 1.1
