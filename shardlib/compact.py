@@ -22,9 +22,11 @@ _PART, _WHOLE = 64, 700
 def compact(self: object) -> str:
     """A dataclass with its parts; large ones are counted or named."""
     value = cast("Any", self)
-    parts = (f"{one.name}={_part(getattr(value, one.name))}" for one in dataclasses.fields(value))
-    told = ", ".join(parts)
-    short = told if len(told) <= _WHOLE else told[:_WHOLE] + "..."
+    parts = (
+        f"{entry.name}={_part(getattr(value, entry.name))}" for entry in dataclasses.fields(value)
+    )
+    text = ", ".join(parts)
+    short = text if len(text) <= _WHOLE else text[:_WHOLE] + "..."
     return f"{type(value).__name__}({short})"
 
 
@@ -32,8 +34,8 @@ def _part(value: object) -> str:
     """A part, or how many there are of it, or its type."""
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
         items = cast("Sequence[object]", value)
-        if len(items) > 3 or any(dataclasses.is_dataclass(one) for one in items):
-            kinds = {type(one).__name__ for one in items}
+        if len(items) > 3 or any(dataclasses.is_dataclass(entry) for entry in items):
+            kinds = {type(entry).__name__ for entry in items}
             return f"<{len(items)} of {kinds.pop() if len(kinds) == 1 else 'several types'}>"
     if dataclasses.is_dataclass(value):
         return f"<{type(value).__name__}>"

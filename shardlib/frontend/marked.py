@@ -86,30 +86,30 @@ class SingleLoss:
         )
 
 
-def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> SingleLoss:
+def single_loss(traced: TracedStep, marked: FoundLoss, colouring: Colouring) -> SingleLoss:
     """A marked loss of a step by itself."""
-    names, form = colouring.forward, found.form
+    names, form = colouring.forward, marked.form
     shapes = form.shapes
-    weights = [*found.trained, *found.frozen]
-    params = _unique([(traced.paths[_root(found, position)], position) for position in weights])
-    batch = _unique([(form.paths[position], position) for position in found.others])
-    sizes = _rows(traced), found.rows
+    weights = [*marked.trained, *marked.frozen]
+    params = _unique([(traced.paths[_root(marked, position)], position) for position in weights])
+    batch = _unique([(form.paths[position], position) for position in marked.others])
+    sizes = _rows(traced), marked.rows
     axes = {
         path: _single_named(
-            names[found.operands[position]], shapes[position].shape, position, *sizes
+            names[marked.operands[position]], shapes[position].shape, position, *sizes
         )
         for path, position in batch
     }
-    loss = _pure(found, params, batch)
+    loss = _pure(marked, params, batch)
     model = Model(
         name=form.name,
         init=lambda seed: ({}, {}),
         params={path: shapes[position] for path, position in params},
         state={},
-        axes={path: _once(names[found.operands[position]]) for path, position in params},
+        axes={path: _once(names[marked.operands[position]]) for path, position in params},
         bind=lambda loss: loss,
         rebuild=lambda params, state: params,
-        frozen=frozenset(path for path, position in params if position in found.frozen),
+        frozen=frozenset(path for path, position in params if position in marked.frozen),
     )
     abstract_batch = {path: shapes[position] for path, position in batch}
     with tree.no_mesh():
@@ -128,7 +128,7 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
         problem = replace(problem, rows=Rows(loss=_ROWLESS))
     read = replace(read, problem=problem)
     return SingleLoss(
-        found=found,
+        found=marked,
         model=TracedModel(
             model=model,
             traced=read,
@@ -143,16 +143,16 @@ def single_loss(traced: TracedStep, found: FoundLoss, colouring: Colouring) -> S
 
 
 def _pure(
-    found: FoundLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
+    marked: FoundLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
 ) -> PureLoss:
     """(params, state, batch) -> (loss, (auxiliary results by name, state))."""
 
     def loss(params_given: Tree, state: Tree, rows: Tree) -> Any:
-        leaves: list[Any] = [None] * len(found.operands)
+        leaves: list[Any] = [None] * len(marked.operands)
         for values, paths in ((params_given, params), (rows, batch)):
             for path, position in paths:
                 leaves[position] = values[path]
-        value, aux = found.function(leaves)
+        value, aux = marked.function(leaves)
         return value, ({name: jnp.asarray(leaf) for name, leaf in _results(aux)}, state)
 
     return loss
@@ -172,8 +172,8 @@ def _results(aux: Tree) -> list[tuple[str, Any]]:
     ]
 
 
-def _root(found: FoundLoss, position: int) -> int:
-    root = found.roots[position]
+def _root(marked: FoundLoss, position: int) -> int:
+    root = marked.roots[position]
     assert root is not None
     return root
 

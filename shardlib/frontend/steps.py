@@ -389,7 +389,7 @@ def build_step(
     topology: Topology,
     *,
     first: First | None,
-    given: Tree = None,
+    state: Tree = None,
     devices: Sequence[jax.Device] | None = None,
     donate: bool = True,
     losses: LoweredLosses | None = None,
@@ -418,7 +418,7 @@ def build_step(
         mesh=mesh,
         layouts=layouts(traced, plan, colouring),
         first=first,
-        given=given,
+        given=state,
         donate=donate,
         findings=tuple(dict.fromkeys((*plan.findings, *of_devices, *losses.findings))),
         calls=losses.calls,
@@ -640,7 +640,7 @@ def compile_step(
             machine,
             pin,
             first=first,
-            given=state,
+            state=state,
             devices=devices if devices is not None else devices_of(topology),
             abstract=abstract,
             honour=honour,
@@ -683,7 +683,7 @@ def stepping(
     pin: PinMapping | None,
     *,
     first: Callable[..., Tree] | None,
-    given: Tree,
+    state: Tree,
     devices: Sequence[jax.Device] | None = None,
     abstract: bool = False,
     donate: bool = True,
@@ -730,7 +730,7 @@ def stepping(
         colouring,
         machine,
         first=first,
-        given=given,
+        state=state,
         devices=chosen,
         donate=donate,
         losses=losses,
@@ -879,7 +879,7 @@ class Parallel:
                 machine_of(self._topology),
                 self._pin,
                 first=None,
-                given=state,
+                state=state,
                 devices=devices_of(self._topology),
                 donate=steps,
                 honour=self._honour,
@@ -936,16 +936,16 @@ def parallelize(
     return wrapped if function is None else wrapped(function)
 
 
-def _both(state: Tree, rest: Tree) -> Tree:
-    return state, rest
+def _both(state: Tree, arguments: Tree) -> Tree:
+    return state, arguments
 
 
 def _state_alone(state: Tree, _: Tree) -> Tree:
     return state
 
 
-def _rest(_: Tree, rest: Tree) -> Tree:
-    return rest
+def _rest(_: Tree, arguments: Tree) -> Tree:
+    return arguments
 
 
 def _shapes(tree: Tree) -> object:

@@ -103,7 +103,7 @@ def scale(
         best = fastest.get(key)
         load = best.source.load if best is not None and best.source is not None else None
         try:
-            found = search(traced[key], machine, pin, load=load)
+            plan = search(traced[key], machine, pin, load=load)
         except TopologyError as error:
             if exchange.islands == 1:
                 raise
@@ -111,13 +111,13 @@ def scale(
         if (
             best is not None
             and exchange.islands == 1
-            and best.estimate.step_seconds < found.estimate.step_seconds
+            and best.estimate.step_seconds < plan.estimate.step_seconds
         ):
-            found = (
-                priced_on(best, machine) or found
+            plan = (
+                priced_on(best, machine) or plan
             )  # a part of the machine is faster than all of it
-        fastest[key] = found
-        return found
+        fastest[key] = plan
+        return plan
 
     found = curve(name or "the model", "weak" if weak else "strong", machines, planned)
     model = next(iter(traced.values())).model if traced else found.model
@@ -142,10 +142,10 @@ def priced_as_compiled(model: TracedModel, plan: Plan, machine: Topology) -> Pla
         return plan
     pins = pinned(plan).but(attention="blocks")
     try:
-        found = search(model.traced.problem, roomy(machine), pins)
+        listed = search(model.traced.problem, roomy(machine), pins)
     except (InfeasibleError, PinError):
         return plan
-    return replace(plan, estimate=found.estimate)
+    return replace(plan, estimate=listed.estimate)
 
 
 def refined_by_compiler(

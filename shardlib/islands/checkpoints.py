@@ -367,16 +367,16 @@ MODEL = "model_state."
 
 def read_other_number(
     path: epath.Path,
-    about: About,
-    wanted: State,
+    description: About,
+    abstract: State,
     camera: Camera,
     program: Any = None,
     *,
     new_optimizer: bool = False,
 ) -> tuple[State, tuple[Finding, ...]]:
     """Restores a checkpoint as another number of islands than were saved."""
-    source = Source(path=path, about=about, camera=camera)
-    like = without_optimizer(wanted) if new_optimizer else wanted
+    source = Source(path=path, about=description, camera=camera)
+    like = without_optimizer(abstract) if new_optimizer else abstract
     island = _of_one(like)
     target = named_leaves(island)
     stored = as_one_island(source.about.arrays, target, source.islands)
@@ -395,7 +395,7 @@ def read_other_number(
     if new_optimizer:
         assert program is not None
         state = program.anew(state)
-    return state, (*findings, told(source, wanted, new_optimizer=new_optimizer))
+    return state, (*findings, told(source, abstract, new_optimizer=new_optimizer))
 
 
 def _of_one(state: State) -> TrainState:
@@ -452,10 +452,10 @@ def _islands(
     models = _models(source, target, streams, len(like.islands)) if source.islands > 1 else []
     states: list[TrainState] = []
     for number, island in enumerate(like.islands):
-        mine = {**arrays, **(models[number] if models else {})}
+        own_arrays = {**arrays, **(models[number] if models else {})}
         state = jax.tree.structure(one).unflatten(
             [
-                local(mine[path], leaf.sharding)
+                local(own_arrays[path], leaf.sharding)
                 for path, leaf in zip(target, jax.tree.leaves(island), strict=True)
             ]
         )

@@ -461,7 +461,7 @@ def exchanges_of(
         parameter.path: parameter for parameter in program.plan.parameters if parameter.trained
     }
     leaves: list[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(trained)
-    states, given = (
+    states, gradient_shardings = (
         jax.tree.leaves(tree)
         for tree in (program.parts.params.state, program.parts.params.gradient)
     )
@@ -471,7 +471,11 @@ def exchanges_of(
     ]
     return tuple(
         GradientExchange(
-            exchange=exchange, number=number, mesh=mesh, gradients=gradients, given=given
+            exchange=exchange,
+            number=number,
+            mesh=mesh,
+            gradients=gradients,
+            given=gradient_shardings,
         )
         for number in range(exchange.meetings)
     )
@@ -492,8 +496,8 @@ class CompressedProgram(IslandsProgram):
     def step(self, state: IslandsState, batch: Tree) -> tuple[IslandsState, IslandMetrics]:
         """Runs one step; see `IslandsProgram.step`."""
         require_islands(state, len(self.programs))
-        kept = _residual(state)
-        require_present("step", (state.islands[0].params, kept.residual))
+        residuals = _residual(state)
+        require_present("step", (state.islands[0].params, residuals.residual))
         rows = batch if isinstance(batch, IslandBatches) else self.put(batch)
         step = int(state.exchange.step) + 1
         halves = [
@@ -505,9 +509,9 @@ class CompressedProgram(IslandsProgram):
         gradients = zip(*(jax.tree.leaves(grads) for _, grads, _ in halves), strict=True)
         means, residual, momentum, factors = self.exchanges[self.exchange.due(step)](
             [stacked(arrays, self.mesh) for arrays in gradients],
-            kept.residual,
-            kept.momentum,
-            kept.factors,
+            residuals.residual,
+            residuals.momentum,
+            residuals.factors,
         )
         islands: list[TrainState] = []
         for (_, half), island, (metrics, grads, model_state) in zip(
@@ -517,10 +521,10 @@ class CompressedProgram(IslandsProgram):
             updates = [local(mean, spec) for mean, spec in zip(means, specs, strict=True)]
             grads = jax.tree.structure(grads).unflatten(updates)
             islands.append(half.call(island, grads, model_state, metrics["loss"]))
-        kept = ResidualState(
+        residuals = ResidualState(
             step=np.int32(step), residual=residual, momentum=momentum, factors=factors
         )
-        after = replace(state, islands=tuple(islands), exchange=kept)
+        after = replace(state, islands=tuple(islands), exchange=residuals)
         return after, IslandMetrics(tuple(metrics for metrics, _, _ in halves))
 
     def meet(self, state: IslandsState, meeting: int = 0) -> IslandsState:

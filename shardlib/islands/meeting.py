@@ -524,8 +524,8 @@ def meetings_of(
 ) -> tuple[Meeting, ...]:
     """All meetings that differ."""
     return tuple(
-        Meeting(exchange=exchange, number=number, mesh=mesh, about=about)
-        for number, about in enumerate(shared_of(exchange, program))
+        Meeting(exchange=exchange, number=number, mesh=mesh, about=parameters)
+        for number, parameters in enumerate(shared_of(exchange, program))
     )
 
 

@@ -274,7 +274,7 @@ def of_all(batch: Tree, dims: BatchDims, mesh: Mesh) -> Tree:
     return jax.tree_util.tree_map_with_path(of_leaf, batch)
 
 
-def placed_parts(batch: Tree, whole: Tree, batches: IslandBatches) -> tuple[Tree, ...]:
+def placed_parts(batch: Tree, rows_abstract: Tree, batches: IslandBatches) -> tuple[Tree, ...]:
     """The parts of a batch that lies on the devices of all islands, without a copy; nothing where
     it does not.
     """
@@ -283,7 +283,7 @@ def placed_parts(batch: Tree, whole: Tree, batches: IslandBatches) -> tuple[Tree
         isinstance(leaf, jax.Array)
         and leaf.sharding == target.sharding
         and leaf.shape == target.shape
-        for leaf, target in zip(leaves, jax.tree.leaves(whole), strict=True)
+        for leaf, target in zip(leaves, jax.tree.leaves(rows_abstract), strict=True)
     ):
         return ()
     return tuple(
@@ -390,7 +390,7 @@ class StagedGradients:
         dispatch = program.programs.compiled(
             program.state,
             program.batch,
-            lambda made: _GradientUpdate(program=program, made=made),
+            lambda stage_results: _GradientUpdate(program=program, made=stage_results),
             f"shardlib_{program.plan.digest}",
         )
         return StagedGradients(program=program, dispatch=dispatch)

@@ -88,17 +88,18 @@ class Engine:
         schedule: requests that wait, and those that have a slot.
     """
 
-    def add_several(self, asked: Asked, count: int) -> list[Request]:
+    def add_several(self, generation: Asked, count: int) -> list[Request]:
         """Several answers to one prompt wait to be served. The pages that the prompt fills are
         computed once, and shared.
         """
         if not whole(count) or count < 1:
             raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
-        sampling = asked.sampling
+        sampling = generation.sampling
         return [
             self.add(
                 replace(
-                    asked, sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 32))
+                    generation,
+                    sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 32)),
                 )
             )
             for number in range(count)
@@ -265,20 +266,20 @@ class Engine:
             )
         self._fresh, self.schedule.closed = fresh, True
 
-    def add(self, asked: Asked) -> Request:
+    def add(self, generation: Asked) -> Request:
         """A request waits to be served."""
-        failures = asked.failures(vocab=self.forward.vocab, room=self.room)
-        failures += self._adapters.failures(asked)
+        failures = generation.failures(vocab=self.forward.vocab, room=self.room)
+        failures += self._adapters.failures(generation)
         if self._sources is not None:
-            failures += self._sources.failures(asked)
-        elif asked.source:
+            failures += self._sources.failures(generation)
+        elif generation.source:
             failures.append("it has a source, and the model has no encoder")
         if failures:
             raise_all(ArgumentError, "the request cannot be served", failures)
-        request = self._guided.request(next(self._numbers), asked)
+        request = self._guided.request(next(self._numbers), generation)
         self.schedule.add(request)
-        if asked.seconds is not None:
-            self._due[request] = self.clock() + asked.seconds
+        if generation.seconds is not None:
+            self._due[request] = self.clock() + generation.seconds
         return request
 
     def step(self) -> list[Event]:
@@ -405,13 +406,13 @@ class Models(Mapping[str, Engine]):
     def __len__(self) -> int:
         return len(self._engines)
 
-    def add(self, name: str, asked: Asked) -> Request:
+    def add(self, name: str, generation: Asked) -> Request:
         """A request waits to be served by a model."""
         if name not in self._engines:
             raise ArgumentError(
                 f"there is no model {name!r}; there are {', '.join(map(repr, self._engines))}"
             )
-        return self[name].add(asked)
+        return self[name].add(generation)
 
     def step(self) -> list[Event]:
         """Computes a step of one model, where there is something to do; returns what is new."""

@@ -361,8 +361,8 @@ class Stream:
         cancelled: whether nobody wants the answers any more.
     """
 
-    def __init__(self, asked: Sequence[Asked], *, buffer: int) -> None:
-        self.asked = tuple(asked)
+    def __init__(self, requested: Sequence[Asked], *, buffer: int) -> None:
+        self.asked = tuple(requested)
         self.requests: list[Request] = []
         self.begun = time.perf_counter()
         self.open = len(self.asked)
@@ -833,9 +833,9 @@ class Worker:
         finally:
             self.taken -= count
 
-    def submit(self, asked: Sequence[Asked]) -> Stream:
+    def submit(self, requested: Sequence[Asked]) -> Stream:
         """Asks; in the event loop."""
-        stream = Stream(asked, buffer=self._buffer)
+        stream = Stream(requested, buffer=self._buffer)
         self._put(lambda: self._add(stream))
         return stream
 

@@ -639,18 +639,18 @@ class Guided:
         self.guides: Guides | None = None
         self._guided: dict[Request, Guide] = {}
 
-    def request(self, number: int, asked: Asked) -> Request:
+    def request(self, number: int, generation: Asked) -> Request:
         """A request; one whose answer has a form ends with the tokens that end an answer."""
-        if asked.form is None:
-            return Request(number=number, asked=asked)
+        if generation.form is None:
+            return Request(number=number, asked=generation)
         if self.guides is None:
             raise ArgumentError(
                 "an answer has a form, and nothing is known of what tokens spell\nTry:"
                 " engine.spell(tokens, ends) before"
             )
-        guide = self.guides.guide(asked.form)
-        ends = asked.stop | self.guides.ends
-        request = Request(number=number, asked=replace(asked, stop=ends))
+        guide = self.guides.guide(generation.form)
+        ends = generation.stop | self.guides.ends
+        request = Request(number=number, asked=replace(generation, stop=ends))
         self._guided[request] = guide
         return request
 

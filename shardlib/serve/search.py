@@ -380,14 +380,14 @@ def _without(request: Asked, gone: set[int]) -> ServingPlan:
     best: tuple[Found, int] | None = None
     failures: list[InfeasibleError | PinError] = []
     for tensor in request.tensors():
-        whole = sum(
+        replicas = sum(
             gone.isdisjoint(range(first, first + tensor))
             for first in range(0, request.topology.devices, tensor)
         )
-        whole = min(whole, request.pins.replicas or whole)
-        if not whole:
+        replicas = min(replicas, request.pins.replicas or replicas)
+        if not replicas:
             continue
-        counts = [whole] if request.workload.rate is None else range(1, whole + 1)
+        counts = [replicas] if request.workload.rate is None else range(1, replicas + 1)
         for count in counts:
             pins = replace(request.pins, tensor=tensor, replicas=count)
             try:

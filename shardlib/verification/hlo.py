@@ -331,10 +331,10 @@ def _mesh(text: str) -> Groups:
     shape, place = [], {}
     for name, size in sizes.items():
         done = 1
-        for outside, ways in sorted(cuts.get(name, [])):
-            shape += [outside // done, ways]
+        for outside, part_size in sorted(cuts.get(name, [])):
+            shape += [outside // done, part_size]
             place[name, outside] = len(shape) - 1
-            done = outside * ways
+            done = outside * part_size
         shape.append(size // done)
     if math.prod(shape) != ids.size:
         raise HloError(f"replica groups {text[:80]!r} do not fit together")
