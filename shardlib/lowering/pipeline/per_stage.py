@@ -1,24 +1,18 @@
 """Per-stage programs (MPMD): one process drives a pipeline whose stages are programs of their own.
 
-One process sees all devices. Each stage has a mesh of its own, the program's mesh with one place
-along the stage axis, and compiled programs for forward work, backward work and, where the schedule
-does them apart, gradients of weights. A step:
-
-    work         program after program in an order in which none waits for a later one
-                 (`shardlib.schedules.orders`, `simulation`); what a chunk leaves is put onto the
-                 devices of the next one
+One process sees all devices. Each stage has its own mesh (the program's mesh at one place along the
+stage axis) and its own compiled programs: forward, backward and, where the schedule splits the
+backward pass, weight gradients. A step calls program after program in an order in which none waits
+for a later one (`shardlib.schedules.orders`, `simulation`); outputs of a chunk are copied to the
+devices of the next chunk.
 
 Nothing in this loop waits for a device: programs are compiled beforehand, and calls return when the
-work is queued. So stages wait for nothing but their neighbours, as in MPMD pipelines (JaxPP,
-arXiv:2412.14374), and every stage has as many layers as it is dealt. What a chunk stashes for its
-backward pass is kept by name and let go of when the last program that reads it is queued; sums of
-gradients are donated from program to program. The last chunk goes forward and backward in one
-program where the schedule does one after the other.
-
-The layers of each chunk, and the exchange of stacks of layers with the stages:
-
+work is queued. Stages therefore wait for their neighbours only, as in MPMD pipelines (JaxPP,
+arXiv:2412.14374), and may have different numbers of layers. A chunk's stash is freed when the last
+program that reads it is queued; gradient sums are donated from program to program. Where the
+schedule runs the last chunk's backward pass right after its forward pass, both are one program.
 Chunk c of stage s is number g = c S + s of all chunks, and takes the layers after those of chunk g
-- 1. Where layers do not divide, the first chunks have one more.
+- 1. If the layers do not divide evenly, the first chunks have one more.
 
 >>> dealing = Dealing(layers=5, stages=2, virtual=2)
 >>> dealing.counts, dealing.rows(0), dealing.rows(1), dealing.places
@@ -66,24 +60,23 @@ from shardlib.schedules import BACKWARD, FORWARD, WEIGHTS, Durations, Order, Tas
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, needed
 
 # --------------------------------------------------------------------------------------------------
-# The work of a stage on one microbatch.
+# The work of a stage on one microbatch, for one chunk of layers on the mesh of its stage.
 #
-# Functions of lists of arrays, for one chunk of layers on the mesh of its stage. What comes before
-# the layers is done with the first chunk, and again when that goes back; what comes after them,
-# with its gradient, when the last chunk goes back.
+# What precedes the layers runs with the first chunk's forward pass, and again in its backward pass;
+# what follows the layers runs, with its gradient, in the last chunk's backward pass.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Arrays that a chunk works with through a step.
+    """Inputs of a chunk that stay the same through a step.
 
     Attributes:
-        stacks: of each stacked parameter the chunk's layers, trained ones first, [room, ...].
-        kept: what else the loss makes of parameters.
+        stacks: the chunk's layers of each stacked parameter, trained ones first, [room, ...].
+        kept: other values that the loss computes from parameters.
         states: model state before each microbatch, [microbatches, ...].
-        parts: arrays of the batch, [microbatches, ...]; those without a batch dim as they are.
-        ready: operands of matmuls that are gathered beforehand, [layers, ...].
+        parts: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
+        ready: matmul operands that are gathered before the first microbatch, [layers, ...].
     """
 
     stacks: Arrays
@@ -94,23 +87,18 @@ class Held:
 
 
 def part_of_microbatch(leaf: Value, micro: Index) -> Value:
-    """One microbatch of an array.
-
-    Args:
-        leaf: [microbatches, ...].
-    """
+    """One microbatch of an array [microbatches, ...]."""
     return jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Early:
-    """Sums of what the stage before does not wait for, and the backward pass of the ends makes at
-    once.
+    """Sums that are updated with the input-gradient half of the backward pass.
 
     Attributes:
-        outside: gradients of what is read before and after the layers, [1, ...].
-        totals: loss and metrics, [1, ...]; of the last chunk.
+        outside: gradients of values read before and after the layers, [1, ...].
+        totals: loss and metrics of the last chunk, [1, ...].
     """
 
     outside: Values
@@ -120,13 +108,13 @@ class Early:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Late:
-    """Sums of gradients that may be made apart.
+    """Sums of weight gradients, which the schedule may delay.
 
     Attributes:
-        weights: of stacked parameters, [room, ...]; while microbatches are under way, of those in
-            `Chunk.own`.
-        shared: of parameters that all layers use, [1, ...].
-        sums: partial sums of every device for the operands of matmuls that are gathered beforehand,
+        weights: gradients of stacked parameters, [room, ...]; during the microbatches, of those in
+            `Chunk.own` only.
+        shared: gradients of parameters that all layers use, [1, ...].
+        sums: per-device partial sums for the matmul operands that are gathered beforehand,
             [layers, ...].
     """
 
@@ -140,15 +128,13 @@ class Work:
     """The work of one chunk.
 
     Attributes:
-        cut: the loss around its loop.
-        placing: how values are laid out over the devices of the stage.
-        chunk: its layers.
-        first: number of its first layer; 0 for the first chunk.
-        last: whether it is the last chunk.
-        activations: shape and dtype of all that hops.
-        entering: how many of these come from before the layers.
+        cut: the loss, split around its loop over layers.
+        placing: layouts of values over the devices of the stage.
+        first: index of the chunk's first layer; 0 for the first chunk.
+        activations: shape and dtype of everything that is sent from stage to stage.
+        entering: number of these that are computed before the layers.
         loss: position of the loss among the results.
-        in_parts: for every array of the batch, whether it has a part for every microbatch.
+        in_parts: for each array of the batch, whether it is split into microbatches.
         remat: what layers save for their backward passes.
     """
 
@@ -165,18 +151,18 @@ class Work:
 
     @property
     def moving(self) -> tuple[int, ...]:
-        """Positions of what gradients flow through."""
+        """Positions of the activations that gradients flow through."""
         return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Values that all layers use."""
+        """Values used by all layers."""
         return tuple(self.cut.constants[k] for k in self.cut.roles.shared)
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
-        """Values made from trained parameters that are read before the layers (first chunk), or
-        after them (last chunk).
+        """Values computed from trained parameters and read before the layers (first chunk) or after
+        them (last chunk).
         """
         return tuple(
             number
@@ -186,7 +172,7 @@ class Work:
 
     @cached_property
     def frozen(self) -> tuple[int, ...]:
-        """Values made from frozen parameters that are read there, or by all layers."""
+        """Values computed from frozen parameters and read there, or by all layers."""
         reads = self._reads | {self.cut.constants[k] for k in self.cut.roles.constant}
         return tuple(
             number
@@ -198,7 +184,7 @@ class Work:
 
     @cached_property
     def _reads(self) -> set[int]:
-        """Returns what is read before the layers (first chunk), or after them (last chunk)."""
+        """Values read before the layers (first chunk) or after them (last chunk)."""
         cut, reads = self.cut, set[int]()
         if not self.first:
             reads |= needed(cut.before, cut.entering)[1]
@@ -218,13 +204,13 @@ class Work:
         ]
 
     def _before(self, resident: Held, derived: Values, micro: Index) -> Arrays:
-        """Returns what comes from before the layers."""
+        """Activations computed before the layers."""
         env = self._env(resident, derived, micro)
         evaluate_equations(self.cut.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.cut.entering]
 
     def _results(self, resident: Held, derived: Values, micro: Index, left: Arrays) -> Arrays:
-        """Loss and metrics, for what left the last chunk."""
+        """Loss and metrics from the outputs of the last chunk."""
         cut, env, walk = self.cut, self._env(resident, derived, micro), self._walk()
         count = len(cut.final)
         env.update(
@@ -242,7 +228,7 @@ class Work:
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
     def _env(self, resident: Held, derived: Values, micro: Index) -> Values:
-        """Returns what equations of a microbatch read."""
+        """Values that the equations of a microbatch read."""
         used = {
             number: self._used(number, leaf)
             for number, leaf in {**resident.kept, **derived}.items()
@@ -267,12 +253,12 @@ class Work:
         )
 
     def _used(self, number: int, leaf: Any) -> Any:
-        """A value made from parameters as the loss takes it."""
+        """A value computed from parameters, with the shape in which the loss reads it."""
         inputs = self.cut.program.inputs
         return self.placing.enter(inputs.index(number), leaf) if number in inputs else leaf
 
     def _known(self) -> Values:
-        """Returns what is made from nothing."""
+        """Values computed without any input."""
         cut = self.cut
         numbers = [number for number in cut.kept if not cut.labels[number]]
         env: Values = dict(cut.program.constants)
@@ -307,7 +293,7 @@ class Work:
         )
 
     def _drawn(self, resident: Held, micro: Index) -> Arrays:
-        """Slices of model state, and of keys of the batch, for all layers."""
+        """Per-layer slices of model state and of random keys in the batch, for all layers."""
         cut = self.cut
         if not cut.roles.drawn:
             return []
@@ -317,12 +303,12 @@ class Work:
         return [env[number] for number in numbers]
 
     def _like(self) -> Arrays:
-        """Arrays like those that hop."""
+        """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
     def forward(self, resident: Held, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
-        """(what leaves the chunk, what its backward pass has to remember); what enters the first
-        chunk is made here.
+        """(outputs of the chunk, its stash for the backward pass); the first chunk computes its own
+        inputs.
         """
         return self.chunk.forward(
             self._operands(resident, micro), self._entering(resident, micro, entering)
@@ -358,8 +344,8 @@ class Work:
         back: Arrays,
         early: Early,
     ) -> tuple[Early, Arrays, Arrays]:
-        """The part of it that the stage before waits for; gives what `backward_weights` has to be
-        given in addition.
+        """The input-gradient half of the backward pass, which the previous stage waits for; also
+        gives the residuals that `backward_weights` needs besides the stash.
         """
         early, back = self._after_layers(resident, micro, left, back, early)
         entered, passed = self.chunk.backward_inputs(
@@ -370,7 +356,7 @@ class Work:
     def backward_weights(
         self, resident: Held, micro: Index, stashed: Arrays, passed: Arrays, late: Late
     ) -> Late:
-        """The part that nothing waits for."""
+        """The weight-gradient half of the backward pass, which no stage waits for."""
         return self._summed(
             late,
             self.chunk.backward_weights(
@@ -379,13 +365,13 @@ class Work:
         )
 
     def gather(self, resident: Held) -> Arrays:
-        """`Held.ready`."""
+        """The operands in `Held.ready`."""
         gathered = self.chunk.gathered
         return [] if gathered is None else gathered.gather(self._sources(resident))
 
     def reduced(self, resident: Held, late: Late) -> Late:
-        """Gradients of all stacked parameters, with what the partial sums make of them, once all
-        microbatches are done.
+        """Gradients of all stacked parameters after the last microbatch, with the partial sums
+        reduced into them.
         """
         gathered, positions = self.chunk.gathered, self.cut.roles.weights
         assert gathered is not None
@@ -407,8 +393,8 @@ class Work:
         )
 
     def _sources(self, resident: Held, *, padded: bool = False) -> Arrays:
-        """Stacks that operands are gathered beforehand of, for the chunk's layers or with all the
-        room there is.
+        """Stacks from which operands are gathered beforehand, for the chunk's layers or padded to
+        the chunk's room.
         """
         assert self.chunk.gathered is not None
         stacks = [
@@ -423,8 +409,8 @@ class Work:
     def _after_layers(
         self, resident: Held, micro: Index, left: Arrays, back: Arrays, early: Early
     ) -> tuple[Early, Arrays]:
-        """Loss and metrics, and the cotangents of what left the last chunk; for other chunks
-        nothing happens.
+        """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
+        chunks.
         """
         if not self.last:
             return early, back
@@ -451,8 +437,8 @@ class Work:
         )
 
     def _before_layers(self, resident: Held, micro: Index, early: Early, entered: Arrays) -> Early:
-        """Gradients of what the first chunk reads before the layers; for other chunks nothing
-        happens.
+        """Gradients of the values that the first chunk reads before the layers; does nothing for
+        other chunks.
         """
         if self.first:
             return early
@@ -466,7 +452,7 @@ class Work:
         return Early(outside=plus(early.outside, outside), totals=early.totals)
 
     def _derived(self, resident: Held) -> Values:
-        """Returns what is read before or after the layers and has a gradient."""
+        """Values with a gradient that are read before or after the layers."""
         return {
             number: resident.kept[number]
             for number in self.outside
@@ -498,11 +484,11 @@ class Work:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """Sums before the first microbatch.
+    """Zero sums before the first microbatch.
 
     Attributes:
         chunks: (early, late) of each chunk of a stage.
-        outside, totals: zeros for what other stages alone sum up.
+        outside, totals: zeros for the sums that only other stages compute.
     """
 
     chunks: list[tuple[Early, Late]]
@@ -513,8 +499,8 @@ class First:
 # --------------------------------------------------------------------------------------------------
 # The programs of one chunk, compiled for the devices of its stage.
 #
-# Arguments and results are flat lists, in the order that the fields of `ChunkPrograms` say. Sums
-# come first among the results, so that the buffers that are donated for them become theirs.
+# Arguments and results are flat lists, in the order given at the fields of `ChunkPrograms`. Sums
+# come first among the results, so that the donated buffers are reused for them.
 
 Abstracts = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -524,22 +510,20 @@ class ChunkPrograms:
     """The programs of one chunk.
 
     Attributes:
-        gather: held -> operands of matmuls that are gathered before the first microbatch; None
-            where nothing is.
-        reduce: held, late sums -> the gradients in them, after the last microbatch; None where they
-            are that already.
-        forward: held, microbatch, what enters -> what leaves, what is stashed; None where `both`
-            does it.
-        backward: held, microbatch, what left (last chunk), what is stashed, cotangents (other
-            chunks), sums -> sums, cotangents of what entered, what is passed on; None where `both`
-            does it.
-        both: held, microbatch, what enters, sums -> sums, cotangents of what entered, what is
-            stashed for `weights`, what is passed on.
-        weights: held, microbatch, what is stashed, what is passed on, sums -> sums; None where
-            gradients of weights are not made apart.
-        left: what leaves the chunk, with shardings.
-        stashed: positions of what is stashed that `weights` reads.
-        entered: how many cotangents are sent back.
+        gather: held -> matmul operands gathered before the first microbatch; None if there are
+            none.
+        reduce: held, late sums -> gradients after the last microbatch; None if the late sums are
+            the gradients already.
+        forward: held, microbatch, inputs -> outputs, stash; None if `both` replaces it.
+        backward: held, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums ->
+            sums, cotangents of the inputs, residuals for `weights`; None if `both` replaces it.
+        both: held, microbatch, inputs, sums -> sums, cotangents of the inputs, stash for `weights`,
+            residuals for `weights`.
+        weights: held, microbatch, stash, residuals, sums -> sums; None if weight gradients are
+            part of `backward`.
+        left: outputs of the chunk, with shardings.
+        stashed: positions in the stash that `weights` reads.
+        entered: number of cotangents sent to the previous stage.
     """
 
     gather: Executable | None = None
@@ -554,7 +538,7 @@ class ChunkPrograms:
 
     @property
     def all(self) -> tuple[Executable, ...]:
-        """Those that there are."""
+        """The programs that are not None."""
         return tuple(program for program in vars(self).values() if isinstance(program, Executable))
 
 
@@ -563,11 +547,10 @@ class Inputs:
     """Inputs of the programs of a chunk, abstract and with shardings.
 
     Attributes:
-        held: see `Held`.
-        micro: number of a microbatch.
-        entering: what enters; empty for the first chunk.
+        micro: index of a microbatch.
+        entering: activations that enter the chunk; empty for the first chunk.
         early, late: sums.
-        gradients: of stacked parameters, as they are in the end.
+        gradients: final gradients of stacked parameters.
     """
 
     held: Held
@@ -631,7 +614,7 @@ def chunk_programs(
 
 
 def _draft(function: Callable[..., Tree], arguments: tuple[Tree, ...], mesh: Mesh) -> Draft:
-    """A program of a function of trees, with their leaves as arguments and results."""
+    """A program of a function of trees, with their leaves as flat arguments and results."""
     structure = jax.tree.structure(arguments)
     return Draft.of(
         lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves))),
@@ -641,14 +624,14 @@ def _draft(function: Callable[..., Tree], arguments: tuple[Tree, ...], mesh: Mes
 
 
 def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """An abstract array in host memory, of no sharding in particular."""
+    """An abstract array in host memory, without a given sharding."""
     sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _around(work: Work, inputs: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPrograms, Inputs]:
-    """The programs before the first and after the last microbatch, and what the others are
-    given.
+    """The programs before the first and after the last microbatch, and the inputs of the other
+    programs.
     """
     if work.chunk.gathered is None:
         return ChunkPrograms(), inputs
@@ -691,8 +674,8 @@ def _with_sums(
 def _late(
     work: Work, inputs: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
 ) -> tuple[Draft, tuple[int, ...]]:
-    """Gradients of weights apart, and the positions of what they read of what is stashed; there
-    are not shardings yet for that, nor for what is passed on.
+    """The program of the weight gradients alone, and the positions in the stash that it reads;
+    shardings of these, and of the residuals, are not known yet.
     """
 
     def passed(resident: Held, micro: Any, left: Any, stashed: Any, back: Any, early: Early) -> Any:
@@ -710,8 +693,8 @@ def _late(
 
 
 def _ends(work: Work, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
-    """(what left, cotangents of it) as a backward pass is given them: the last chunk makes the one
-    from the other.
+    """(outputs, cotangents of outputs) that a backward pass receives: the last chunk computes the
+    cotangents from the outputs.
     """
     return (list(left), []) if work.last else ([], [leaf for leaf in left if is_floating(leaf)])
 
@@ -724,7 +707,7 @@ def _backward(
     mesh: Mesh,
     split: bool,
 ) -> tuple[Draft, list[Any]]:
-    """The backward pass, or what of it is not made apart, and its sums."""
+    """The backward pass (without weight gradients if these are split off), and its sums."""
     left, back = _ends(work, left)
     sums = (inputs.early,) if split else (inputs.early, inputs.late)
     arguments = (inputs.held, inputs.micro, left, list(saved), back, *sums)
@@ -755,7 +738,7 @@ def _both(
 
 
 def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
-    """Returns what leaves one stage as it enters another."""
+    """Outputs of one stage as inputs of another."""
     specs = [
         leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         for leaf in leaves
@@ -768,12 +751,10 @@ def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
 
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
-    """Layers dealt out to chunks.
+    """Assignment of layers to chunks.
 
     Attributes:
-        layers: number of layers.
-        stages: number of stages.
-        virtual: chunks of a stage.
+        virtual: chunks per stage.
     """
 
     layers: int
@@ -782,12 +763,12 @@ class Dealing:
 
     @property
     def chunks(self) -> int:
-        """Chunks of all stages."""
+        """Number of chunks of all stages."""
         return self.stages * self.virtual
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Layers of every chunk."""
+        """Number of layers of each chunk."""
         return tuple(
             self.layers // self.chunks + (chunk < self.layers % self.chunks)
             for chunk in range(self.chunks)
@@ -795,21 +776,21 @@ class Dealing:
 
     @property
     def room(self) -> int:
-        """Layers that every chunk has room for."""
+        """Number of layers that each chunk has room for."""
         return self.counts[0]
 
     @property
     def plain(self) -> bool:
-        """True if a stack of layers, sharded over the stages, is dealt already."""
+        """True if a stack of layers that is sharded over the stages needs no rearrangement."""
         return self.virtual == 1 and self.layers % self.stages == 0
 
     def first(self, chunk: int) -> int:
-        """Number of a chunk's first layer."""
+        """Index of a chunk's first layer."""
         return sum(self.counts[:chunk])
 
     def rows(self, turn: int) -> tuple[int, ...]:
-        """For one chunk of every stage, the layer in each of their places; a place that is too many
-        repeats the layer before it.
+        """The layer in each place of one chunk of every stage; an unused place repeats the layer
+        before it.
         """
         chunks = range(turn * self.stages, (turn + 1) * self.stages)
         return tuple(
@@ -820,7 +801,7 @@ class Dealing:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """For every layer its place, where the places of all chunks follow each other."""
+        """The place of each layer, counting through the places of all chunks."""
         return tuple(
             chunk * self.room + place
             for chunk in range(self.chunks)
@@ -828,31 +809,28 @@ class Dealing:
         )
 
     def dealt(self, stack: Value) -> list[Value]:
-        """A stack of layers [layers, ...] as one array [stages * room, ...] for each chunk of a
-        stage.
-        """
+        """Splits a stack [layers, ...] into one array [stages * room, ...] per chunk of a stage."""
         return [
             stack if self.plain else stack[jnp.array(self.rows(turn))]
             for turn in range(self.virtual)
         ]
 
     def gathered(self, parts: Sequence[Value]) -> Value:
-        """The stack of layers for what `dealt` gives."""
+        """The stack of layers from the arrays of `dealt` (its inverse)."""
         return parts[0] if self.plain else jnp.concatenate(list(parts))[jnp.array(self.places)]
 
 
 # --------------------------------------------------------------------------------------------------
-# The arrays of one stage, of global arrays.
+# The arrays of one stage as shards of global arrays.
 #
 # A stage's mesh is the program's mesh at one place along the stage axis, which it keeps with size
-# 1. An array that is sharded over the stages along its leading dim, or not sharded over them,
-# consists of arrays over these meshes, each over the buffers that its devices have anyway; and
-# such arrays make up a global one.
+# 1. An array whose leading dim is sharded over the stages, or that is replicated over them, splits
+# into arrays over these meshes without a copy (the buffers are the same), and they join into it.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """The devices of every stage.
+    """The meshes of the stages.
 
     Attributes:
         mesh: the mesh of the program.
@@ -880,20 +858,20 @@ class Places:
         return parts_of(self.mesh, ("stage",))
 
     def cut(self, tail: Sequence[object] = ()) -> NamedSharding:
-        """The sharding of an array whose leading dim the stages cut, the others as given."""
+        """The sharding of an array with its leading dim over the stages, other dims as given."""
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *tail))
 
     def cuts(self, sharding: NamedSharding) -> bool:
-        """Returns whether the stages cut the leading dim, and they alone."""
+        """True if the leading dim is sharded over the stages and over no other axis."""
         lead = sharding.spec[0] if len(sharding.spec) else None
         return (lead if isinstance(lead, tuple) else (lead,)) == self.axis
 
     def at(self, sharding: NamedSharding, stage: int) -> NamedSharding:
-        """A sharding over all devices as one over those of a stage."""
+        """A sharding over all devices restricted to the devices of one stage."""
         return NamedSharding(self.stages[stage], sharding.spec)
 
     def shape(self, leaf: jax.ShapeDtypeStruct | jax.Array) -> tuple[int, ...]:
-        """Shape of what one stage has of an array."""
+        """Shape of one stage's shard of an array."""
         sharding = leaf.sharding
         assert isinstance(sharding, NamedSharding)
         return (
@@ -903,14 +881,14 @@ class Places:
         )
 
     def like(self, leaf: jax.ShapeDtypeStruct, stage: int) -> jax.ShapeDtypeStruct:
-        """Returns what one stage has of an abstract array."""
+        """One stage's shard of an abstract array."""
         assert isinstance(leaf.sharding, NamedSharding)
         return jax.ShapeDtypeStruct(
             self.shape(leaf), leaf.dtype, sharding=self.at(leaf.sharding, stage)
         )
 
     def split(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what each stage has of an array."""
+        """Each stage's shard of an array."""
         assert isinstance(array.sharding, NamedSharding)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         shape = self.shape(array)
@@ -924,7 +902,7 @@ class Places:
         )
 
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """The array whose leading dim consists of what each stage has."""
+        """The array whose leading dim concatenates the shards of the stages."""
         first = arrays[0].sharding
         assert isinstance(first, NamedSharding)
         shape = (arrays[0].shape[0] * len(arrays), *arrays[0].shape[1:])
@@ -936,26 +914,26 @@ class Places:
 
 
 # --------------------------------------------------------------------------------------------------
-# The programs before the first microbatch and after the last.
+# The programs before the first microbatch and after the last, both over all devices.
 #
-# Two programs over all devices. The opening makes what the loss makes from parameters alone, deals
-# stacks of layers out to the stages, cuts the batch into microbatches, and says what the model
-# state is before each of them. The update puts the sums of the stages together, leads them back
-# through what was made from the parameters, and does what a step without stages does.
+# The opening computes what the loss derives from parameters alone, distributes stacks of layers to
+# the stages, splits the batch into microbatches, and gives the model state before each of them. The
+# update joins the sums of the stages, back-propagates them to the parameters, and then does what a
+# step without stages does.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Values that all microbatches work with, over all devices.
+    """Values read by all microbatches, over all devices.
 
     Attributes:
-        stacks: of each stacked parameter, trained ones first, for every chunk of a stage [stages *
-            room, ...], sharded over the stages.
-        kept: what else the loss makes of parameters, whole on every stage.
+        stacks: each stacked parameter, trained ones first, as one array [stages * room, ...] per
+            chunk of a stage, sharded over the stages.
+        kept: other values computed from parameters, replicated over the stages.
         states: model state before each microbatch, [microbatches, ...].
         after: model state after the last.
-        parts: arrays of the batch, [microbatches, ...]; those without a batch dim as they are.
+        parts: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
     """
 
     stacks: list[Arrays]
@@ -972,9 +950,8 @@ class Summed:
 
     Attributes:
         stacks: gradients like `Opened.stacks`.
-        shared: gradients of parameters that all layers use, for every chunk of a stage [stages,
-            ...].
-        outside: gradients of what is read before and after the layers, [stages, ...].
+        shared: gradients of parameters that all layers use, [stages, ...] per chunk of a stage.
+        outside: gradients of values read before and after the layers, [stages, ...].
         totals: loss and metrics, [stages, ...].
     """
 
@@ -989,14 +966,12 @@ class Opening:
     """The program before the first microbatch, over all devices.
 
     Attributes:
-        pipeline: the loss, cut.
-        places: the devices of the stages.
-        dealing: which layers go where.
+        pipeline: the loss, split into stages.
         params: shardings of the parameters.
         batch: shardings of the batch.
         dims: batch dim of each array of the batch, by path.
-        prologue: (model state, batch) -> batch with what is handed to every microbatch beside its
-            rows.
+        prologue: (model state, batch) -> batch, with values of the whole batch that every
+            microbatch reads added to it.
     """
 
     pipeline: Pipeline
@@ -1014,19 +989,19 @@ class Opening:
 
     @cached_property
     def stacks(self) -> tuple[int, ...]:
-        """Values made from trained parameters that have a slice for every layer."""
+        """Values computed from trained parameters that have a slice per layer."""
         cut = self.pipeline.cut
         return tuple(cut.scanned[k] for k in cut.roles.weights)
 
     @cached_property
     def dealt(self) -> tuple[int, ...]:
-        """The same, and then those made from frozen parameters."""
+        """`stacks`, followed by the same for frozen parameters."""
         cut = self.pipeline.cut
         return (*self.stacks, *(cut.scanned[k] for k in cut.frozen_tables))
 
     @cached_property
     def kept(self) -> tuple[int, ...]:
-        """Other values made from parameters that the rest of the loss reads."""
+        """Other values computed from parameters that the rest of the loss reads."""
         cut = self.pipeline.cut
         reads = cut.read_outside | {
             cut.constants[k] for k in (*cut.roles.shared, *cut.roles.constant)
@@ -1035,14 +1010,14 @@ class Opening:
 
     @property
     def in_parts(self) -> tuple[bool, ...]:
-        """For every array of the batch, whether it has a part for every microbatch."""
+        """For each array of the batch, whether it is split into microbatches."""
         return tuple(
             self.dims[batch_path(path)] is not None
             for path, _ in jax.tree_util.tree_leaves_with_path(self.batch)
         )
 
     def opened(self, params: Tree, state: Tree, batch: Tree) -> Opened:
-        """Returns what all microbatches work with."""
+        """The values read by all microbatches."""
         values = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
@@ -1059,8 +1034,8 @@ class Opening:
     def gradients(
         self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]
     ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
-        """((loss, (metrics, state)), gradients), averaged over the microbatches, for what the
-        stages have summed.
+        """((loss, (metrics, state)), gradients), averaged over the microbatches, from the sums of
+        the stages.
         """
         after, summed = pieces
         leaves, structure = jax.tree.flatten(params)
@@ -1086,7 +1061,7 @@ class Opening:
         ), structure.unflatten(pull(cotangents)[0])
 
     def made(self, leaves: Arrays) -> Values:
-        """Returns what the loss makes from parameters alone."""
+        """Values that the loss computes from parameters alone."""
         cut = self.pipeline.cut
         stored = dict(zip(cut.program.inputs, leaves, strict=False))
         env: Values = {
@@ -1103,8 +1078,8 @@ class Opening:
         }
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
-        """Returns how the stages sum up the gradient of a value, [layers, ...] of a stack of layers
-        and [stages, ...] of others.
+        """The sharding of the summed gradient of a value: [layers, ...] for a stack of layers,
+        [stages, ...] for others.
         """
         owner = self.pipeline.cut.owners.get(number)
         cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
@@ -1128,12 +1103,12 @@ class Opening:
         return totals
 
     def _rest(self, number: int) -> NamedSharding | None:
-        """Returns how the parameter rests that a value is, or is a cast of."""
+        """Stored sharding of the parameter that a value is, or is a cast of."""
         owner = self.pipeline.cut.owners.get(number)
         return None if owner is None else jax.tree.leaves(self.params.rest)[owner]
 
     def _dealt(self, number: int, stack: Any) -> Arrays:
-        """A stack of layers, sharded over the stages; itself where it is stored so."""
+        """A stack of layers, sharded over the stages; unchanged if it is stored so."""
         stored = self._rest(number)
         if (
             self.dealing.plain
@@ -1148,7 +1123,7 @@ class Opening:
         ]
 
     def _whole(self, number: int, leaf: Any) -> Any:
-        """A value that the stages do not cut; itself where it is stored so."""
+        """A value replicated over the stages; unchanged if it is stored so."""
         stored = self._rest(number)
         spec = PartitionSpec(*self._tail(() if stored is None else stored.spec))
         if (
@@ -1162,7 +1137,7 @@ class Opening:
         )
 
     def _tail(self, cuts: Iterable[Any]) -> tuple[Any, ...]:
-        """Cuts without those over the stages."""
+        """Mesh axes per dim, without the stage axis."""
 
         def left(cut: Any) -> Any:
             axes = tuple(
@@ -1178,31 +1153,31 @@ class Opening:
 # --------------------------------------------------------------------------------------------------
 # Parameters in flight before the work of a step, and the update after it.
 #
-# Where parameters are on their way, each stage begins when it has its own. Tasks of one stage keep
-# their order, and so do the numbers; a stage which waits for its parameters holds up nobody but
-# those that need what it makes.
+# While parameters are being received, each stage starts when its own are complete. Tasks of one
+# stage keep their order, so the results do not change; a stage that waits for its parameters delays
+# only the stages that need its outputs.
 
-#: Model state after a step, and what the stages have summed.
+#: Model state after a step, and the sums of the stages.
 Made = tuple[Arrays, Summed]
 
 
 class Arriving(Protocol):
-    """Parameters of which stages have some and wait for others."""
+    """Parameters that some stages have received and others still wait for."""
 
     def there(self, stage: int) -> bool:
-        """Returns whether a stage has all that it needs; true, too, where something has failed."""
+        """True if a stage has all its parameters, or if receiving them has failed."""
         ...
 
     def part(self, array: jax.Array, stage: int) -> jax.Array | None:
-        """Returns what a stage has of a parameter in place of the array that stood for it, once it
-        is there; None for an array that is not a such parameter.
+        """A stage's shard of a parameter, given the placeholder array; None for an array that is
+        not a placeholder.
         """
         ...
 
 
 class Update(Protocol):
     """The update from gradients to the next state, after the last microbatch: one program, or
-    several where some of the state is not on the devices.
+    several if some of the state is not in device memory.
     """
 
     def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
@@ -1218,12 +1193,7 @@ class Update(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OneUpdate:
-    """An update that is one program.
-
-    Attributes:
-        call: it.
-        run: what runs it.
-    """
+    """An update that is one program."""
 
     call: jax.stages.Compiled
     run: Callable[..., tuple[TrainState, Metrics]]
@@ -1233,7 +1203,7 @@ class OneUpdate:
         return self.run(state, batch)
 
     def memory(self) -> dict[str, int]:
-        """Its bytes per device."""
+        """Bytes per device of the program."""
         return _jax_compat.compiled_memory(self.call)
 
 
@@ -1243,8 +1213,8 @@ def in_turn(
     do: Callable[[int, Task], None],
     arriving: Arriving,
 ) -> None:
-    """Runs all tasks, each as soon as its stage has its parameters and its neighbours have done
-    what it reads; where none can be done, it waits for the first one's parameters.
+    """Runs all tasks, each as soon as its stage has its parameters and its inputs from its
+    neighbours; if no task can run, waits for the first task's parameters.
     """
     left = list(turns)
     while left:
@@ -1264,17 +1234,17 @@ def in_turn(
 # --------------------------------------------------------------------------------------------------
 # One step: the programs called in the order of the schedule.
 
-#: (stage, what it does), in an order in which every task comes after what it reads.
+#: (stage, task) pairs, in an order in which every task comes after the tasks it reads from.
 Turns = tuple[tuple[int, Task], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """Meshes and shardings that one stage needs beside the programs of its chunks.
+    """Meshes and shardings of one stage, apart from the programs of its chunks.
 
     Attributes:
         zeros: program that makes the first sums: `First`.
-        indices: the number of each microbatch.
+        indices: the index of each microbatch, as an array.
     """
 
     zeros: jax.stages.Compiled
@@ -1286,18 +1256,14 @@ class Dispatch:
     """All programs of a step.
 
     Attributes:
-        places: the devices of the stages.
         opening: parameters, model state, batch -> `Opened`.
-        opened: structure of that.
+        opened: tree structure of `Opened`.
         stacks: number of stacked parameters.
-        kept: of every chunk the values made from parameters that it reads.
-        outside: of every chunk those whose gradients it sums up beside those of layers.
-        chunks: programs of every chunk.
-        stages: of every stage.
-        entering, back: of every chunk, shardings of what enters it, and of cotangents of what
-            leaves it.
-        turns: what is done, one after the other.
-        update: makes the next state.
+        kept: for each chunk, the values computed from parameters that it reads.
+        outside: for each chunk, the values other than layers whose gradients it sums.
+        entering, back: for each chunk, shardings of its inputs and of the cotangents of its
+            outputs.
+        turns: all tasks in the order in which they are called.
     """
 
     places: Places
@@ -1335,7 +1301,7 @@ class Dispatch:
         return self.update.step(state, (opened.after, run.summed()))
 
     def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: Arriving) -> Step:
-        """All work of a step whose parameters are on their way, queued; nothing is updated."""
+        """Queues all work of a step whose parameters are still being received, without the update."""
         leaves = jax.tree.leaves((params, inputs, batch))
         run = Step(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
         in_turn(self.turns, run.ready, run.do, arriving)
@@ -1343,12 +1309,12 @@ class Dispatch:
 
 
 class Step:
-    """Work under way in one step. Arrays are let go of when the last program that reads them is
+    """The state of one step in progress. Arrays are freed when the last program that reads them is
     queued.
 
     Attributes:
-        opened: what all microbatches work with.
-        early, late: of each chunk, what it has summed.
+        opened: values read by all microbatches.
+        early, late: sums of each chunk.
     """
 
     def __init__(
@@ -1372,7 +1338,7 @@ class Step:
         self.work[task.kind](task.chunk * self.ways + stage, task.microbatch)
 
     def ready(self, stage: int, task: Task) -> bool:
-        """Returns whether neighbours have made what a task reads."""
+        """True if the neighbours have computed the inputs of a task."""
         chunk = task.chunk * self.ways + stage
         program, unit = self.programs.chunks[chunk], (chunk, task.microbatch)
         if task.kind == FORWARD or (task.kind == BACKWARD and program.both is not None):
@@ -1382,7 +1348,7 @@ class Step:
         return task.kind == WEIGHTS or last or unit in self.back
 
     def summed(self) -> Summed:
-        """Returns what the stages have summed, over all devices."""
+        """The sums of the stages, over all devices."""
         programs, join = self.programs, self.programs.places.join
         turns = [
             range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)
@@ -1395,7 +1361,7 @@ class Step:
             ]
             for turn in turns
         ]
-        # Of every stage, zeros where it sums nothing up.
+        # Zeros from every stage that does not compute a sum.
         sums: list[Values] = [dict(stage_sums.outside) for stage_sums in self.first]
         for number in (0, last):
             sums[number % self.ways].update(
@@ -1415,7 +1381,7 @@ class Step:
         )
 
     def held(self, chunk: int) -> Arrays:
-        """Returns what a chunk works with, in the order of `Held`."""
+        """The inputs of a chunk, in the order of `Held`."""
         if chunk not in self._held:
             turn, stage = divmod(chunk, self.ways)
             opened, gather = self.opened, self.programs.chunks[chunk].gather
@@ -1430,7 +1396,7 @@ class Step:
         return self._held[chunk]
 
     def _shard(self, array: jax.Array, stage: int) -> jax.Array:
-        """Returns what a stage has of an array."""
+        """One stage's shard of an array."""
         came = None if self._arriving is None else self._arriving.part(array, stage)
         if came is not None:
             return came
@@ -1439,7 +1405,7 @@ class Step:
         return self._shards[id(array)][stage]
 
     def _reduced(self, chunk: int) -> Arrays:
-        """Gradients of stacked parameters, and of those that all layers use."""
+        """Gradients of stacked parameters, and of parameters that all layers use."""
         reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
         return late if reduce is None else reduce([*self.held(chunk), *late])
 
@@ -1506,13 +1472,11 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagePrograms:
-    """A pipeline whose stages are programs of their own, before it is compiled.
+    """A pipeline with one program per stage, before compilation.
 
     Attributes:
-        plan: the decisions.
-        opening: what is done over all devices.
-        works: the work of every chunk.
-        order: what every stage does.
+        opening: the program over all devices before the first microbatch.
+        order: the tasks of each stage, in order.
     """
 
     plan: Plan
@@ -1521,12 +1485,12 @@ class StagePrograms:
     order: tuple[Order, ...]
 
     def _kept(self, chunk: int) -> tuple[int, ...]:
-        """Values made from parameters that a chunk reads beside its layers."""
+        """Values computed from parameters that a chunk reads besides its layers."""
         work = self.works[chunk]
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
     def _held(self, chunk: int, opened: Opened) -> Held:
-        """Returns what a chunk works with, abstract."""
+        """The inputs of a chunk, abstract."""
         places = self.opening.places
         turn, stage = divmod(chunk, len(places.stages))
         return Held(
@@ -1557,7 +1521,7 @@ class StagePrograms:
         return tuple(self._sum(number, chunk, layers=True) for number in self.opening.stacks)
 
     def _partial(self, chunk: int) -> Arrays:
-        """Partial sums of every device for what is gathered beforehand, abstract."""
+        """Per-device partial sums for the operands gathered beforehand, abstract."""
         chunk_layers = self.works[chunk].chunk
         uses = chunk_layers.gathered.uses.values() if chunk_layers.gathered else ()
         return [
@@ -1583,7 +1547,7 @@ class StagePrograms:
         ]
 
     def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
-        """Returns where a gradient is summed."""
+        """The abstract sum of the gradient of a value."""
         aval = self.works[0].cut.program.avals[number]
         shape = (self.opening.dealing.room, *aval.shape[1:]) if layers else (1, *aval.shape)
         return self._like(
@@ -1599,7 +1563,7 @@ class StagePrograms:
         )
 
     def _in(self, dtype: Any) -> Any:
-        """The dtype in which gradients of a dtype are summed."""
+        """The dtype in which gradients of a given dtype are summed."""
         return self.opening.pipeline.placing.reductions.accumulator(dtype)
 
     def _floating(self, number: int) -> bool:
@@ -1607,12 +1571,12 @@ class StagePrograms:
 
     @property
     def apart(self) -> bool:
-        """True if gradients of weights are made apart."""
+        """True if the schedule computes weight gradients separately."""
         return any(task.kind == WEIGHTS for task in self.order[0])
 
     @property
     def at_once(self) -> bool:
-        """True if the last chunk goes back with every microbatch as soon as it has gone forward."""
+        """True if the last chunk runs backward right after forward for every microbatch."""
         last = [
             task
             for task in self.order[-1]
@@ -1687,7 +1651,7 @@ class StagePrograms:
         )
 
     def _stage(self, stage: int) -> Stage:
-        """Returns what a stage needs beside the programs of its chunks."""
+        """Meshes and shardings of a stage."""
         mesh, count, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}
@@ -1714,7 +1678,7 @@ class StagePrograms:
         )
 
     def _summed(self) -> Summed:
-        """Returns what the stages have summed after the last microbatch, abstract."""
+        """The sums of the stages after the last microbatch, abstract."""
         opening, places, count = self.opening, self.opening.places, len(self.order)
 
         def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -1742,7 +1706,7 @@ class StagePrograms:
 
 
 def _turns(order: tuple[Order, ...]) -> Turns:
-    """All tasks in the order in which they would begin if forward work took half as long as
+    """All tasks, in the order in which they would start if forward work took half as long as
     backward work.
     """
     split = any(task.kind == WEIGHTS for task in order[0])
@@ -1760,7 +1724,7 @@ def _index(mesh: Mesh) -> jax.ShapeDtypeStruct:
 # --------------------------------------------------------------------------------------------------
 # A plan's pipeline as programs of its stages.
 
-#: Layers of a chunk that are written out one after the other; more of them are a loop.
+#: The most layers of a chunk that are unrolled; a chunk with more is a loop.
 WRITTEN_OUT = 8
 
 
@@ -1797,8 +1761,8 @@ def stage_programs(
 
 
 def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
-    """The mesh, if this process is alone: of several, those without a device would have no part in
-    it.
+    """The concrete mesh, if there is a single process: with several, the processes whose devices
+    are not in a stage could not call its programs.
     """
     others = f"there are {jax.process_count()} processes"
     if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
@@ -1811,9 +1775,7 @@ def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
-    """Returns what each stage does, one after the other: the schedule, once for each group of
-    microbatches.
-    """
+    """The tasks of each stage in order: the schedule, repeated for each group of microbatches."""
     try:
         group = orders(
             plan.schedule,
