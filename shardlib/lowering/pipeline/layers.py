@@ -1,11 +1,9 @@
-"""Parts that both forms of a pipeline share: the partition of a loss, the chunks of a stage,
+"""Parts shared by both forms of a pipeline: the partition of a loss, the chunks of a stage,
 gathered weights, embedding and head.
 
-The layers of a stage that rematerialise:
-
-A plan says how many layers of the fullest stage are rematerialised, of all or by layer group. In
-lockstep all chunks of all stages are one program, and as many layers of each are; with a program
-for each stage, chunks share that number, those before the others taking one more.
+A plan gives the number of rematerialised layers of the fullest stage, overall or by layer group. In
+lockstep all chunks of all stages are one program and rematerialise equally many layers; with one
+program per stage the stage's number is divided among its chunks, the first ones taking one more.
 
 >>> half = StageRemat(policy="full", count=3, layers=4, virtual=2)
 >>> half.alike.count, [half.of_chunk(*one).count for one in ((0, 2), (1, 2), (1, 1))]
@@ -55,19 +53,19 @@ from shardlib.tracing.rewriting import (
 # --------------------------------------------------------------------------------------------------
 # The loop over layers of a traced loss, and the roles of its operands.
 #
-# The loop over layers is the scan that multiplies matrices; of several, one that takes slices of
-# parameters before one that takes none (as over time); of those the one with the most layers, the
-# last of equals. Every value of the loss is labelled with what it is made from (parameters, frozen
-# ones, model state, batch), and every operand of the loop gets a role:
+# The loop over layers is the scan that contains matmuls. If there are several: one that slices
+# parameters before one that does not (as over time), then the one with the most layers, then the
+# last. Every value of the loss is labelled with what it is computed from (parameters, frozen
+# parameters, model state, batch), and every operand of the loop gets a role:
 #
-#     weights      made from trained parameters, one slice a layer: sharded over the stages
-#     tables       made from frozen parameters or from nothing (flags and the like), one slice a
-#                  layer: sharded over the stages
-#     drawn        made from model state, or from keys of the batch, one slice a layer: random keys;
-#                  another value in every microbatch
-#     shared       made from trained parameters, the same for all layers
-#     activations  the loop's carry, and what is made from the batch (masks, positions, encoder
-#                  outputs): hops from stage to stage
+#     weights      from trained parameters, one slice per layer: sharded over the stages
+#     tables       from frozen parameters or constants (flags and the like), one slice per layer:
+#                  sharded over the stages
+#     drawn        from model state, or from keys of the batch, one slice per layer: random keys;
+#                  different in every microbatch
+#     shared       from trained parameters, the same for all layers
+#     activations  the loop's carry, and values computed from the batch (masks, positions, encoder
+#                  outputs): sent from stage to stage
 
 PARAMETERS, FROZEN, STATE, BATCH, KEY = "parameters", "frozen parameters", "state", "batch", "key"
 
@@ -78,8 +76,8 @@ class Roles:
 
     Attributes:
         weights, tables, drawn: positions among the scanned operands.
-        shared, constant, activations: positions among the constant operands; `constant` are made
-            from frozen parameters or from nothing.
+        shared, constant, activations: positions among the constant operands; `constant` operands
+            are computed from frozen parameters or constants.
     """
 
     weights: tuple[int, ...]
@@ -122,7 +120,7 @@ def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation
 
 
 def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int]) -> Roles:
-    """Returns what the operands of the loop over layers are."""
+    """The roles of the operands of the loop over layers."""
     constants, carried = scan_counts(loop.params)
     scanned = {
         k: _role(number, labels[number], alone, k, loop)
@@ -167,9 +165,8 @@ def _role(
 # --------------------------------------------------------------------------------------------------
 # Partition of a traced loss: before the layers, the layers, after the layers.
 #
-# The loop over layers, and what its operands are, stands in `shardlib.lowering.pipeline.layers`.
-# What travels hops from stage to stage; stacked results of the layers that the rest of the loss
-# reads travel too, in a buffer that every stage writes its layers' slices into.
+# Activations are sent from stage to stage. Stacked results of the layers that the rest of the loss
+# reads are sent along, in a buffer into which every stage writes the slices of its layers.
 
 #: Arrays in some order.
 Arrays = list[Any]
@@ -179,20 +176,18 @@ Values = dict[int, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A loss around its loop over layers. Values are numbers of `program`.
+    """A loss partitioned around its loop over layers. Values are numbers of `program`.
 
     Attributes:
         program: the loss over the leaves of (params, state, batch).
         loop: the scan over layers.
-        layers: number of layers.
-        labels: what each value is made from.
-        roles: what the operands of the loop are.
+        labels: what each value is computed from.
         exits: positions among the stacked results of the loop that are read after it.
-        once: equations that need parameters alone, done once a step.
-        kept: values made from parameters, or from nothing, that the rest reads.
+        once: equations that depend on parameters alone, run once per step.
+        kept: values computed from parameters or constants that the rest of the loss reads.
         before: equations of a microbatch that the loop needs.
-        after: equations of a microbatch that loss and metrics need, those of `before` that they
-            read included; the loop is in neither.
+        after: equations of a microbatch that loss and metrics need, including those of `before`
+            that they read; the loop is in neither.
         results: values of loss and metrics.
         state: values of the model state after the step.
     """
@@ -212,7 +207,7 @@ class Cut:
 
     @property
     def frozen_tables(self) -> tuple[int, ...]:
-        """Those of `Roles.tables` that are made from frozen parameters."""
+        """The `Roles.tables` that are computed from frozen parameters."""
         return tuple(k for k in self.roles.tables if self.labels[self.scanned[k]])
 
     @property
@@ -238,18 +233,18 @@ class Cut:
 
     @property
     def final(self) -> tuple[int, ...]:
-        """Results of the loop that hold the carry after the last layer."""
+        """Results of the loop that are the carry after the last layer."""
         return self.loop.outputs[: len(self.carry)]
 
     @property
     def stacked(self) -> tuple[int, ...]:
-        """Results of the loop that hold what is read of the layers' own results."""
+        """Results of the loop that stack the layers' outputs and are read after it."""
         return tuple(self.loop.outputs[len(self.carry) + k] for k in self.exits)
 
     @cached_property
     def read_outside(self) -> frozenset[int]:
-        """Values that are read before and after the loop, and those that enter the first stage or
-        are results.
+        """Values read before or after the loop, including those that enter the first stage or are
+        results.
         """
         return frozenset(
             number for equation in (*self.before, *self.after) for number in equation.inputs
@@ -317,7 +312,7 @@ def cut(
 def _kinds(
     inputs: int, parameters: int, state: int, keys: Collection[int], frozen: Collection[int]
 ) -> list[Labels]:
-    """Returns what each input of a loss is, see `cut`."""
+    """The label of each input of a loss; arguments as those of `cut`."""
 
     def kind(position: int) -> str:
         if position in frozen:
@@ -332,7 +327,7 @@ def _kinds(
 
 
 def _require_own_state(labels: Mapping[int, Labels], state: Sequence[int]) -> None:
-    """Raises where the model state after a step is made from more than that before it."""
+    """Raises if the model state after a step depends on more than the state before it."""
     made_from = frozenset[str]().union(*(labels[number] for number in state))
     if not made_from <= {STATE}:
         raise PlanError(
@@ -344,7 +339,7 @@ def _require_own_state(labels: Mapping[int, Labels], state: Sequence[int]) -> No
 
 
 def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equation], set[int]]:
-    """The equations that need nothing but parameters, and all values that are known with them."""
+    """The equations that depend on parameters alone, and all values known after them."""
     values = {*program.constants, *program.inputs[:parameters]}
     equations: list[Equation] = []
     for equation in program.equations:
@@ -355,14 +350,12 @@ def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equat
 
 
 # --------------------------------------------------------------------------------------------------
-# The layers of a chunk, one after the other, and the values that each saves for its backward pass.
+# The layers of a chunk in sequence, and the values that each saves for its backward pass.
 #
-# Some of the layers of a chunk may follow a remat policy, the first ones, and the others keep all
-# that their gradients read:
-#
-# chunk of 4 layers, Saved(policy="full", count=2) layers 0 and 1 keep their inputs alone
+# The first layers of a chunk may follow a remat policy while the others save all residuals: in a
+# chunk of 4 layers, with Saved(policy="full", count=2), layers 0 and 1 save their inputs alone.
 
-#: What layers hand on, and what they read layer by layer: trees of arrays.
+#: The carry of the loop over layers, and its slices per layer: trees of arrays.
 Carry = Tree
 #: (carry, slices) -> (carry, results) of one layer.
 Body = Callable[[Carry, Tree], tuple[Carry, Arrays]]
@@ -370,12 +363,11 @@ Body = Callable[[Carry, Tree], tuple[Carry, Arrays]]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Values that the layers of a chunk save.
+    """The remat policy of the layers of a chunk.
 
     Attributes:
-        policy: remat policy.
-        count: how many layers follow it, the first ones; None where all do.
-        offloaded: whether what is saved waits in host memory.
+        count: number of layers that follow the policy, counted from the first; None for all.
+        offloaded: whether saved values are offloaded to host memory.
     """
 
     policy: str
@@ -383,13 +375,13 @@ class Saved:
     offloaded: bool = False
 
     def followed(self, layers: int) -> int:
-        """Returns how many of so many layers follow the policy."""
+        """Number of layers that follow the policy, out of `layers`."""
         if self.policy == "none":
             return 0
         return layers if self.count is None else min(layers, self.count)
 
     def ways(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
-        """Returns what becomes of a layer that follows the policy, and of one that does not."""
+        """Transformations of a layer that follows the policy, and of one that does not."""
         following, saving_all = (
             partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
             for policy in (self.policy, "none")
@@ -398,7 +390,7 @@ class Saved:
 
 
 def _named(body: Body) -> Body:
-    """A layer that names what it starts from, so that this waits in host memory, too."""
+    """A layer whose input is named, so that it can be offloaded, too."""
 
     def named(carry: Carry, sliced: Tree) -> tuple[Carry, Arrays]:
         return body(tuple(checkpoint_name(leaf, LAYER_INPUT) for leaf in carry), sliced)
@@ -409,13 +401,13 @@ def _named(body: Body) -> Body:
 def as_loop(
     body: Body, saved: Saved, layers: int, carry: Carry, scanned: Tree
 ) -> tuple[Carry, Arrays]:
-    """Runs the layers as a loop, or as two where only the first of them follow the policy.
+    """Runs the layers as a loop, or as two if only the first of them follow the policy.
 
     Args:
         scanned: tree of arrays [layers, ...].
 
     Returns:
-        What leaves the last, and results [layers, ...].
+        The final carry, and stacked results [layers, ...].
     """
     body = _named(body) if saved.offloaded else body
     following, saving_all = saved.ways(prevent_cse=False)
@@ -440,9 +432,7 @@ def as_loop(
 def written_out(
     body: Body, saved: Saved, layers: int, carry: Carry, scanned: Sequence[Tree]
 ) -> tuple[Carry, Arrays]:
-    """Returns what `as_loop` gives, with the layers written out; `scanned` may be given layer by
-    layer.
-    """
+    """Unrolled form of `as_loop`; `scanned` may be a list of one tree per layer."""
     body = _named(body) if saved.offloaded else body
     following, saving_all = (wrap(body) for wrap in saved.ways(prevent_cse=True))
     count, exits = saved.followed(layers), list[Arrays]()
@@ -459,20 +449,20 @@ def written_out(
 
 
 # --------------------------------------------------------------------------------------------------
-# A chunk of layers on one microbatch: its results, and the inputs of its backward pass.
+# A chunk of layers on one microbatch: its results, and the residuals of its backward pass.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linearised:
-    """A chunk with what its backward pass wants.
+    """A chunk with the residuals of its backward pass.
 
     Attributes:
-        left: what leaves the chunk.
-        saved: what the backward pass wants, by number of the value.
-        order: these numbers, in the order in which it wants them.
-        of_microbatch: those of them that depend on the microbatch, each once.
-        tree: structure of the backward pass around them.
-        entered: how many gradients of what entered the backward pass gives, after all others.
+        left: outputs of the chunk.
+        saved: residuals, by number of the value.
+        order: these numbers, in the order in which the backward pass takes them.
+        of_microbatch: those of them that depend on the microbatch, without duplicates.
+        tree: tree structure of the backward pass (a pytree of its residuals).
+        entered: number of gradients of the chunk's inputs, the last results of the backward pass.
     """
 
     left: Arrays
@@ -484,36 +474,34 @@ class Linearised:
 
     @property
     def stashed(self) -> Arrays:
-        """Returns what depends on the microbatch."""
+        """The residuals that depend on the microbatch."""
         return [self.saved[number] for number in self.of_microbatch]
 
     def pull(self, stashed: Arrays) -> Callable[[Arrays], Tree]:
-        """The backward pass, with what was stashed in place of what depends on the microbatch
-        here.
+        """The backward pass, with stashed values for the residuals that depend on the
+        microbatch.
         """
         return jax.tree.unflatten(self.tree, self._wants(stashed))
 
     def early(self, stashed: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
-        """Of the backward pass in two parts: (gradients of what entered, what the late part has to
-        be given).
+        """The input-gradient half of the backward pass: (gradients of the chunk's inputs, residuals
+        for `late`).
         """
         return self._halves(cotangents).run_first([*self._wants(stashed), *cotangents])
 
     def late(self, stashed: Arrays, passed: Arrays) -> Arrays:
-        """The other gradients."""
-        # Of any value: the late part does not read them.
+        """The weight-gradient half of the backward pass."""
+        # Placeholders: the late part does not read the cotangents.
         cotangents = [leaf for leaf in self.left if is_floating(leaf)]
         return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], passed)
 
     def _wants(self, stashed: Arrays) -> Arrays:
-        """Returns what the backward pass wants."""
+        """All residuals of the backward pass, in its order."""
         values = {**self.saved, **dict(zip(self.of_microbatch, stashed, strict=True))}
         return [values[number] for number in self.order]
 
     def _halves(self, cotangents: Arrays) -> Split:
-        """The backward pass, split in what gives gradients of what entered and what gives the
-        others.
-        """
+        """The backward pass, split into input gradients and weight gradients."""
         count = len(self.order)
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -532,31 +520,23 @@ class Linearised:
 
 
 def is_floating(leaf: Leaf) -> bool:
-    """Returns whether gradients flow through an array."""
+    """True if gradients flow through an array."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 # --------------------------------------------------------------------------------------------------
-# One layer of arrays that have a slot for each of several chunks, [slots, layers, ...].
+# One layer of arrays that have a slot per chunk, [slots, layers, ...].
 
 
 def layer_of(stack: Value, slot: Index, layer: Index) -> Value:
-    """Returns what a layer has in a slot.
-
-    Args:
-        stack: [slots, layers, ...].
-    """
+    """One layer in one slot of `stack` [slots, layers, ...]."""
     shape = stack.shape[2:]
     start = (slot, layer, *(0 for _ in shape))
     return jax.lax.dynamic_slice(stack, start, (1, 1, *shape)).reshape(shape)
 
 
 def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
-    """The same with something else for a layer in a slot.
-
-    Args:
-        stack: [slots, layers, ...].
-    """
+    """`stack` [slots, layers, ...] with one layer in one slot replaced."""
     start = (slot, layer, *(0 for _ in leaf.shape))
     return jax.lax.dynamic_update_slice(stack, leaf[None, None], start)
 
@@ -564,16 +544,16 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
 # --------------------------------------------------------------------------------------------------
 # Weights of layers that are gathered before the ticks that use them, and their gradients.
 #
-# A weight that is stored sharded over fsdp is gathered by every operation that uses it, forward
-# and backward, for every microbatch, and its gradient is scattered as often. Where the plan
-# gathers once, the operands that matmuls make of weights (casts, transpositions and reshapes of
-# them) are made and gathered beforehand, all ticks use them, every device sums up what its own
-# examples say of their gradients, and these sums are reduced when the last microbatch has gone
-# back. That is less traffic by the number of microbatches, for the memory of whole weights and
-# whole gradients.
+# A weight that is stored sharded over fsdp is normally all-gathered by every operation that uses
+# it, forward and backward, for every microbatch, and its gradient is reduce-scattered as often.
+# Where the plan gathers once, the operands that matmuls make of weights (casts, transpositions and
+# reshapes of them) are computed and all-gathered beforehand and used by all ticks; each device sums
+# its partial gradients, and the sums are reduced after the backward pass of the last microbatch.
+# Traffic falls by the number of microbatches, at the cost of memory for gathered weights and
+# unreduced gradients.
 #
-# Where gradients are stored replicated (ZeRO 0 and 1), they are summed and reduced in the same
-# way, with nothing to gather.
+# Gradients that are stored replicated (ZeRO 0 and 1) are summed and reduced in the same way, with
+# nothing to gather.
 #
 # Everything else that layers read (scales of norms, biases, weights of experts) is left to the
 # operations that use it.
@@ -581,20 +561,19 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """Weights of one layer whose gradients are reduced after all ticks, and which are gathered
-    before. Values are numbers of the loop's body.
+    """Weights of one layer that are gathered before all ticks and whose gradients are reduced after
+    them. Values are numbers of the loop's body.
 
     Attributes:
-        mesh: the mesh around.
-        body: what one layer does.
-        sources: position among the loop's scanned operands -> number of the value, of weights that
-            operands are made from.
+        body: the program of one layer.
+        sources: position among the loop's scanned operands -> number of the value, for weights
+            from which operands are computed.
         complete: positions of weights that nothing else reads.
         made: the operands.
         operands: those that are gathered.
-        uses: path of an operation -> what runs in its place.
-        made_by: the equations that make operands from weights.
-        rest: the equations of a layer for which gathered operands are given.
+        uses: path of an operation -> its replacement.
+        made_by: the equations that compute operands from weights.
+        rest: the equations of a layer, given the gathered operands.
     """
 
     mesh: Mesh | AbstractMesh
@@ -608,8 +587,8 @@ class Gathered:
     rest: tuple[Equation, ...]
 
     def pieces(self, weights: Sequence[Value]) -> Arrays:
-        """The operands of one layer as they rest, in the order of `made`, for its weights in the
-        order of `sources`.
+        """The operands of one layer in their stored sharding, in the order of `made`, from its
+        weights in the order of `sources`.
         """
         traced = [
             as_dtype(weight, self.body.avals[number].dtype)
@@ -620,7 +599,7 @@ class Gathered:
         return [env[number] for number in self.made]
 
     def gather(self, weights: Sequence[Value]) -> Arrays:
-        """The gathered operands, for stacks of weights [layers, ...]."""
+        """The gathered operands, from stacks of weights [layers, ...]."""
         if not self.operands:
             return []
         return jax.lax.scan(
@@ -628,8 +607,8 @@ class Gathered:
         )[1]
 
     def gather_over(self, weights: Sequence[Value], slots: Arrays, slot: Index) -> Arrays:
-        """The gathered operands over what was in one slot of arrays, each layer's in its place:
-        zeros, with which a loop stacks up results, would be there from the first to the last loop.
+        """Gathers operands in place into one slot of `slots`, layer by layer: the zeros that a loop
+        stacks its results into would be live from the first to the last loop.
 
         Args:
             weights: stacks [layers, ...], in the order of `sources`.
@@ -654,8 +633,8 @@ class Gathered:
         return [gathers[number](pieces[number]) for number in self.operands]
 
     def reduce(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
-        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers,
-        ...] in the order of `uses`.
+        """Gradients of weights [layers, ...] in the order of `sources`, from partial sums
+        [layers, ...] in the order of `uses`.
         """
         return jax.lax.scan(
             lambda _, sums: (None, self._layer_reduced(weights, sums)), None, list(sums)
@@ -664,8 +643,8 @@ class Gathered:
     def reduce_out(
         self, weights: Sequence[Value], sums: Arrays, slot: Index
     ) -> tuple[Arrays, Arrays]:
-        """(gradients of weights [layers, ...] for the partial sums in one slot, sums with zeros
-        there); emptied layer by layer after it has been read, lest all slots are copied.
+        """(gradients of weights [layers, ...] from the partial sums in one slot, sums with that
+        slot zeroed); each layer is zeroed after it is read, or XLA would copy all slots.
 
         Args:
             weights: stacks [layers, ...], in the order of `sources`.
@@ -696,12 +675,12 @@ class Gathered:
         )[0]
 
     def zeros(self, lead: tuple[int, ...]) -> Arrays:
-        """Returns where partial sums go, [*lead, ...], each device's at the device."""
+        """Zeros for the partial sums, [*lead, ...], sharded so that each device has its own."""
         return no_sums(self.uses, self.mesh, lead)
 
     def walk(self, walk: Walk, sums: Sequence[Value]) -> Walk:
-        """A walk through one layer whose operations leave the gradients of these weights to
-        `sums`.
+        """A walk through one layer whose operations pass the gradients of these weights to `sums`
+        (`leaving_sums`).
         """
         return leaving_sums(self.uses, walk, sums)
 
@@ -709,7 +688,7 @@ class Gathered:
 def no_sums(
     uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
 ) -> Arrays:
-    """Returns where partial sums go, [*lead, ...], each device's at the device."""
+    """Zeros for the partial sums, [*lead, ...], sharded so that each device has its own."""
     zeros = [
         (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
     ]
@@ -727,8 +706,8 @@ def leaving_sums(
     sums: Sequence[Value],
     ready: Mapping[str, Value] | None = None,
 ) -> Walk:
-    """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in
-    place of these weights where there are any, by path.
+    """A walk whose operations give partial sums as the gradients of `sums`, not of their weights;
+    `ready` replaces weights by gathered ones, by path of the operation.
     """
     places, gathered_by_path = dict(zip(uses, sums, strict=True)), ready or {}
 
@@ -755,10 +734,10 @@ def by_operand(
     sums: Sequence[Value],
     rounded: Callable[[Value, Value], Value],
 ) -> Values:
-    """Gradients of the values that operations use, for partial sums in the order of `uses`.
+    """Gradients of the values that operations use, from partial sums in the order of `uses`.
 
     Args:
-        rounded: (gradient, partial sums) -> the gradient as it is added up.
+        rounded: (gradient, partial sums) -> the gradient in the dtype of the sum.
     """
     gradients: Values = {}
     for use, total in zip(uses.values(), sums, strict=True):
@@ -774,8 +753,8 @@ def operand(use: Deferred) -> int:
 
 
 def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
-    """Returns what can be gathered beforehand; None where nothing can, or where gradients do not
-    wait for the end of the step.
+    """The weights that can be gathered beforehand; None if there are none, or if gradients are not
+    reduced at the end of the step.
     """
     if placing.reductions.when != DEFERRED:
         return None
@@ -820,7 +799,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
 def _only_read_by(
     weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]
 ) -> bool:
-    """Returns whether all that a layer makes of a weight are operands of certain operations."""
+    """True if a layer uses a weight only as an operand of given operations."""
     derived, views = {weight}, {equation.path for equation in made_by}
     for equation in body.equations:
         if derived.intersection(equation.inputs):
@@ -835,11 +814,10 @@ def _only_read_by(
 # --------------------------------------------------------------------------------------------------
 # The work of a stage on one microbatch.
 #
-# A chunk is a run of consecutive layers. Forward, it is run with `jax.vjp`, and what the backward
-# pass wants of the forward one is told apart: arrays that can be had again from the weights alone
-# (the weights themselves, casts of them, masks that depend on nothing) are made again in the
-# backward tick; the others, which depend on the microbatch, are stashed. What there is to stash
-# follows the remat policy, as in a program without stages.
+# A chunk is a run of consecutive layers. Its forward pass is `jax.vjp`, and the residuals are
+# divided: those that depend on weights alone (weights, casts of them, constant masks) are
+# recomputed in the backward tick; those that depend on the microbatch are stashed. The remat policy
+# decides which residuals there are, as in a program without stages.
 
 
 @jax.tree_util.register_dataclass
@@ -848,13 +826,13 @@ class Operands:
     """Operands of a chunk, on one stage.
 
     Attributes:
-        weights: of each stacked parameter the chunk's layers, [layers, ...].
-        tables: of each constant table the same.
-        drawn: of each array of model state with a slice a layer the same, for one microbatch.
+        weights: the chunk's layers of each stacked parameter, [layers, ...].
+        tables: the same of each constant table.
+        drawn: the same of each array of model state with a slice per layer, for one microbatch.
         shared: parameters that all layers use.
-        constant: arrays made from nothing that all layers use.
-        ready: operands of matmuls that are gathered beforehand, [layers, ...]; see `Gathered`.
-        first: number of the chunk's first layer.
+        constant: arrays computed from constants that all layers use.
+        ready: matmul operands that are gathered beforehand, [layers, ...]; see `Gathered`.
+        first: index of the chunk's first layer.
     """
 
     weights: Arrays
@@ -869,12 +847,12 @@ class Operands:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients of what does not travel.
+    """Gradients of everything but the activations.
 
     Attributes:
         weights: of stacked parameters, in the order of `Chunk.own`.
         shared: of parameters that all layers use.
-        sums: partial sums of each device for the operands that are gathered beforehand.
+        sums: per-device partial sums for the operands that are gathered beforehand.
     """
 
     weights: Arrays
@@ -884,19 +862,16 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Some layers as a function.
+    """A run of consecutive layers as a function.
 
     Attributes:
-        cut: the loss around its loop.
-        layers: layers of a chunk.
-        padded: whether all chunks together have room for more layers than there are; what comes
-            after the last layer then does nothing.
-        saved: what the layers save for their backward passes.
-        walk: how values are placed, made anew in every trace, since it belongs to the mesh around
-            it.
-        gathered: what is gathered beforehand; None where nothing is.
-        unrolled: whether layers are written out one after the other; weights may then be given, and
-            their gradients come, layer by layer.
+        layers: layers per chunk.
+        padded: whether all chunks together have room for more layers than there are; places after
+            the last layer are then identities.
+        walk: makes the placing of values anew in every trace, since it belongs to the mesh around.
+        gathered: weights that are gathered beforehand; None if there are none.
+        unrolled: whether layers are unrolled; weights and their gradients may then be lists by
+            layer.
     """
 
     cut: Cut
@@ -909,9 +884,7 @@ class Chunk:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Returns which weights get a gradient in every tick, as positions among those of
-        `Operands`.
-        """
+        """Weights that get a gradient in every tick, as positions in `Operands.weights`."""
         return tuple(
             k
             for k, position in enumerate(self.cut.roles.weights)
@@ -919,12 +892,12 @@ class Chunk:
         )
 
     def run(self, operands: Operands, activations: Arrays, sums: Arrays | None = None) -> Arrays:
-        """Returns what leaves the chunk, for what enters it: the carry, what travels with it, and
-        buffers of the layers' own results, [all layers, ...].
+        """The outputs of the chunk for its inputs: the carry, the values sent along with it, and
+        buffers of the layers' stacked results, [all layers, ...].
 
         Args:
-            sums: arrays whose gradients are the partial sums for what is gathered beforehand,
-                [layers, ...]; by default those are lost.
+            sums: arrays whose gradients are the partial sums for operands gathered beforehand,
+                [layers, ...]; by default these are discarded.
         """
         cut, roles, walk, gathered = self.cut, self.cut.roles, self.walk(), self.gathered
         sums = self._no_sums() if sums is None else sums
@@ -986,7 +959,7 @@ class Chunk:
         return [*final, *activations[carried : carried + len(roles.activations)], *buffers]
 
     def _wanted(self, operands: Operands) -> Gradients:
-        """Returns what gradients are taken of."""
+        """The operands that gradients are taken with respect to."""
         return Gradients(
             weights=[operands.weights[k] for k in self.own],
             shared=operands.shared,
@@ -994,7 +967,7 @@ class Chunk:
         )
 
     def _no_sums(self) -> Arrays:
-        """Returns where partial sums of one microbatch go, [layers, ...] or layer by layer."""
+        """Zeros for the partial sums of one microbatch, [layers, ...] or a list by layer."""
         if self.gathered is None:
             return []
         return (
@@ -1004,33 +977,33 @@ class Chunk:
         )
 
     def forward(self, operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
-        """(what leaves the chunk, what its backward pass has to remember)."""
+        """(outputs of the chunk, its stash for the backward pass)."""
         line = self._linearised(operands, activations)
         return line.left, line.stashed
 
     def backward(
         self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Gradients, Arrays]:
-        """Gradients, and those of the floating-point part of what entered."""
+        """Gradients of the operands, and of the floating-point inputs."""
         return self._linearised(operands, activations).pull(stashed)(cotangents)
 
     def backward_inputs(
         self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Arrays, Arrays]:
-        """The part of `backward` that the stage before waits for."""
+        """The input-gradient half of `backward`, which the previous stage waits for."""
         return self._linearised(operands, activations).early(stashed, cotangents)
 
     def backward_weights(
         self, operands: Operands, activations: Arrays, stashed: Arrays, passed: Arrays
     ) -> Gradients:
-        """The part of `backward` that nothing waits for."""
+        """The weight-gradient half of `backward`, which no stage waits for."""
         return jax.tree.unflatten(
             jax.tree.structure(self._wanted(operands)),
             self._linearised(operands, activations).late(stashed, passed),
         )
 
     def _linearised(self, operands: Operands, activations: Arrays) -> Linearised:
-        """The chunk around one microbatch."""
+        """The chunk linearised at one microbatch."""
         floating = [is_floating(leaf) for leaf in activations]
         shape: dict[str, Any] = {}
 
@@ -1075,7 +1048,7 @@ class Chunk:
 
 
 def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
-    """Results of a layer whose operands of matmuls are ready."""
+    """Results of a layer, given its gathered operands."""
     env = {
         **gathered.body.constants,
         **dict(zip(gathered.body.inputs, values, strict=True)),
@@ -1086,22 +1059,18 @@ def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arr
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights outside of the layers (embedding, head) that are gathered before the ticks, and whose
-# gradients are reduced after them.
-#
-# Those of matmuls and lookups, where the plan reduces gradients of layers once a step, too: every
-# device sums up what its own examples say, and the sums are reduced when the last microbatch has
-# gone back. See `Gathered`, which does the same inside of the layers.
+# Weights outside of the layers (embedding, head) that are gathered before the ticks and whose
+# gradients are reduced after them: those of matmuls and lookups, if the plan also reduces gradients
+# of layers once per step. See `Gathered`, which does the same for layers.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """Operations outside of the layers whose weights' gradients are reduced after all ticks.
+    """Operations outside of the layers whose weight gradients are reduced after all ticks.
 
     Attributes:
-        mesh: the mesh of the program.
-        uses: path of an operation -> what runs in its place.
-        complete: values made from parameters that nothing else reads.
+        uses: path of an operation -> its replacement.
+        complete: values computed from parameters that nothing else reads.
     """
 
     mesh: Mesh | AbstractMesh
@@ -1117,20 +1086,20 @@ class Ends:
         }
 
     def zeros(self) -> Arrays:
-        """Returns where partial sums go, each device's at the device."""
+        """Zeros for the partial sums, sharded so that each device has its own."""
         return no_sums(self.uses, self.mesh)
 
     def walk(self, walk: Walk, ready: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
-        """A walk whose operations use gathered operands and leave gradients to `sums`."""
+        """A walk whose operations use gathered operands and pass gradients to `sums`."""
         return leaving_sums(self.uses, walk, sums, ready)
 
     def reduce(self, sums: Sequence[Value]) -> Values:
-        """Gradients of values that operations use, for partial sums in the order of `uses`."""
+        """Gradients of values that operations use, from partial sums in the order of `uses`."""
         return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
 
 
 def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
-    """Finds the operations outside of the layers that can leave their gradients to the end."""
+    """Finds the operations outside of the layers whose gradients can be reduced at the end."""
     derived = set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, Deferred] = {}
@@ -1161,13 +1130,12 @@ class StageRemat:
     """Rematerialisation of the layers of the fullest stage.
 
     Attributes:
-        policy: remat policy.
-        count: how many of the layers follow it; the others save all that their gradients read.
-        layers: how many it has, all chunks together.
-        virtual: chunks.
-        offloaded: whether what is saved waits in host memory.
-        outside: by path of a loop that is not shared out: the policy and how many of its layers
-            follow it.
+        count: number of layers that follow the policy; the others save all residuals.
+        layers: number of layers of the stage, all chunks together.
+        virtual: chunks of the stage.
+        offloaded: whether saved values are offloaded to host memory.
+        outside: path of a loop that is not divided over stages -> (policy, number of its layers
+            that follow it).
     """
 
     policy: str
@@ -1179,11 +1147,11 @@ class StageRemat:
 
     @property
     def alike(self) -> Saved:
-        """Returns what the layers of every chunk save, where all chunks are one program."""
+        """The remat policy of every chunk, if all chunks are one program."""
         return self._saved(math.ceil(self.count / self.virtual))
 
     def of_chunk(self, number: int, layers: int) -> Saved:
-        """Returns what the layers of one chunk save, where it has a program of its own."""
+        """The remat policy of one chunk that has its own program."""
         rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
         missing = self.layers // self.virtual - layers
         return self._saved(max(0, rematerialised - missing))
@@ -1195,7 +1163,7 @@ class StageRemat:
 def stage_remat(
     plan: Plan, cut: Cut, program: Program, loss: LossReading, paths: Sequence[str]
 ) -> StageRemat:
-    """Returns what the layers of the stages of a plan save."""
+    """The rematerialisation in the stages of a plan."""
     fullest = fullest_stage(plan, cut.layers)
     policies = layer_policies(plan, program, loss, paths)
     uniform = StageRemat(
@@ -1208,7 +1176,7 @@ def stage_remat(
     if not policies:
         return uniform
     counts = {group.path: group.count for group in layers(program, loss)}
-    # layers that are written out are one loop in the program that is cut
+    # unrolled layers are one loop in the partitioned program
     here = (
         cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)
     )

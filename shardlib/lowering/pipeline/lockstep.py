@@ -53,13 +53,12 @@ from shardlib.tracing.program import has_matmul, with_frozen
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, needed
 
 # --------------------------------------------------------------------------------------------------
-# Findings about a pipeline: work that every stage repeats, and weights that are gathered at every
-# use.
+# Findings about a pipeline: work that every stage repeats, and weights gathered at every use.
 
 
 @diagnostic
 def repeated(stages: Stages) -> tuple[Finding, ...]:
-    """A finding where what comes before and after the layers cannot be shared out."""
+    """A finding if work before and after the layers cannot be sharded over the stages."""
     if any(dim is not None for dim in stages.spread):
         return ()
     return (
@@ -81,7 +80,7 @@ def repeated(stages: Stages) -> tuple[Finding, ...]:
 
 @diagnostic
 def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and nothing can be gathered beforehand."""
+    """A finding if the plan gathers once, but no weight can be gathered beforehand."""
     gathered = stages.chunk.gathered
     if plan.gather != "once" or (gathered is not None and gathered.operands):
         return ()
@@ -104,7 +103,7 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
 
 @diagnostic
 def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and layers have frozen sharded weights, which are
+    """A finding if the plan gathers once, but layers have frozen sharded weights, which are
     gathered at every use.
     """
     if plan.gather != "once" or plan.zero < 3 or not loss_cut.frozen_tables:
@@ -127,28 +126,28 @@ def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
 # --------------------------------------------------------------------------------------------------
 # Sums of gradients over microbatches, and their reduction after the last.
 #
-# Sums are made in float32 at least, or in the dtype that the plan says, each where its
-# microbatches leave it: gradients of layers at their stages, one a stage of what all layers use,
-# those of embedding and head as the optimizer reads them. What is reduced once a step is there as
-# partial sums of every device (`Gathered`, `Ends`).
+# Sums are at least float32, or in the dtype of the plan, and are placed where the microbatches make
+# the gradients: gradients of layers at their stages; gradients of values that all layers use as one
+# sum per stage; those of embedding and head as the optimizer reads them. Gradients that are reduced
+# once per step are per-device partial sums until then (`Gathered`, `Ends`).
 
-#: What ticks hand on, by name.
+#: The carry of the scan over ticks, by name.
 Carry = dict[str, Any]
-#: What of it a step sums up over its microbatches: gradients of what stages hold, those of chunks
-#: that are done, those of what is read outside of the layers, partial sums of such, loss and
-#: metrics.
+#: The part of it that a step sums over its microbatches: gradients of stacked and shared
+#: parameters, those of finished chunks, those of values read outside of the layers, partial sums of
+#: such, loss and metrics.
 SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """Values that the loss makes once from trained parameters, or their gradients.
+    """Values that the loss computes once per step from trained parameters, or their gradients.
 
     Attributes:
-        outside: what is read outside of the layers, by number of the value.
-        shared: what all layers use.
-        stacks: what has a slice for every layer, [stages, chunks, layers, ...].
+        outside: values read outside of the layers, by number of the value.
+        shared: values that all layers use.
+        stacks: values with a slice per layer, [stages, chunks, layers, ...].
     """
 
     outside: Values
@@ -159,13 +158,13 @@ class Made:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Values that the loss makes once, and that no gradient flows through.
+    """Values that the loss computes once per step and that have no gradient.
 
     Attributes:
         constant: arrays that all layers use.
         ready: operands outside of the layers that are gathered beforehand, by path.
-        tables: what has a slice for every layer, [stages, chunks, layers, ...].
-        values: what is read outside of the layers, by number of the value.
+        tables: values with a slice per layer, [stages, chunks, layers, ...].
+        values: values read outside of the layers, by number of the value.
     """
 
     constant: Arrays
@@ -176,14 +175,11 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The sums of a step.
+    """Initial values, reductions and results of the sums of a step.
 
     Attributes:
-        cut: the loss around its loop over layers.
-        stages: the stages.
         ends: operations outside of the layers whose gradients are reduced after all ticks.
-        gradient: how gradients of parameters are cut, by position of the parameter.
-        reductions: how gradients are reduced.
+        gradient: sharding of gradients of parameters, by position of the parameter.
     """
 
     cut: Cut
@@ -193,13 +189,11 @@ class Sums:
     reductions: GradientReductions
 
     def zeros(self, leaf: Leaf, lead: tuple[int, ...] = ()) -> Value:
-        """Returns where gradients of an array are summed, [*lead, ...]."""
+        """Zeros for the gradient sum of an array, [*lead, ...]."""
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
     def empty(self, derived: Made) -> Carry:
-        """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters
-        alone.
-        """
+        """Zeros for all sums, by the names of `SUMMED`, given the values computed from parameters."""
         stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.gathered
         layers = Gradients(
             weights=[stages.over_stages(self.zeros(derived.stacks[k])) for k in stages.chunk.own],
@@ -231,14 +225,14 @@ class Sums:
         return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
 
     def unreduced(self, outside: Values) -> Values:
-        """Of what is read outside of the layers that whose gradient is made in every tick."""
+        """The values read outside of the layers whose gradients are made in every tick."""
         return {
             number: leaf for number, leaf in outside.items() if number not in self.ends.complete
         }
 
     def as_gradients(self, outside: Values) -> Values:
-        """Gradients of what is made once from parameters as the optimizer reads them: of a
-        parameter, and of casts of it.
+        """Gradients of values computed once from parameters, in the sharding that the optimizer
+        reads if the value is a parameter or a cast of one.
         """
         owners = self.cut.owners
         return {
@@ -251,9 +245,7 @@ class Sums:
         }
 
     def gradients(self, resident: Held, sums: Carry) -> Made:
-        """Gradients of what the loss makes from parameters alone, for the sums over all
-        microbatches.
-        """
+        """Gradients of the values computed from parameters, from the sums over all microbatches."""
         return Made(
             stacks=self._stacks(resident, sums),
             shared=[total.sum(0) for total in sums["sums"].shared],
@@ -277,7 +269,7 @@ class Sums:
         return [totals[position] for position in positions]
 
     def _outside(self, sums: Carry) -> Values:
-        """Gradients of what is read outside of the layers."""
+        """Gradients of values read outside of the layers."""
         totals = dict(sums["outside"])
         for number, gradient in self.ends.reduce(sums["ends"]).items():
             totals[number] = totals[number] + gradient if number in totals else gradient
@@ -285,19 +277,19 @@ class Sums:
 
 
 def plus(sums: Tree, more: Tree) -> Tree:
-    """Sums with more added to them, in the dtypes of the sums."""
+    """The sum of two trees, in the dtypes of the first."""
     return jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, more)
 
 
 # --------------------------------------------------------------------------------------------------
 # Loss and gradients of a pipeline, as one program.
 #
-# Once a step, what the loss makes from parameters alone is made, and stacks of layers are dealt
-# out to the stages. Then come the ticks of each group of microbatches: scans, one for each run of
-# ticks with the same kinds of work: forward only, both ways, backward only. In every tick what
-# comes before the layers is done for the microbatch that enters the first stage, and what comes
-# after them, with its gradient, for the one that leaves the last. At the end the summed gradients
-# go back through what was made once.
+# Once per step, the values that the loss derives from parameters alone are computed, and stacks of
+# layers are distributed to the stages. Then come the ticks of each group of microbatches: one scan
+# per run of ticks with the same kinds of work (forward only, both, backward only). Each tick runs
+# the equations before the layers for the microbatch that enters the first stage, and those after
+# the layers, with their gradients, for the one that leaves the last. At the end the summed
+# gradients are back-propagated through the values computed once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,17 +297,15 @@ class Pipeline:
     """A loss whose layers are spread over stages.
 
     Attributes:
-        cut: the loss around its loop over layers.
-        stages: the stages.
-        placing: how values are laid out.
-        around: how they are laid out outside of the layers, where the stages may cut them too.
-        exact: whether all layouts outside of the layers are known; else they are left to the
-            compiler where the plan does not cut, and so are gradients.
+        around: layouts outside of the layers, where the stages may shard values too; `placing` is
+            for inside.
+        exact: whether all layouts outside of the layers are known; otherwise they, and those of
+            gradients, are left to the compiler where the plan gives none.
         ends: operations outside of the layers whose gradients are reduced after all ticks.
         traced: the loss.
-        remat: what layers save for their backward passes.
-        groups: of microbatches, that go through the stages one group after the other; the schedule
-            is that of a group.
+        remat: remat policy of the layers.
+        groups: number of groups of microbatches, which go through the stages one after the other;
+            the schedule is that of one group.
         repeated: see `shardlib.lowering.contribution.Contribution`.
     """
 
@@ -342,7 +332,7 @@ class Pipeline:
 
     @cached_property
     def sums(self) -> Sums:
-        """Returns what it sums up over microbatches."""
+        """The sums over microbatches."""
         return Sums(
             cut=self.cut,
             stages=self.stages,
@@ -352,12 +342,12 @@ class Pipeline:
         )
 
     def outside(self) -> Walk:
-        """Returns how values are placed outside of the layers."""
+        """The placing of values outside of the layers."""
         return replace(self.around.walk(loose=not self.exact), layer_policies=self.remat.outside)
 
     def dealt(self, stack: Value) -> Value:
-        """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a
-        chunk, ...]; the last layer stands for those that are missing.
+        """A stack of layers [layers, ...] as [stages, chunks, layers of a chunk, ...]; unused
+        places repeat the last layer.
         """
         table, each = self.stages.table, self.stages.chunk.layers
         shape = (table.virtual, table.stages, each)
@@ -387,8 +377,8 @@ class Pipeline:
         )
 
         def after(leaves: Arrays) -> Arrays:
-            # Nothing of the new state is made from the other inputs, so their numbers do not
-            # matter, and what reads them is not computed.
+            # Nothing of the new state is computed from the other inputs, so their values are
+            # arbitrary, and their readers are not computed.
             inputs = [
                 (
                     leaves[i - first]
@@ -448,8 +438,8 @@ class Pipeline:
     def loss(
         self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
     ) -> tuple[Value, tuple[Metrics, Tree]]:
-        """(loss, (metrics, state)), averaged over the microbatches: forward ticks alone; arguments
-        as those of `gradients`.
+        """(loss, (metrics, state)), averaged over the microbatches, with forward ticks only;
+        arguments as those of `gradients`.
         """
         (derived, fixed), _ = self._once(jax.tree.leaves(params))
         states, after = self.states(state)
@@ -471,7 +461,7 @@ class Pipeline:
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
     def _held(self, derived: Made, fixed: Fixed) -> Held:
-        """Returns what stages hold through all ticks, but for what belongs to microbatches."""
+        """Arrays of the stages that stay the same through all ticks, without those of microbatches."""
         resident = Held(
             weights=derived.stacks,
             tables=fixed.tables,
@@ -501,8 +491,8 @@ class Pipeline:
         return jax.lax.scan(lambda sums, group: (run(sums, *group), None), sums, grouped)[0]
 
     def _once(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
-        """((what gradients flow through, what they do not), gradients of the first -> gradients of
-        the parameters).
+        """((values with gradients, values without), function from gradients of the first to
+        gradients of the parameters).
         """
         cut = self.cut
 
@@ -534,20 +524,19 @@ class Pipeline:
 
 
 def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
-    """An average in the dtype of what was averaged; counts and truth values of a whole batch are
-    whole numbers.
+    """An average in the original dtype; integer and boolean values of a whole batch stay exact
+    integers.
     """
     return (average if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(average)).astype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edges:
-    """Work that may happen at the ends of a pipeline in some ticks.
+    """Work at the ends of a pipeline that occurs in some ticks only.
 
     Attributes:
-        opening: microbatches begin: they enter the first stage, or backward, come back to the last
-            one.
-        closing: microbatches end: they leave the last stage, or backward, the first one.
+        opening: microbatches enter the first stage (backward: the last one).
+        closing: microbatches leave the last stage (backward: the first one).
     """
 
     opening: bool
@@ -580,15 +569,15 @@ class Ticks:
         self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
 
     def _left(self, left: Arrays) -> Arrays:
-        """Returns what left the last stage, as it is cut outside of the layers."""
+        """Outputs of the last stage, in their sharding outside of the layers."""
         return [
             self.stages.handed_out(leaf, k)
             for leaf, k in zip(left, self.stages.leaving, strict=True)
         ]
 
     def _outside(self, carry: Carry, more: Values, sums: Arrays) -> Carry:
-        """Gradients of what is read outside of the layers, and partial sums of such, with those of
-        one microbatch.
+        """Adds one microbatch's gradients of values read outside of the layers, and its partial
+        sums of such.
         """
         return {
             "outside": self.sums.as_gradients(plus(carry["outside"], more)),
@@ -596,8 +585,8 @@ class Ticks:
         }
 
     def _after(self, carry: Carry, tick: Any, edges: Edges) -> tuple[Carry, Arrays]:
-        """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what
-        it left with.
+        """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of its
+        activations.
         """
         micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
         positions = [k for k in self.stages.leaving if k in self.stages.moving]
@@ -645,8 +634,8 @@ class Ticks:
         }, moved
 
     def _entering(self, tick: Any, edges: Edges) -> Arrays:
-        """Returns what enters the first stage at a tick, whole on every stage; zeros where that
-        goes on with an older microbatch.
+        """Input of the first stage at a tick, replicated over the stages; zeros if the first stage
+        continues an older microbatch.
         """
         if not edges.opening:
             return [
@@ -663,9 +652,7 @@ class Ticks:
         )
 
     def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
-        """Returns what enters the first stage for a microbatch; by default nobody wants partial
-        sums.
-        """
+        """Input of the first stage for a microbatch; partial sums are discarded by default."""
         env = self._env(outside, micro)
         evaluate_equations(self.cut.before, env, self._walk(sums))
         return [
@@ -674,7 +661,7 @@ class Ticks:
         ]
 
     def _walk(self, sums: Arrays | None) -> Walk:
-        """A walk outside of the layers, whose operations leave gradients to `sums`."""
+        """A walk outside of the layers, whose operations pass gradients to `sums`."""
         ends = self.pipeline.ends
         return ends.walk(
             self.pipeline.outside(), self.fixed.ready, ends.zeros() if sums is None else sums
@@ -683,7 +670,7 @@ class Ticks:
     def _results(
         self, outside: Values, micro: Any, left: Arrays, sums: Arrays | None = None
     ) -> Arrays:
-        """Loss and metrics, for what left the last stage; by default nobody wants partial sums."""
+        """Loss and metrics from the last stage's outputs; partial sums are discarded by default."""
         cut, env = self.cut, self._env(outside, micro)
         values = [
             self.stages.spread_out(leaf, k)
@@ -713,7 +700,7 @@ class Ticks:
         return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
 
     def _drawn(self) -> Arrays:
-        """Slices of model state, and of keys of the batch, for the layers, [microbatches, stages,
+        """Per-layer slices of model state and of random keys in the batch, [microbatches, stages,
         chunks, layers, ...].
         """
         cut = self.cut
@@ -744,8 +731,8 @@ class Ticks:
         ]
 
     def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
-        """Returns what `make` makes, or zeros where it is not wanted; all devices agree on
-        which.
+        """The result of `make` if the condition holds, otherwise zeros; the condition is the same
+        on all devices.
         """
         shapes = jax.eval_shape(make)
         return jax.lax.cond(
@@ -755,7 +742,7 @@ class Ticks:
         )
 
     def run(self, sums: Carry) -> Carry:
-        """Adds up gradients, loss and metrics."""
+        """Adds up gradients, loss and metrics over all ticks."""
         carry = {**self._start(), **sums}
         work = {
             "forward": self._forward,
@@ -781,7 +768,7 @@ class Ticks:
         return {name: carry[name] for name in SUMMED}
 
     def look(self, totals: Arrays) -> Arrays:
-        """Adds up loss and metrics, with no gradients."""
+        """Adds up loss and metrics over forward ticks, without gradients."""
 
         def tick(carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
             hop, _, left = self.stages.forward(
@@ -812,8 +799,8 @@ class Ticks:
         *,
         going: bool,
     ) -> Carry:
-        """Runs equal ticks; in rounds, where every round gathers the chunk that its ticks begin,
-        and reduces the gradients of the one that the last round has done.
+        """Runs ticks with the same kinds of work. With `in_rounds`, each round gathers the chunk
+        that its ticks begin, and reduces the gradients of the chunk that the last round finished.
         """
 
         def run(carry: Carry, start: Any, count: int, edges: Edges) -> Carry:
@@ -870,7 +857,7 @@ class Ticks:
         return carry
 
     def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
-        """Adds what one slot has of partial sums to the gradients of a chunk, and empties it."""
+        """Adds the partial sums in one slot to the gradients of a chunk, and zeroes the slot."""
         sums: Gradients = carry["sums"]
         gradients, empty = self.stages.reduce_out(self.held, sums.sums, slot)
         done = [
@@ -885,7 +872,7 @@ class Ticks:
         return {**carry, "done": done, "sums": replace(sums, sums=empty)}
 
     def _unready(self) -> Arrays:
-        """Room for the operands that a round gathers, [stages, chunks, layers, ...]."""
+        """Zeros for the operands that a round gathers, [stages, chunks, layers, ...]."""
         if not self.rounds:
             return []
         shapes = jax.eval_shape(lambda: self.stages.gather(self.held))
@@ -897,7 +884,7 @@ class Ticks:
         ]
 
     def _activations(self, positions: Sequence[int]) -> Hop:
-        """Zeros for what is on its way, of some of what travels."""
+        """Zeros for the activations at some positions that are in flight between stages."""
         leaves = [self.stages.activations[k] for k in positions]
         count = self.table.stages
         lag = self.table.lag
@@ -917,7 +904,7 @@ class Ticks:
         )
 
     def _start(self) -> Carry:
-        """Returns what ticks hand on, sums apart."""
+        """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
         like = replace(self.held, ready=self._unready()) if self.rounds else self.held
 
@@ -959,7 +946,7 @@ class Ticks:
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
     def _collected(self, tick: Any, collected: Arrays, left: Arrays) -> Arrays:
-        """Returns what has left the last stage, [microbatches, ...], after a tick."""
+        """The outputs of the last stage, [microbatches, ...], updated after a tick."""
         micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
 
         def more(collected: Arrays, left: Arrays) -> Arrays:
@@ -1013,10 +1000,10 @@ class Ticks:
 
 
 def _not_before(number: Any, arrays: Any) -> Any:
-    """A number that is known when other arrays are made.
+    """A number with a data dependence on other arrays.
 
-    A chunk is gathered by it, lest the compiler takes what it gathered going forward, or in the
-    group of microbatches before, and keeps it until then.
+    Chunks are gathered by this index; otherwise the compiler would reuse what it gathered in the
+    forward pass, or in the previous group of microbatches, and keep it until then.
     """
     return jax.lax.optimization_barrier((number, arrays))[0]
 
@@ -1031,9 +1018,9 @@ class StagedLayouts:
 
     Attributes:
         layers: those of the plan.
-        around: the same outside of the layers, where the stages may shard them too; empty where
-            they are not known.
-        handed: of what the loss takes beside the batch, made of the whole batch before.
+        around: layouts outside of the layers, where the stages may shard values too; empty if
+            unknown.
+        handed: layouts of values of the whole batch that every microbatch reads.
     """
 
     layers: Placements
@@ -1052,7 +1039,7 @@ def pipeline(
     exchange: GradientExchange | None = None,
     same_state: frozenset[int] = frozenset(),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
-    """Cuts a loss into the stages of a plan.
+    """Partitions a loss into the stages of a plan.
 
     Args:
         exchange: how partial sums of gradients are exchanged; by default as the plan says.
@@ -1213,15 +1200,15 @@ def _stages(
 
 
 def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
-    """The mesh as it is in a region that is manual over some axes."""
+    """The mesh inside a region that is manual over some axes."""
     return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(
         dict.fromkeys(axes, AxisType.Manual)
     )
 
 
 def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:
-    """The loss with a loop over its layers: itself, or where they are written out, the loss that
-    does the same with a scan over stacked parameters.
+    """The loss with a loop over its layers: unchanged, or, if the layers are unrolled, an
+    equivalent loss with a scan over stacked parameters.
     """
     program = traced.program
     if any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):

@@ -1301,7 +1301,7 @@ class Dispatch:
         return self.update.step(state, (opened.after, run.summed()))
 
     def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: Arriving) -> Step:
-        """Queues all work of a step whose parameters are still being received, without the update."""
+        """Queues the work of a step whose parameters are still being received; no update."""
         leaves = jax.tree.leaves((params, inputs, batch))
         run = Step(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
         in_turn(self.turns, run.ready, run.do, arriving)

@@ -1,8 +1,7 @@
 """The work of one stage in one tick.
 
-Functions of what one stage holds, for `jax.shard_map` over the stage axis alone; the other mesh
-axes stay automatic inside. What a stage holds is a slice of a global array with a leading dim of
-stages.
+Functions of one stage's arrays, for `jax.shard_map` over the stage axis alone; the other mesh axes
+stay automatic inside. A stage's array is a slice of a global array with a leading dim of stages.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from shardlib.planner.plan import Plan
 from shardlib.schedules import Timetable
 
 # --------------------------------------------------------------------------------------------------
-# Stage activations, and the dim of them that the stages shard outside of the layers.
+# Stage activations, and the dim along which they are sharded over the stages outside of the layers.
 
 
 def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
-    of the layers for every layer.
+    """Shape and dtype of everything sent between stages: the carry, the values sent along with it,
+    and a buffer [layers, ...] for every stacked result of the layers.
     """
     avals = [loss_cut.program.avals[number] for number in loss_cut.entering]
     buffers = [
@@ -54,7 +53,7 @@ def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct,
 
 
 def dim_of_stages(layout: Layout | None) -> int | None:
-    """The dim that the stages cut; None where they cut none."""
+    """The dim that is sharded over the stages, or None."""
     return (
         next((dim for dim, axes in enumerate(layout) if "stage" in axes), None)
         if layout is not None
@@ -69,8 +68,8 @@ def sharded_dim(
     stages: int,
     plan: Plan,
 ) -> int | None:
-    """The dim that the stages cut outside of the layers: as the layout there has it, or the largest
-    that the plan leaves whole and that divides, the last one (features) apart.
+    """The dim that is sharded over the stages outside of the layers: that of the layout there, or
+    else the largest dim that the plan does not shard and that divides, except the last (features).
     """
     if (outside_dim := dim_of_stages(outside)) is not None:
         return outside_dim
@@ -87,22 +86,22 @@ def sharded_dim(
 
 
 # --------------------------------------------------------------------------------------------------
-# Arrays that stages hold, pass on and keep, as pytrees with a leading dim of stages.
+# Arrays of the stages, as pytrees with a leading dim of stages.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Arrays that every stage holds through all ticks.
+    """Arrays of every stage that stay the same through all ticks.
 
     Attributes:
-        weights: [stages, chunks, layers, ...] of each stacked parameter; sharded over the stages.
+        weights: each stacked parameter, [stages, chunks, layers, ...], sharded over the stages.
         tables: the same of each constant table.
-        drawn: [microbatches, stages, chunks, layers, ...] of each array of model state with a slice
-            a layer.
+        drawn: each array of model state with a slice per layer, [microbatches, stages, chunks,
+            layers, ...].
         shared, constant: see `Operands`.
-        ready: [stages, chunks, layers, ...] of each operand that is gathered beforehand; of two
-            chunks where a chunk is gathered when its round begins.
+        ready: operands that are gathered beforehand, [stages, chunks, layers, ...]; of two chunks
+            only if a chunk is gathered when its round begins.
     """
 
     weights: Arrays
@@ -116,12 +115,12 @@ class Held:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """Arrays on their way between stages.
+    """Arrays in flight between stages.
 
     Attributes:
-        next: [stages, ...], what came from the neighbour.
-        waiting: [stages, ticks, ...], what waits before the first stage (backward: the last one)
-            until that goes on to the next chunk; empty where nothing waits.
+        next: arrays received from the neighbour, [stages, ...].
+        waiting: arrays that wait at the first stage (backward: the last) until it starts the next
+            chunk, [stages, ticks, ...]; empty if nothing waits.
     """
 
     next: Arrays
@@ -130,11 +129,11 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """Results of a tick backward.
+    """Results of a backward tick.
 
     Attributes:
         hop, sums, passed: see `Stages.backward`.
-        entered: cotangents of what entered the first stage, in the order of `Stages.moving`, for
+        entered: cotangents of the first stage's inputs, in the order of `Stages.moving`, for
             `handed_out`.
     """
 
@@ -145,20 +144,12 @@ class Backward:
 
 
 def slot_of(ring: Arrays, slot: Index) -> Arrays:
-    """Returns what a stage keeps in one of its slots, of arrays [its stage, slots, ...].
-
-    Args:
-        ring: activation stash, arrays [its stage, slots, ...].
-    """
+    """One slot of a stage's activation stash, arrays [its stage, slots, ...]."""
     return [jax.lax.dynamic_index_in_dim(slots[0], slot, 0, keepdims=False) for slots in ring]
 
 
 def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
-    """The same with something else in that slot.
-
-    Args:
-        ring: activation stash, arrays [its stage, slots, ...].
-    """
+    """The activation stash, arrays [its stage, slots, ...], with one slot replaced."""
     return [
         jax.lax.dynamic_update_index_in_dim(slots[0], leaf, slot, 0)[None]
         for slots, leaf in zip(ring, arrays, strict=True)
@@ -171,11 +162,7 @@ def only_if(condition: Value, array: Value) -> Value:
 
 
 def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) -> Value:
-    """Adds a chunk's gradient to the sums of all chunks [chunks, ...].
-
-    Args:
-        total: [chunks, ...].
-    """
+    """Adds a chunk's gradient to the sums of all chunks, `total` [chunks, ...]."""
     before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(
         total, before + jnp.where(works, gradient, 0).astype(total.dtype), chunk, 0
@@ -183,8 +170,8 @@ def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) ->
 
 
 def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: Value) -> Arrays:
-    """Adds gradients of a chunk's layers to their sums, one layer after the other: at once, XLA
-    would copy what all of the layers have had so far.
+    """Adds gradients of a chunk's layers to their sums, layer by layer: added at once, XLA would
+    copy the sums of all layers.
 
     Args:
         totals: arrays [its stage, slots, layers, ...].
@@ -206,11 +193,11 @@ def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: 
     return [total[None] for total in added]
 
 
-#: Names that messages between stages have in a compiled program, by direction.
+#: Names of the messages between stages in a compiled program, by direction.
 HOPS = {"forward": "shardlib-hop-forward", "backward": "shardlib-hop-backward"}
 
 
-#: Of one stage: its own part of an array with a leading dim of stages.
+#: Spec of an array with a leading dim of stages, of which each stage has its own slice.
 OWN = "own"
 
 
@@ -220,19 +207,15 @@ class Stages:
 
     Attributes:
         table: the schedule.
-        mesh: the mesh of the program.
-        axis: names of the stage axis in it.
-        activations: shape and dtype of all that hops from stage to stage: the carry, what travels
-            with it, and buffers of the layers' own results.
-        entering: how many of these come from before the layers; the buffers start as zeros.
-        leaving: positions of those that go to what comes after the layers.
-        spread: for each, the dim that is sharded over the stages outside of the pipeline; None
-            where it is whole.
-        layouts: for each, the layout that the plan gives it over the other axes; None where that is
-            left to the compiler.
-        outside: for each, the layout that it has outside of the pipeline, where that is known as a
-            whole.
-        chunk: some layers.
+        axis: names of the stage axis in the mesh.
+        activations: shape and dtype of everything sent from stage to stage: the carry, the values
+            sent along with it, and buffers of the layers' stacked results.
+        entering: number of these that are computed before the layers; the buffers start as zeros.
+        leaving: positions of those that are read after the layers.
+        spread: for each, the dim that is sharded over the stages outside of the pipeline, or None.
+        layouts: for each, its layout in the plan over the other axes; None if left to the compiler.
+        outside: for each, its layout outside of the pipeline, if fully known.
+        chunk: the function of a run of layers.
     """
 
     table: Timetable
@@ -248,18 +231,18 @@ class Stages:
 
     @property
     def moving(self) -> tuple[int, ...]:
-        """Positions of what gradients flow through."""
+        """Positions of the activations that gradients flow through."""
         return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
 
     def over_stages(self, array: Value) -> Value:
-        """An array of every stage, [stages, ...], each at its stage."""
+        """An array [stages, ...] with its leading dim sharded over the stages."""
         free = PartitionSpec.UNCONSTRAINED
         return jax.lax.with_sharding_constraint(
             array, NamedSharding(self.mesh, PartitionSpec(self.axis, *[free] * (array.ndim - 1)))
         )
 
     def spread_out(self, array: Value, position: int) -> Value:
-        """A stage activation as it is sharded outside of the pipeline."""
+        """A stage activation in its sharding outside of the pipeline."""
         dim, layout = self.spread[position], self.outside[position]
         if layout is not None:
             return jax.lax.with_sharding_constraint(
@@ -279,18 +262,15 @@ class Stages:
         )
 
     def handed_out(self, arrays: Value, position: int) -> Value:
-        """Returns what one stage has of [stages, ...], the others having zeros, as it is sharded
-        outside of the pipeline.
-
-        Args:
-            arrays: [stages, ...].
+        """The slice of the one stage whose entry in `arrays` [stages, ...] is not zero, in its
+        sharding outside of the pipeline.
         """
         return self.spread_out(
             jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
         )
 
     def whole(self, array: Value, position: int) -> Value:
-        """The same as every stage needs it: no longer sharded over the stages."""
+        """The reverse of `spread_out`: replicated over the stages, as every stage reads it."""
         dim = self.spread[position]
         if dim is None:
             return array
@@ -302,8 +282,8 @@ class Stages:
         )
 
     def _cuts(self, position: int, rank: int) -> list[Any]:
-        """Returns what the plan shards an array of `activations` over, by dim; nothing is said
-        where it has no layout for it.
+        """Mesh axes of the plan by dim, for an array of `activations`; unconstrained where the plan
+        has no layout for it.
         """
         layout = self.layouts[position]
         return [
@@ -312,7 +292,7 @@ class Stages:
         ]
 
     def _inside(self, array: Value, position: int) -> Value:
-        """The same inside of a stage."""
+        """An activation in its sharding inside of a stage."""
         layout, mesh = self.layouts[position], jax.sharding.get_abstract_mesh()
         if layout is None:
             return array
@@ -324,16 +304,16 @@ class Stages:
         )
 
     def _numbers(self) -> Value:
-        """The number of every stage, [stages]: an operand of what a stage does.
+        """The index of every stage, [stages]: an operand of the work of a stage.
 
         `axis_index` would be a manual region of its own without operands, since other axes are
-        automatic around it; XLA moves its PartitionId out of there, and then refuses it (JAX 0.10.2
+        automatic around it; XLA moves its PartitionId out of there, and then rejects it (JAX 0.10.2
         with TPUs).
         """
         return self.over_stages(jnp.arange(self.table.stages, dtype=jnp.int32))
 
     def _like(self) -> Arrays:
-        """Arrays like those that hop."""
+        """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
     def _hop(self, arrays: Arrays, direction: int) -> Arrays:
@@ -368,8 +348,8 @@ class Stages:
 
     @property
     def window(self) -> int:
-        """Chunks whose operands are gathered at a time: while stages go over from one chunk to the
-        next, two.
+        """Number of chunks whose operands are gathered at a time: two, while stages move from one
+        chunk to the next.
         """
         return 2 if self.in_rounds else self.table.virtual
 
@@ -380,14 +360,14 @@ class Stages:
         return bool(self.table.rounds and gathered and gathered.operands)
 
     def gather(self, resident: Held) -> Arrays:
-        """The operands that are gathered beforehand, [stages, chunks, layers, ...]."""
+        """The operands gathered beforehand, [stages, chunks, layers, ...]."""
         if self.chunk.gathered is None:
             return []
         return self._manual(self._gather, (self._held(),), OWN)(resident)
 
     def gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
-        """The operands that are gathered beforehand [stages, window, layers, ...], with those of
-        one chunk in its slot.
+        """The operands gathered beforehand, [stages, window, layers, ...], with one chunk's
+        gathered into its slot.
         """
         replicated = PartitionSpec()
         return self._manual(self._gather_over, (self._held(), OWN, replicated), OWN)(
@@ -395,25 +375,22 @@ class Stages:
         )
 
     def reduce(self, resident: Held, sums: Arrays) -> Arrays:
-        """Gradients of weights for the partial sums of what is gathered beforehand, [stages,
-        chunks, layers, ...].
+        """Gradients of weights from the partial sums for operands gathered beforehand,
+        [stages, chunks, layers, ...].
         """
         if self.chunk.gathered is None:
             return []
         return self._manual(self._reduce, (self._held(), OWN), OWN)(resident, sums)
 
     def reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
-        """(gradients of weights [stages, layers, ...] for the partial sums in one slot, the sums
-        with zeros there).
-
-        Args:
-            sums: partial sums [stages, window, layers, ...], in the order of what is gathered.
+        """(gradients of weights [stages, layers, ...] from the partial sums in one slot, the sums
+        [stages, window, layers, ...] with that slot zeroed).
         """
         run = self._manual(self._reduce_out, (self._held(), OWN, PartitionSpec()), (OWN, OWN))
         return run(resident, sums, slot)
 
     def no_sums(self) -> Arrays:
-        """Returns where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
+        """Zeros for the partial sums, [stages, chunks, layers, ...], float32 at least."""
 
         def zeros() -> Arrays:
             gathered = self.chunk.gathered
@@ -463,7 +440,7 @@ class Stages:
         return [resident.weights[places.index(position)] for position in gathered.sources]
 
     def _held(self) -> Held:
-        """Specs of what stages hold, in the place of the arrays."""
+        """Specs of the arrays of `Held`, in their place."""
         per_stage: Any = PartitionSpec(self.axis)
         replicated: Any = PartitionSpec()
         drawn: Any = PartitionSpec(None, self.axis)
@@ -482,7 +459,7 @@ class Stages:
         """One tick forward.
 
         Args:
-            ring: [stages, slots, ...], what the stages remember; empty where nothing goes back.
+            ring: activation stash, [stages, slots, ...]; empty if there is no backward pass.
         """
         replicated = PartitionSpec()
         run = self._manual(
@@ -505,8 +482,8 @@ class Stages:
         Args:
             sums: gradients summed so far: of weights [stages, chunks, layers, ...], of shared
                 parameters [stages, ...], and the partial sums [stages, chunks, layers, ...].
-            passed: [stages, stages, ...], what waits for the making of gradients of weights; empty
-                where these are made at once.
+            passed: residuals [stages, stages, ...] kept for delayed weight gradients; empty if
+                weight gradients are not delayed.
         """
         replicated = PartitionSpec()
         run = self._manual(
@@ -522,20 +499,20 @@ class Stages:
     def weights(
         self, tick: Index, resident: Held, ring: Arrays, sums: Gradients, passed: Arrays
     ) -> Gradients:
-        """Gradients of weights of one tick, where they are made on their own; arguments as those of
-        `backward`, results as its `sums`.
+        """Weight gradients of one tick, if these are delayed; arguments as those of `backward`,
+        results as its `sums`.
         """
         run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
         return run(self._numbers(), tick, resident, ring, sums, passed)
 
     def stashed(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of what is stashed of one unit, [stages, ...]."""
+        """Shape and dtype of the stash of one unit, [stages, ...]."""
         return self._shapes(
             lambda operands, zeros: self.chunk.forward(operands, zeros)[1], resident
         )
 
     def in_host_memory(self, resident: Held) -> list[bool]:
-        """Of what is stashed whether it waits in host memory."""
+        """Whether each array of the stash is offloaded to host memory."""
         on_host: list[bool] = []
 
         def one(operands: Operands, zeros: Arrays) -> Arrays:
@@ -547,9 +524,7 @@ class Stages:
         return on_host
 
     def passed_on(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of what waits for the making of gradients of weights of one unit,
-        [stages, ...].
-        """
+        """Shape and dtype of the residuals of one unit for delayed weight gradients, [stages, ...]."""
 
         def one(operands: Operands, zeros: Arrays) -> Arrays:
             return self.chunk.backward_inputs(
@@ -564,8 +539,8 @@ class Stages:
     def _shapes(
         self, function: Callable[[Operands, Arrays], Arrays], resident: Held
     ) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of what a function of a chunk's operands and of what enters it gives on
-        every stage.
+        """Shape and dtype of the results, on every stage, of a function of a chunk's operands and
+        inputs.
         """
 
         def one(resident: Held) -> Arrays:
@@ -604,8 +579,8 @@ class Stages:
         return Hop(next=self._hop(left, 1), waiting=waiting), ring, out
 
     def _arrived(self, tick: Index, hop: Hop, end: Value) -> tuple[Arrays, Arrays]:
-        """(what a stage goes on with, what waits after that): what has just come, and at the end
-        where the next chunk begins, what came `lag` ticks ago.
+        """(a stage's inputs at a tick, the new `waiting`): arrays that have just been received, or,
+        at the end of the pipeline where the next chunk begins, those received `lag` ticks ago.
         """
         came = [leaf[0] for leaf in hop.next]
         if not hop.waiting:
@@ -682,11 +657,11 @@ class Stages:
         return self._summed(sums, gradients, chunk, works)
 
     def _worked(self, works: Value, make: Callable[[], Any]) -> Any:
-        """Returns what `make` makes; where there is no work zeros, without making them if no other
-        device takes part in the making.
+        """The result of `make` if the stage has work; otherwise zeros, without calling `make` if no
+        other device takes part in it.
 
-        A stage that waits could as well compute, but simulated devices share their cores, and real
-        ones their power.
+        An idle stage could as well compute, but simulated devices share their cores, and real ones
+        their power.
         """
         if self.chunk.saved.offloaded or any(
             size > 1 for axis, size in self.mesh.shape.items() if axis not in self.axis
@@ -701,7 +676,7 @@ class Stages:
         )
 
     def _summed(self, sums: Gradients, more: Gradients, chunk: Value, works: Value) -> Gradients:
-        """The sums of gradients, with those of one unit."""
+        """The sums of gradients, with those of one unit added."""
 
         return Gradients(
             weights=[
@@ -716,7 +691,7 @@ class Stages:
         )
 
     def _operands(self, resident: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
-        """Returns what one stage works with in one chunk."""
+        """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         drawn = [
             of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
