@@ -193,7 +193,9 @@ class Sums:
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
     def empty(self, derived: Made) -> Carry:
-        """Zeros for all sums, by the names of `SUMMED`, given the values computed from parameters."""
+        """Zeros for all sums, by the names of `SUMMED`, given the values computed from
+        parameters.
+        """
         stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.gathered
         layers = Gradients(
             weights=[stages.over_stages(self.zeros(derived.stacks[k])) for k in stages.chunk.own],
@@ -461,7 +463,9 @@ class Pipeline:
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
     def _held(self, derived: Made, fixed: Fixed) -> Held:
-        """Arrays of the stages that stay the same through all ticks, without those of microbatches."""
+        """Arrays of the stages that stay the same through all ticks, without those of
+        microbatches.
+        """
         resident = Held(
             weights=derived.stacks,
             tables=fixed.tables,

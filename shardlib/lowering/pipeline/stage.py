@@ -524,7 +524,9 @@ class Stages:
         return on_host
 
     def passed_on(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of the residuals of one unit for delayed weight gradients, [stages, ...]."""
+        """Shape and dtype of the residuals of one unit for delayed weight gradients, [stages,
+        ...].
+        """
 
         def one(operands: Operands, zeros: Arrays) -> Arrays:
             return self.chunk.backward_inputs(
@@ -665,7 +667,7 @@ class Stages:
         """
         if self.chunk.saved.offloaded or any(
             size > 1 for axis, size in self.mesh.shape.items() if axis not in self.axis
-        ):  # results in host memory have no zeros to stand for them
+        ):  # results in host memory cannot be replaced by zeros
             return make()
         return jax.lax.cond(
             works,
