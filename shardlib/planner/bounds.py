@@ -1,5 +1,7 @@
-"""Lower bounds of memory and of step time, of all plans and of those that fit, admissible before
-anything is placed or priced.
+"""Lower bounds on memory and step time for candidate plans.
+
+The bounds are admissible: no plan of a candidate needs fewer bytes or seconds. They are computed
+before device placement and pricing, so branch and bound can discard most of the space cheaply.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from shardlib.schedules import (
 
 Array = np.ndarray
 
-#: What is stored, by quantity: with all that ZeRO may shard sharded, and whole.
+#: Stored quantities: with everything that ZeRO may shard sharded, and replicated.
 RESTING = (
     Q.PARAMETERS_CUT,
     Q.STATE_CUT,
@@ -64,19 +66,19 @@ RESTING = (
     Q.STATE,
     Q.KEPT,
 )
-#: Trained parameters, whole: what stages hold beside shards that they gather once for a step.
+#: Trained parameters, replicated: the resident copy of stages that all-gather once per step.
 TRAINED = len(RESTING)
-#: Frozen parameters rest beside the others.
+#: Frozen parameters count as parameters here.
 _FROZEN = {Q.PARAMETERS_CUT: Q.FROZEN_CUT, Q.PARAMETERS: Q.FROZEN}
-#: What occupies memory at a point, by what divides it: stacks that the forward pass saves for every
-#: microbatch in flight, what else layers have, the ends, and what every stage has; and how many
-#: bytes of stacks there are fewer than at the point that has the most, below zero.
+#: Live bytes at a point, by what divides them: activation stacks (saved for every microbatch in
+#: flight), other arrays of layers, those of the ends (embedding and head), those of every stage;
+#: and the stack bytes minus those of the point that has the most (zero or negative).
 STACKS, LAYERS, OUTSIDE_LAYERS, EVERYWHERE, LACKING = KINDS = range(5)
 
 
 def resting(segments: int) -> Array:
-    """Coefficients that turn a tally of what is stored into `RESTING` and `TRAINED` in layers and
-    in embedding and head: array [2 x 7, rows].
+    """Coefficients that turn a tally of stored arrays into `RESTING` and `TRAINED`, for the layers
+    and for the embedding and head: array [2 x 7, rows].
     """
     coefficients = np.zeros((2, len(RESTING) + 1, segments, ROWS))
     for kind, quantity in enumerate(RESTING):
@@ -87,8 +89,8 @@ def resting(segments: int) -> Array:
 
 
 def occupying(account: Account, pricer: Pricer) -> Array:
-    """Coefficients that turn a tally of memory into the `KINDS` of every point: array [points x 5,
-    rows].
+    """Coefficients that turn a tally of memory into the `KINDS` at every point of the live range:
+    array [points x 5, rows].
     """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], account.segments - 2
     coefficients = np.zeros((account.lists, len(KINDS), account.lists, account.segments, ROWS))
@@ -110,8 +112,9 @@ def occupying(account: Account, pricer: Pricer) -> Array:
 
 
 def with_lacking(points: Array) -> Array:
-    """Quantities with how many bytes of stacks each point has fewer than that with the most: all
-    points together need at least what those of one would, less the most stacks.
+    """Fills in `LACKING`: the stack bytes of each point minus those of the point with the most.
+
+    The peak over all points is at least what one point needs, less the largest stacks.
     """
     by_point = points.reshape(len(points) // len(KINDS), len(KINDS), points.shape[-1])
     by_point[:, LACKING] = by_point[:, STACKS] - by_point[:, STACKS].max(0)
@@ -119,29 +122,30 @@ def with_lacking(points: Array) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Lower bounds of the memory of a choice.
+# Lower bounds on the memory of a choice.
 #
 # Memory does not depend on links, and almost all of it is a sum over the components of the
-# colours. With all that ZeRO may shard sharded, all stages equally full and the fewest
-# microbatches in flight of any schedule, that sum is a bound of the peak under every ZeRO stage
-# and schedule.
+# colours. With everything that ZeRO may shard sharded, all stages equally full and the fewest
+# microbatches in flight of any schedule, that sum bounds the peak under every ZeRO stage and
+# schedule.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint(ArrayTable):
-    """Bytes of candidates that no plan undercuts, arrays of equal length.
+    """Lower bounds on the bytes per device of candidates; arrays of equal length.
 
     Attributes:
-        resting: parameters, the batch, and gradients that are kept over microbatches.
-        state: of the optimizer.
-        occupied: what a step makes.
-        bare: what it makes with all stacks of activations in host memory.
-        turns: times that the stacks that are there at once are made in a step, at least, over
-            their part of the heap.
-        breadth_first: the same where stages remember all microbatches that are in the pipeline
-            together; None where no pipeline does so unless that is pinned.
-        whole: bytes more where parameters, kept gradients, and state are stored replicated.
-        once: bytes more where stages gather sharded parameters once for all microbatches.
+        resting: parameters, the batch, and gradients that are accumulated over microbatches.
+        state: optimizer state.
+        occupied: live arrays of a step (activations, temporaries, copies).
+        bare: the same with all activation stacks offloaded to host memory.
+        turns: minimum number of times per step that the resident activation stacks are produced,
+            divided by their share of the heap.
+        breadth_first: the footprint of breadth-first pipelines, whose stages keep the activations
+            of all microbatches that are in the pipeline together; None where no pipeline works
+            breadth first unless that is pinned.
+        whole: extra bytes where parameters, accumulated gradients, and state are stored replicated.
+        once: extra bytes where stages all-gather sharded parameters once for all microbatches.
     """
 
     resting: Array
@@ -167,8 +171,8 @@ class Footprint(ArrayTable):
         )
 
     def least(self, offload: tuple[str, ...]) -> Array:
-        """Bytes of a device with some parts in host memory ("optimizer", "activations") or on disk
-        ("disk").
+        """Bytes per device with some parts offloaded to host memory ("optimizer", "activations") or
+        to disk ("disk").
         """
         return (
             self.resting
@@ -178,10 +182,9 @@ class Footprint(ArrayTable):
 
 
 class Footprints:
-    """Lower bounds of bytes on some shapes.
+    """Lower bounds on bytes, by shape.
 
     Args:
-        scope: the choices.
         pricer: the corrections and the software.
         values: measures on all shapes of the space.
     """
@@ -210,15 +213,15 @@ class Footprints:
         }
 
     def least(self, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """The least that any choice takes on some of the shapes, by number: what is stored, and by
-        policy what occupies memory; see `of`.
+        """Minimum bytes over all choices on the given shapes (numbers): stored bytes, and live
+        bytes by remat policy; see `of`.
         """
         return self._rest.least(shapes), {
             policy: parts.least(shapes) for policy, parts in self._points.items()
         }
 
     def total(self, row_choices: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """Returns the bytes under choices on some of the shapes, by number; see `of`."""
+        """Bytes of the given choices on the given shapes (numbers); see `of`."""
         return self._rest.total(row_choices, shapes), {
             policy: parts.total(row_choices, shapes) for policy, parts in self._points.items()
         }
@@ -227,9 +230,9 @@ class Footprints:
         """The footprint of candidates.
 
         Args:
-            resting: bytes of `RESTING` and `TRAINED` on all stages together, in layers and in the
-                ends, by candidate: array [2 x 7, candidates].
-            points: bytes of `KINDS` at every point, array [points x 5, candidates].
+            resting: bytes of `RESTING` and `TRAINED` summed over all stages, in layers and in the
+                ends (embedding and head), by candidate: array [2 x 7, candidates].
+            points: bytes of `KINDS` at every point: array [points x 5, candidates].
         """
         stages, together = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
 
@@ -260,7 +263,7 @@ class Footprints:
         return replace(footprint, breadth_first=first.under(3, "once"))
 
     def _in_flight(self) -> list[tuple[Schedule, int]]:
-        """Schedules and chunks a stage, among which one has the most microbatches in flight."""
+        """Schedules with chunks per stage, one of which has the most microbatches in flight."""
         if self._space.pins.schedule:
             return [(named(self._space.pins.schedule), chunks) for chunks in (1, 2)]
         return [
@@ -278,8 +281,9 @@ class Footprints:
         longest: Array,
         once: Array | float,
     ) -> Footprint:
-        """See `of`, with the least and the most microbatches in flight, and the least share of
-        parameters that are whole where stages gather them once for all microbatches.
+        """The footprint for a least (`in_flight`) and a most (`longest`) number of microbatches in
+        flight; `once` is the least share of the parameters that is resident where stages all-gather
+        them once for all microbatches.
         """
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread = profile.embedding_and_head == "spread"
@@ -319,8 +323,9 @@ class Footprints:
         )
 
     def _fullest(self, stages: Array) -> Array:
-        """The largest share that any stage has of the layers of a class, at most: whole layers in
-        every chunk, and those that stages cut by work have more.
+        """Upper bound on the share of a class's layers that one stage has.
+
+        Every chunk has whole layers, and stages that are balanced by work can have more of them.
         """
         fewest = min(self._model.counts, default=1)
         return np.where(
@@ -331,16 +336,16 @@ class Footprints:
 
 
 # --------------------------------------------------------------------------------------------------
-# The least time of mixtures of remat policies that fit.
+# The least time of a mixture of remat policies that fits.
 
 
 def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
-    """The least seconds of all mixtures of some points that are no larger than a capacity, by
+    """The least seconds of any mixture of the points whose bytes are within the capacity, by
     candidate; infinite where there is none.
 
     Args:
-        points: (seconds, bytes) by candidate; a mixture of two lies on the straight line between
-            them, or above.
+        points: (seconds, bytes) by candidate; a mixture of two is on the straight line between
+            them, or above it.
         capacity: bytes.
     """
     fastest = np.minimum.reduce([np.where(size <= capacity, time, np.inf) for time, size in points])
@@ -354,12 +359,12 @@ def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Entries (meshes with microbatches) under choices of colours, each with a bound.
+# An *entry* is a mesh with a number of microbatches, a *pair* an entry under a choice of colours.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(BoundedTable):
-    """Entries under choices, both by number, with a bound of each."""
+    """Pairs of an entry and a choice, both by number, with a lower bound for each."""
 
     entries: Array
     choices: Array
@@ -370,7 +375,7 @@ class Pairs(BoundedTable):
 
 
 # --------------------------------------------------------------------------------------------------
-# Lower bounds of a microbatch on all stages together, by candidate.
+# Lower bounds for one microbatch, summed over stages, by candidate.
 
 #: Rows of a `Tick`.
 QUANTITIES = 7
@@ -378,7 +383,7 @@ QUANTITIES = 7
 
 @dataclass(frozen=True)
 class Tick(ArrayTable):
-    """Lower bounds for a microbatch and all stages together.
+    """Lower bounds for one microbatch, summed over all stages.
 
     Attributes:
         rows: array [QUANTITIES, candidates]; the properties are its rows.
@@ -388,24 +393,24 @@ class Tick(ArrayTable):
 
     @property
     def busy(self) -> Array:
-        """Seconds that stages are busy with kernels and with collectives that compute waits for."""
+        """Seconds of kernels and of collectives that block compute."""
         return self.rows[0]
 
     @property
     def free(self) -> Array:
-        """The same seconds less what gradients of weights take off a bubble of zero-bubble."""
+        """`busy` less the weight-gradient work with which zero-bubble schedules can fill
+        bubbles.
+        """
         return self.rows[1]
 
     @property
     def loaded(self) -> Array:
-        """The same seconds with what goes around a ring, in place of the compute under which that
-        could hide.
-        """
+        """`busy` with ring transfers in place of the compute that could hide them."""
         return self.rows[2]
 
     @property
     def messages(self) -> Array:
-        """Number of messages between stages, for a microbatch and chunk of layers."""
+        """Number of messages between stages, per microbatch and chunk of layers."""
         return self.rows[3]
 
     @property
@@ -415,18 +420,18 @@ class Tick(ArrayTable):
 
     @property
     def blocked(self) -> Array:
-        """Those seconds of `busy` that collectives take."""
+        """The share of `busy` that is collectives."""
         return self.rows[5]
 
     @property
     def layers(self) -> Array:
-        """Those seconds of `busy` that are spent in layers, of which each stage has whole ones; 0
-        where they differ.
+        """The share of `busy` that is layers where all layers are alike and each stage has whole
+        ones; 0 where layers differ.
         """
         return self.rows[6]
 
     def waiting(self, blocked: Array) -> Tick:
-        """The same bounds where collectives that compute waits for take so many seconds."""
+        """The same bounds with `blocked` seconds of blocking collectives."""
         more = blocked - self.blocked
         return Tick(
             np.concatenate([self.rows[:3] + more, self.rows[3:5], blocked[None], self.rows[6:]])
@@ -434,25 +439,22 @@ class Tick(ArrayTable):
 
 
 # --------------------------------------------------------------------------------------------------
-# Lower bounds of the step time before anything is placed.
+# Lower bounds on the step time before placement.
 #
-# A stage is busy in every microbatch with kernels and with the collectives that compute waits for.
-# With every group of axes on the fastest links that it could have alone, all stages equally full,
-# messages between stages on the fastest links and the smallest bubble of any schedule, that is a
-# bound of the step time. Gathers of parameters and reductions of gradients may hide behind
-# compute, so it leaves them out. It is a sum over the components of the colours
-# (`planner/space.py`).
+# In every microbatch a stage runs kernels and the collectives that block compute. With every group
+# of axes on the fastest links that it could have alone, all stages equally full, messages between
+# stages on the fastest links and the smallest bubble of any schedule, that bounds the step time.
+# Parameter all-gathers and gradient reductions may overlap with compute, so they are left out. The
+# bound is a sum over the components of the colours (`planner/space.py`).
 
-#: In the place of a policy: for each layer group the least of all policies.
+#: In place of a policy: the least of all policies for each layer group.
 EACH = "each"
 
 
 class Bounds:
-    """Lower bounds of step times.
+    """Lower bounds on step time.
 
     Args:
-        scope: the choices.
-        pricer: the machine.
         values: measures on all shapes of the space.
     """
 
@@ -502,15 +504,15 @@ class Bounds:
         )
 
     def work_of(self, shapes: Array) -> Array:
-        """Numbers of shapes that kernels tell apart, of some shapes by number."""
+        """Numbers of the distinct kernel shapes of the given shapes."""
         return self._values.which[shapes]
 
     def tick(self, policy: str, choice: Choice, shapes: Array) -> Tick:
-        """Returns lower bounds of a microbatch under a choice, on some shapes by number."""
+        """Lower bounds for one microbatch under one choice, on the given shapes."""
         return self.ticks(policy, alone(choice, len(shapes)), shapes)
 
     def ticks(self, policy: str, row_choices: Under, shapes: Array) -> Tick:
-        """Returns lower bounds of a microbatch under choices, on some shapes by number."""
+        """Lower bounds for one microbatch under the given choices, on the given shapes."""
         if policy != EACH:
             return Tick(self._parts[policy].total(row_choices, self._values.which[shapes]))
         return Tick(
@@ -526,8 +528,9 @@ class Bounds:
         )
 
     def least(self, policy: str, shapes: Array, first: int | None = None) -> Tick:
-        """The least of all choices on some shapes, by number; infinite where no choice fits. With
-        `first`, as `Parts.least` takes it, a bound of it.
+        """The minimum over all choices on the given shapes; infinite where no choice fits.
+
+        With `first`, a bound on that minimum from only some of the components; see `Parts.least`.
         """
         if policy != EACH:
             return Tick(self._parts[policy].least(self._values.which[shapes], first))
@@ -543,14 +546,14 @@ class Bounds:
         )
 
     def _of_segment(self, segment: int, tally: Tally, shapes: Array) -> Array:
-        """See `_seconds`, of one segment."""
+        """The rows of a `Tick` for one segment; see `_seconds`."""
         of_segment = tally.rows // ROWS == segment
         return self._seconds(
             replace(tally, rows=tally.rows[of_segment], matrix=tally.matrix[of_segment]), shapes
         )
 
     def _seconds(self, tally: Tally, shapes: Array) -> Array:
-        """The rows of a `Tick`, on some of the shapes but for fsdp."""
+        """The rows of a `Tick` on the given shapes, whatever fsdp is."""
         block, ring, stage = self._waiting, self._ring, role_slots("stage")
         waits = [first + slot for first in (COUNTS, BYTES) for slot in block]
 
@@ -604,20 +607,20 @@ class Bounds:
 
 
 def waited(scope: Scope) -> list[int]:
-    """Slots of collectives that compute waits for."""
+    """Slots of collectives that block compute."""
     along = ALONG[scope.space.strategy.decisions.context]
     return role_slots("block", *(role for role in along if role != "ring"))
 
 
 def hidden(scope: Scope) -> list[int]:
-    """Slots of what goes around a ring, beside compute."""
+    """Slots of ring transfers, which overlap with compute."""
     along = ALONG[scope.space.strategy.decisions.context]
     return role_slots(*(role for role in along if role == "ring"))
 
 
 def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
-    """Seconds of the messages of a microbatch and chunk of layers that no place undercuts, by
-    candidate; see `step_seconds`.
+    """Lower bound on the seconds of the stage-to-stage messages of one microbatch and chunk of
+    layers under any placement, by candidate; see `step_seconds`.
     """
     latency, per_byte = least_hops(stages, pricer.topology)
     return np.where(
@@ -637,14 +640,14 @@ def step_seconds(
     passes: Array | float = 0.0,
     hiding: Array | float = 0.0,
 ) -> Array:
-    """A bound of the step time.
+    """A lower bound on the step time.
 
     Args:
-        rounds: times that a stage waits as long as it is busy with a microbatch, at least
-            (`Schedule.rounds`), by candidate, for one group; None in a schedule whose gradients of
-            weights fill the time.
-        passes: seconds of the messages of a microbatch.
-        hiding: seconds of a step of what moves behind compute.
+        rounds: lower bound on a stage's waiting time in units of its busy time per microbatch
+            (`Schedule.rounds`), by candidate, for one accumulation group; None for a schedule that
+            fills the bubble with weight gradients.
+        passes: seconds of the messages of one microbatch.
+        hiding: seconds per step of transfers that overlap with compute.
     """
     finite = np.isfinite(tick.busy)
     fuller = np.where(finite, tick.layers, 0.0) * (
@@ -675,13 +678,13 @@ def breadth_first_seconds(
     *,
     pinned: bool,
 ) -> Array:
-    """A bound of the step time of pipelines that take all microbatches through one chunk of layers
-    before the next; more chunks have a smaller bubble and more messages.
+    """A lower bound on the step time of pipelines that take all microbatches through one chunk of
+    layers before the next; more chunks give a smaller bubble and more messages.
 
     Args:
-        tick, stages, micro, layers, groups: as `step_seconds` takes them.
-        passes: seconds of the messages of a microbatch and chunk.
-        hiding: seconds of a step of what moves behind compute.
+        tick, stages, micro, layers, groups: see `step_seconds`.
+        passes: seconds of the messages of one microbatch and chunk.
+        hiding: seconds per step of transfers that overlap with compute.
     """
     fits = chunks > 0
     if not pinned:
@@ -699,24 +702,24 @@ def breadth_first_seconds(
 
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of gathers of parameters and reductions of gradients that no place undercuts.
+# Lower bounds on parameter all-gathers and gradient reductions, under any placement.
 #
-# They hide behind compute, but only behind so much of it: a step takes at least as long as they
-# do, and what compute cannot hide them (`Tick.loaded`). With every group of axes on the fastest
-# links that it could have alone they are a sum over the components of the colours.
+# They overlap with compute, but only up to its length: a step takes at least their time plus the
+# time that cannot overlap with them (`Tick.loaded`). With every group of axes on the fastest links
+# that it could have alone they are a sum over the components of the colours.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved(ArrayTable):
-    """Seconds on the stage that has the most, at least; arrays [candidates].
+    """Lower bounds on collective seconds, on the stage that has the most; arrays [candidates].
 
     Attributes:
-        gather: of gathers of parameters that are stored sharded, in a microbatch.
-        scatter: of reductions of gradients to shards, in a microbatch.
-        reduce: of reductions of gradients that are stored replicated, in a microbatch.
-        routed: those of `reduce` that are gradients of experts on their devices.
-        blocked: of collectives that compute waits for, in a microbatch and on all stages.
-        updated: of the gather of updated parameters, in a step.
+        gather: all-gathers of parameters that are stored sharded, per microbatch.
+        scatter: reduce-scatters of gradients, per microbatch.
+        reduce: all-reduces of gradients that are stored replicated, per microbatch.
+        routed: the part of `reduce` that is gradients of experts on their devices.
+        blocked: collectives that block compute, per microbatch and over all stages.
+        updated: the all-gather of updated parameters, per step.
     """
 
     gather: Array
@@ -727,7 +730,7 @@ class Moved(ArrayTable):
     updated: Array
 
     def seconds(self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather: str) -> Array:
-        """Seconds of a step under a ZeRO stage."""
+        """Seconds per step under a ZeRO stage."""
         micro, staged, decisions = sizes["micro"], sizes["stage"] > 1, Decisions(zero=zero)
         if zero == 3:
             times = np.where(staged, 0.5, micro) if gather == "once" else micro
@@ -744,15 +747,13 @@ class Moved(ArrayTable):
 
 
 class Traffic:
-    """Bounds of what moves, for some candidates.
+    """Lower bounds on parameter and gradient traffic, for some candidates.
 
     Args:
-        scope: the choices.
-        pricer: machine and software.
         values: measures on all shapes of the space.
         shape: number of the shape of each candidate.
-        sizes: of every mesh axis and "micro", by candidate.
-        links: costs of collectives by candidate; those that no place undercuts by default.
+        sizes: size of every mesh axis, and "micro", by candidate.
+        links: costs of collectives by candidate; by default those of the best placement.
     """
 
     def __init__(
@@ -767,7 +768,7 @@ class Traffic:
         profile, stages, model = pricer.profile, sizes["stage"], scope.load.model
         self._values, self._shape, self._layers = values, shape, len(model.counts)
         self._distinct, self._place = np.unique(shape, return_inverse=True)
-        # what hides where a profile says it itself is not part of `Tick.loaded`
+        # overlap that a profile states itself is not part of `Tick.loaded`
         measured_here = profile.gather_overlap is None and profile.reduce_overlap is None
         if profile.embedding_and_head == "owners":
             ends = np.where(stages > 1, model.largest_end, 1.0)
@@ -834,14 +835,14 @@ class Traffic:
         )
 
     def least(self, positions: Array) -> dict[str, Moved]:
-        """The least of all choices by remat policy; infinite where none fits."""
+        """The minimum over all choices, by remat policy; infinite where none fits."""
         updates = self._rest.least(positions)
         return {
             policy: _moved(parts.least(positions), updates) for policy, parts in self._work.items()
         }
 
     def total(self, row_choices: Under, positions: Array) -> dict[str, Moved]:
-        """Returns the traffic under choices, by remat policy."""
+        """The traffic of the given choices, by remat policy."""
         updates = self._rest.total(row_choices, positions)
         return {
             policy: _moved(parts.total(row_choices, positions), updates)
@@ -883,10 +884,10 @@ class _Weights:
     """Coefficients of some rows of a tally.
 
     Attributes:
-        rows: of a segment, ascending.
+        rows: row numbers within a segment, ascending.
         rates: seconds by row and candidate.
-        into: which kinds of seconds each row is part of, array [kinds, rows].
-        whole: which rows are those of all stages, and not of one.
+        into: the kinds of seconds that each row counts towards, array [kinds, rows].
+        whole: True for rows that are summed over all stages instead of taken from one.
     """
 
     rows: Array
@@ -908,29 +909,27 @@ def _moved(work: Array, updates: Array) -> Moved:
 
 
 # --------------------------------------------------------------------------------------------------
-# Lower bounds of the step time of plans that fit.
+# Lower bounds on the step time of plans that fit.
 #
-# The fastest plans are often far too large. Rematerialising a part of the layers lies between none
-# and all of them, in time and in memory; so a plan that fits takes at least the time at which the
-# straight line between two policies meets the capacity. What moves to host memory takes its time
-# beside compute, or in place of it.
+# The fastest plans often need far too much memory. Rematerialising some of the layers costs between
+# none and all of them, in time and in memory; so a plan that fits takes at least the time at which
+# the straight line between two policies meets the capacity. Offloading to host memory either
+# overlaps with compute or adds to it.
 
-#: Plans that a bound speaks of: their ZeRO stage, whether their pipelines work breadth first, and
-#: when stages gather weights that are stored sharded ("use" where they are not).
+#: The kind of plan that a bound covers: (ZeRO stage, True for breadth-first pipelines, when stages
+#: all-gather weights that are stored sharded; "use" where they are not).
 Kind = tuple[int, bool, str]
-#: Relative rounding that a sum of bytes may have.
+#: Relative rounding error allowed in a sum of bytes.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """Lower bounds under a capacity.
+    """Lower bounds under a memory capacity.
 
     Attributes:
-        space: the space.
-        pricer: the machine.
-        capacity: usable bytes of a device.
-        offloads: what may be in host memory, () among it where nothing must.
+        capacity: usable bytes per device.
+        offloads: sets of parts that may be in host memory; includes () where none must.
     """
 
     space: Space
@@ -945,7 +944,7 @@ class Fitting:
         moved: Mapping[str, Moved],
         sizes: Mapping[str, Array],
     ) -> Array:
-        """Seconds of a step that no plan beats that fits; infinite where none fits."""
+        """Lower bound on the step time of plans that fit; infinite where none fits."""
         kinds = self.by_kind(ticks, footprints, moved, sizes)
         return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *kinds.values()])
 
@@ -956,7 +955,7 @@ class Fitting:
         moved: Mapping[str, Moved],
         sizes: Mapping[str, Array],
     ) -> dict[Kind, Array]:
-        """The same for every kind of plans; arguments as those of `seconds`."""
+        """The same for every kind of plan."""
         constants = self.pricer.constants
         fixed = constants.step_s + constants.microbatch_s * (
             sizes["micro"] + self.space.accumulation_groups * (sizes["stage"] - 1)
@@ -994,7 +993,7 @@ class Fitting:
         return {kind: minimum + fixed for kind, minimum in kinds.items()}
 
     def fastest(self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]) -> Array:
-        """Seconds of a step that no plan beats, whether it fits or not."""
+        """Lower bound on the step time, regardless of memory."""
         return np.minimum.reduce(
             [
                 time
@@ -1004,7 +1003,9 @@ class Fitting:
         )
 
     def _ways(self, sizes: Mapping[str, Array]) -> list[tuple[int, str, Array]]:
-        """ZeRO stages of the space with when weights are gathered, and candidates that they fit."""
+        """ZeRO stages of the space, when each gathers weights, and the candidates for which it is
+        legal.
+        """
         stored, alone = (
             np.prod([sizes[axis] for axis in STORED_AXES], axis=0) > 1,
             sizes["fsdp"] == 1,
@@ -1022,9 +1023,11 @@ class Fitting:
         hiding: Mapping[str, Array],
         gather: str,
     ) -> list[tuple[dict[str, Array], bool]]:
-        """Bounds of the step time by policy, each with whether it is that of breadth first:
-        policies that a plan may mix, those of schedules with the backward pass in two, which none
-        mixes, and those of breadth first, whose stages gather weights once.
+        """Bounds on the step time by policy, each with a flag that is True for breadth first.
+
+        Three sets: policies that one plan may mix; for schedules that split the backward pass in
+        two, each policy alone (plans do not mix them there); and breadth-first pipelines, whose
+        stages all-gather weights once.
         """
         stages, micro = sizes["stage"], sizes["micro"]
         space, groups, layers = self.space, self.space.accumulation_groups, self.space.limits.layers
@@ -1095,8 +1098,8 @@ class Fitting:
         ]
 
     def _rounds(self, policy: str, stages: Array, micro: Array) -> Array:
-        """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or
-        with as many chunks as a stage can have.
+        """Waiting time of a stage in units of its busy time per microbatch: the least of one chunk
+        per stage and as many as a stage can have.
         """
         together = micro // self.space.accumulation_groups
         limit = self.space.most_chunks(policy, stages, micro)
@@ -1111,11 +1114,10 @@ class Fitting:
     def _points(
         self, seconds: Array, footprint: Footprint, parts: tuple[str, ...]
     ) -> list[tuple[Array, Array]]:
-        """(seconds, bytes) between which all plans of a policy lie, with some parts in host memory.
+        """(seconds, bytes) that bracket all plans of a policy, with some parts in host memory.
 
-        Activations move in `moving` seconds a byte, a share of them beside compute, which takes its
-        time itself. So some can move for nothing, and to move all takes at least the time of moving
-        what there would be too much of.
+        Offloading activations costs `moving` seconds per byte, part of which overlaps with compute.
+        So some bytes can move for free, and moving all of them takes at least their transfer time.
         """
         bare = footprint.least(parts)
         if "activations" not in parts:
@@ -1132,7 +1134,7 @@ class Fitting:
         ]
 
     def leanest(self, footprints: Mapping[str, Footprint]) -> Array:
-        """Bytes that no plan undercuts."""
+        """Lower bound on bytes per device."""
         return np.minimum.reduce(
             [footprint.least(parts) for footprint in footprints.values() for parts in self.offloads]
         )
@@ -1144,27 +1146,27 @@ def _breadth_first(footprint: Footprint) -> Footprint:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory-agnostic lower bounds of the step time, per mesh and number of microbatches (an *entry*).
+# Memory-agnostic lower bounds on the step time, per entry.
 #
-# Entries whose kernels and stages are the same are alike in this, however data and fsdp share the
-# batch, so the bound is made once for all of them. It is made in steps, each for what the step
-# before leaves: with what depends on no colour, with some components of the colours, and with all.
+# Entries with the same kernels and stages share a bound, however data and fsdp share the batch, so
+# it is computed once for all of them. It is refined in steps, each for the entries that the step
+# before could not discard: from the terms that depend on no colour, from some components of the
+# colours, and from all.
 
-#: Components of the colours that are added up before all of them (None) are, for what is left:
-#: none, and all but the last, which can be cut in the most ways.
+#: Components of the colours summed in each refinement step: none, all but the last (which can be
+#: sharded in the most ways), and all (None).
 COMPONENTS: tuple[int | None, ...] = (0, -1, None)
-#: Of so many entries all components are added up at once.
+#: At most this many entries are bounded with all components at once.
 FEW = 512
 
 
 class Fastest:
-    """Bounds of some entries, which are kept.
+    """Cached lower bounds on the step time of entries.
 
     Args:
-        bounds: of a microbatch, by shape.
-        fitting: bounds of a step.
-        policies: remat policies of the space.
-        sizes: of every mesh axis and "micro", by entry.
+        bounds: bounds for one microbatch, by shape.
+        fitting: bounds for a step.
+        sizes: size of every mesh axis, and "micro", by entry.
         shape: number of the shape of each entry.
     """
 
@@ -1183,7 +1185,7 @@ class Fastest:
         self._shape = shape[self._first]
         self._sizes = {axis: size[self._first] for axis, size in sizes.items()}
         nothing = np.zeros(0, dtype=np.int64), np.zeros(0)
-        self._last = np.inf, -np.inf, nothing  # bounds between which the answer is the same
+        self._last = np.inf, -np.inf, nothing  # limits between which the answer is the same
         count = len(self._first)
         self._known = {
             first: Filled(1, count, partial(self._bound, first)) for first in (*COMPONENTS, None)
@@ -1197,7 +1199,7 @@ class Fastest:
         return self._of(np.arange(len(self._first)), None)[self._which]
 
     def below(self, limit: float) -> tuple[Array, Array]:
-        """Entries whose bound is below a limit, the least first, and these bounds."""
+        """Entries whose bound is below a limit, sorted by bound, and their bounds."""
         low, high, result = self._last
         if low < limit <= high:
             return result
@@ -1217,7 +1219,7 @@ class Fastest:
         return result
 
     def _of(self, rows: Array, first: int | None) -> Array:
-        """The bound of distinct entries with so many components."""
+        """The bounds of distinct entries, from the first components only."""
         return self._known[first].on(rows)[0]
 
     def _bound(self, first: int | None, rows: Array) -> Array:
@@ -1231,19 +1233,14 @@ class Fastest:
 
 # --------------------------------------------------------------------------------------------------
 # Entries and pairs on some number of devices, with their lower bounds.
-#
-# An *entry* is a mesh with microbatches, a *pair* an entry under a choice of colours.
 
 
 class Entries:
-    """Every mesh with microbatches on some number of devices, with experts treated in one way, and
-    what bounds say of them.
+    """All (mesh, microbatch count) entries for some number of devices and one treatment of experts,
+    with their lower bounds.
 
     Args:
-        scope: the choices.
-        pricer: the machine.
-        fitting: the capacity.
-        sizes: of every mesh axis and "micro", by entry (`Space.mesh_sizes`).
+        sizes: size of every mesh axis, and "micro", by entry (`Space.mesh_sizes`).
         values: measures on the shapes of the entries.
         shape: number of the shape of each entry.
     """
@@ -1260,7 +1257,7 @@ class Entries:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
         self.choices, self._seconds = scope.choices, Filled(1, len(shape), self._fitting_seconds)
-        self._apart = scope.space.apart  # then the bounds do not know memory
+        self._apart = scope.space.apart  # then the bounds ignore memory
         self._policies = (*scope.space.policies, EACH) if self._apart else scope.space.policies
         self._fastest = Fastest(self.bounds, fitting, self._policies, sizes, shape)
 
@@ -1268,19 +1265,19 @@ class Entries:
         return len(self.shape)
 
     def at(self, entries: Array) -> dict[str, Array]:
-        """Sizes of some entries."""
+        """Sizes of the given entries."""
         return {axis: values[entries] for axis, values in self.sizes.items()}
 
     def below(self, limit: float) -> tuple[Array, Array]:
-        """Entries of which a plan may be faster than a limit, whether it fits or not, the least
-        bound first, and these bounds; those of which no choice fits are none.
+        """Entries whose lower bound, regardless of memory, is below `limit`, sorted by bound, and
+        their bounds; entries without a feasible choice are dropped.
         """
         return self._fastest.below(limit)
 
     @cached_property
     def fastest(self) -> Array:
-        """Seconds of a step that no plan beats, by entry, whether it fits or not; infinite where no
-        choice fits.
+        """Lower bound on the step time regardless of memory, by entry; infinite where no choice
+        fits.
         """
         return self._fastest.of_all()
 
@@ -1295,8 +1292,8 @@ class Entries:
 
     @cached_property
     def _traffic(self) -> Traffic:
-        """The traffic of each mesh that compute may hide, which is the same for all microbatches,
-        on the best links.
+        """The traffic of each mesh that can overlap with compute, on the best links; it does not
+        depend on the microbatches.
         """
         last = np.zeros(self._mesh.max() + 1, dtype=np.int64)
         last[self._mesh] = np.arange(len(self))
@@ -1307,7 +1304,7 @@ class Entries:
         return Traffic(self.scope, self._pricer, self.values, c.shape, sizes, c.links)
 
     def _least(self, shape: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
-        """The least that any choice takes, by policy; infinite where no choice fits."""
+        """The minimum footprint over all choices, by policy; infinite where no choice fits."""
         resting, points = self._footprints.least(shape)
         return {
             policy: self._footprints.of(resting, points[policy], sizes) for policy in self._policies
@@ -1315,13 +1312,13 @@ class Entries:
 
     @cached_property
     def fewest_bytes(self) -> Array:
-        """Bytes that no plan undercuts, by entry; infinite where no choice fits."""
+        """Lower bound on bytes per device, by entry; infinite where no choice fits."""
         if self._apart:
             return np.where(np.isfinite(self.fastest), 0.0, np.inf)
         return self.leanest(np.arange(len(self)))
 
     def leanest(self, entries: Array) -> Array:
-        """Bytes that no plan of some entries undercuts; infinite where no choice fits."""
+        """Lower bound on bytes per device of the given entries; infinite where no choice fits."""
         if self._apart:
             return np.zeros(len(entries))
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
@@ -1331,7 +1328,7 @@ class Entries:
         return np.nan_to_num(minimum_bytes, nan=np.inf, posinf=np.inf)
 
     def seconds(self, entries: Array) -> Array:
-        """Seconds of a step that no plan of some entries beats that fits; infinite where none
+        """Lower bound on the step time of plans of the given entries that fit; infinite where none
         fits.
         """
         if self._apart:
@@ -1343,7 +1340,7 @@ class Entries:
         return self._least_seconds(self.shape[entries], self.at(entries), moved)[None]
 
     def seconds_on(self, c: Candidates) -> Array:
-        """The same of entries on places, whose links are known."""
+        """The same for placed candidates, whose links are known."""
         moved = self._traffic_on(c).least(np.arange(len(c)))
         return self._least_seconds(c.shape, {**c.sizes, "micro": c.micro}, moved, waits=True)
 
@@ -1365,12 +1362,12 @@ class Entries:
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
     ) -> Pairs:
-        """Some entries under every choice that fits, with a bound that is below a limit, the least
-        first.
+        """The given entries under every choice that fits, where the bound is below a limit; sorted
+        by tensor size and then choice.
 
         Args:
-            limit: seconds, or bytes.
-            minimum_memory: the bound is that of bytes, and not of seconds.
+            limit: seconds, or bytes with `minimum_memory`.
+            minimum_memory: bound bytes instead of seconds.
         """
         fitting = self._fit(entries)
         if not len(fitting):
@@ -1405,7 +1402,7 @@ class Entries:
         ).below(limit)
 
     def _rows(self, pairs: Pairs) -> tuple[Under, Array, dict[str, Array]]:
-        """Choices, numbers of shapes and sizes of pairs."""
+        """Choices, shape numbers and sizes of pairs."""
         return (
             Under(self.scope.chosen, pairs.choices),
             self.shape[pairs.entries],
@@ -1413,7 +1410,7 @@ class Entries:
         )
 
     def on_places(self, c: Candidates, positions: Array, choices: Array) -> dict[Kind, Array]:
-        """Seconds of a step that no plan of a kind beats that fits, on places whose links are
+        """Lower bound on the step time by kind of plan, for placed candidates, whose links are
         known.
         """
         sizes, row_choices = {**c.sizes, "micro": c.micro}, Under(self.scope.chosen, choices)
@@ -1430,7 +1427,7 @@ class Entries:
         )
 
     def _fit(self, entries: Array) -> Pairs:
-        """Some entries under every choice that fits them, choice by choice."""
+        """The given entries under every choice that fits them, choice by choice."""
         space, sizes, colours = (
             self.scope.space,
             self.at(entries),
@@ -1456,7 +1453,7 @@ class Entries:
     def _footprint(
         self, row_choices: Under, shape: Array, sizes: Mapping[str, Array]
     ) -> dict[str, Footprint]:
-        """Footprints of candidates under choices, by policy."""
+        """Footprints of candidates under the given choices, by policy."""
         resting, points = self._footprints.total(row_choices, shape)
         return {
             policy: self._footprints.of(resting, points[policy], sizes) for policy in self._policies
