@@ -1,19 +1,19 @@
-"""Prices of rows (candidates under choices of colours) over ZeRO, schedule, remat and offload, with
-layer groups alike or not, and the incumbents of a search. Every price is an `Offer`; the best
-offers are kept as incumbents, and all of them, on request, in a ranking.
+"""Prices of rows over ZeRO, schedule, remat and offload, and the incumbents of a search.
 
-A `Landscape` is what a search priced, thinned to a few points that show where the others lie.
+A *row* is a candidate under a choice of colours. Every price is an `Offer`; the best offers are
+kept as incumbents, and all of them, on request, in a ranking.
+
+A `Landscape` is what a search priced, thinned to a few representative points.
 
 >>> from shardlib.planner.incumbents import Landscape
 >>> seen = Landscape[str]()
 >>> for name, seconds, size in (("a", 1.0, 9.0), ("b", 1.001, 9.0), ("c", 2.0, 3.0)):
 ...     seen.note(name, seconds, size, fits=True)
->>> [point.what for point in seen.points(10)]  # "b" is "a" but for a thousandth
+>>> [point.what for point in seen.points(10)]  # "a" and "b" differ by a thousandth
 ['a', 'c']
 
-A `Ranking` has the plans after the fastest. A search keeps the best plan of each mesh; a ranking
-keeps the price of every plan that fits, in the order of their times. Equally fast plans come in the
-order of their simplicity, as in a search.
+A search keeps the best plan of each mesh; a `Ranking` keeps the price of every plan that fits,
+fastest first. Ties go to the simpler plan, as in a search.
 
 >>> ranking = Ranking[str]()
 >>> ranking.offer("small", np.array([True, True]), np.array([3.0, 1.0]), np.array([5.0, 6.0]))
@@ -79,20 +79,13 @@ if TYPE_CHECKING:
 
 #: Decisions of a plan.
 What = TypeVar("What")
-#: Cells in a factor of e of time and of memory: plans nearer than 1.6% are one point.
+#: Grid cells per factor of e in time and in memory: plans within 1.6% are one point.
 GRAIN = 64.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Generic[What]):
-    """A plan and its price.
-
-    Attributes:
-        what: its decisions.
-        seconds: of a step.
-        peak_bytes: per device.
-        fits: whether it fits.
-    """
+    """The decisions (`what`) of a plan with its step time and peak bytes per device."""
 
     what: What
     seconds: float
@@ -101,20 +94,15 @@ class Point(Generic[What]):
 
 
 class Landscape(Generic[What]):
-    """Plans that were priced, of those that cost about the same the fastest; which it keeps does
-    not depend on the clock.
+    """The fastest of each group of priced plans that cost about the same. Which plans it keeps does
+    not depend on wall-clock time.
     """
 
     def __init__(self) -> None:
         self._cells: dict[tuple[int, int, bool], Point[What]] = {}
 
     def note(self, what: What, seconds: float, peak_bytes: float, *, fits: bool) -> None:
-        """Takes in a plan.
-
-        Args:
-            seconds: of a step.
-            peak_bytes: per device.
-        """
+        """Records a plan."""
         if not (0 < seconds < math.inf and 0 < peak_bytes < math.inf):
             return
         cell = round(GRAIN * math.log(seconds)), round(GRAIN * math.log(peak_bytes)), fits
@@ -123,7 +111,7 @@ class Landscape(Generic[What]):
             self._cells[cell] = Point(what=what, seconds=seconds, peak_bytes=peak_bytes, fits=fits)
 
     def points(self, count: int) -> tuple[Point[What], ...]:
-        """The Pareto front of what fits and points spread over the rest, the fastest first."""
+        """The Pareto front of plans that fit and points spread over the rest, fastest first."""
         ordered = sorted(self._cells.values(), key=lambda p: (p.seconds, p.peak_bytes))
         chosen = front(ordered)[:count]
         grain = GRAIN
@@ -137,7 +125,9 @@ class Landscape(Generic[What]):
 
 
 def front(points: Iterable[Point[What]]) -> list[Point[What]]:
-    """Of plans that fit, those that need less memory than all faster ones."""
+    """The plans that fit and need less memory than every faster one; `points` come fastest
+    first.
+    """
     pareto: list[Point[What]] = []
     for point in points:
         if point.fits and (not pareto or point.peak_bytes < pareto[-1].peak_bytes):
@@ -159,7 +149,7 @@ def _thinned(points: Iterable[Point[What]], grain: float) -> list[Point[What]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Offers: prices of many rows under the same decisions, and the least of them by candidate.
+# Offers: prices of many rows under the same decisions, and their minimum by candidate.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +157,10 @@ class Block:
     """Candidates that are priced together.
 
     Attributes:
-        places: (mesh, order, placement) of each.
-        c: the candidates.
-        choices: the choices that prices speak of, with whether tokens are routed.
-        gaps: what has no lowering, and is not a plan whatever it costs.
+        places: (mesh, order, placement) of each candidate.
+        choices: the choices to which `Offer.choices` refers, each with True where tokens are
+            routed.
+        gaps: combinations that cannot be lowered and are not plans, whatever they cost.
     """
 
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
@@ -179,21 +169,21 @@ class Block:
     gaps: tuple[Gap, ...] = ()
 
     def lowered(self, offer: Offer, candidates: Array) -> Array:
-        """Returns the rows of an offer that have a lowering."""
+        """Mask of the rows of an offer that can be lowered."""
         stages = {"stage": self.c.sizes["stage"][candidates]}
         return lowered(facts(offer.decisions), along(stages), self.gaps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer(ArrayTable):
-    """The decisions that priced rows stand for.
+    """The decisions of priced rows.
 
     Attributes:
-        decisions: of all rows, but for what follows, meshes and microbatches.
+        decisions: shared by all rows, except for the attributes below, meshes and microbatches.
         choices: number of each row's choice, see `Block.choices`.
-        layers: how many layers of each row are rematerialised; None where all are.
-        groups: the policies of layer groups by row, see `Candidate`; None where all groups are
-            alike.
+        layers: number of rematerialised layers of each row; None for all layers.
+        groups: policies of the layer groups by row, see `Candidate`; None where all groups share
+            one.
     """
 
     decisions: Decisions
@@ -206,7 +196,7 @@ class Offer(ArrayTable):
         return replace(self, decisions=replace(self.decisions, **changes))
 
     def candidate(self, row: int, choices: list[tuple[Choice, bool]]) -> Candidate:
-        """The decisions of one row, on no mesh yet."""
+        """The decisions of one row, without a mesh."""
         choice, routes = choices[int(self.choices[row])]
         if self.groups is not None:
             policy, layers = by_group(self.groups[row])
@@ -223,18 +213,16 @@ class Offer(ArrayTable):
 
 
 def _runs(values: Array) -> Array:
-    """Position of the first of each run of equal values, for every value."""
+    """For every value, the position of the first of its run of equal values."""
     return np.maximum.accumulate(
         np.where(np.concatenate(([True], values[1:] != values[:-1])), np.arange(len(values)), 0)
     )
 
 
 class Least:
-    """The least of some quantity for each candidate of a block, with the offer that has it; of
-    equal ones the first choice, then the first offer.
+    """The least value of a quantity for each candidate of a block, and the offer that has it.
 
-    Args:
-        size: number of candidates.
+    Ties go to the first choice, then to the first offer.
     """
 
     def __init__(self, size: int) -> None:
@@ -248,7 +236,7 @@ class Least:
     def take_in(
         self, number: int, offer: Offer, candidates: Array, values: Array, rows: Array
     ) -> None:
-        """Takes in an offer."""
+        """Updates the minima with an offer."""
         choices = offer.choices[rows]
         previous = self.values[candidates]
         better = (values < previous * (1 - TIE)) | (
@@ -272,12 +260,12 @@ class Least:
 
 
 def _first_choices(candidates: Array, values: Array, choices: Array) -> Array:
-    """For each candidate the position of the row with the first choice among those whose value is
-    the least, but for rounding; ascending by candidate.
+    """For each candidate, the position of the row with the first choice among the rows whose value
+    is minimal up to rounding; ascending by candidate.
 
-    A candidate may have many rows, and values that should be equal differ in their last digits. So
-    rows are sorted twice: by value, to know the least of each candidate and which rows are within
-    a tie of it; then those by choice, to take the first.
+    A candidate may have many rows, and equal values may differ in their last digits. So rows are
+    sorted twice: by value, to find the minimum of each candidate and the rows tied with it; then
+    those by choice, to take the first.
 
     >>> candidates, choices = np.array([4, 4, 4, 9]), np.array([2, 1, 0, 5])
     >>> _first_choices(candidates, np.array([1.0, 1.0 + 1e-12, 3.0, 2.0]), choices)
@@ -296,8 +284,8 @@ class Entry(Generic[What]):
 
     Attributes:
         what: its decisions other than mesh and microbatches.
-        index: its mesh and microbatches, a position among the candidates.
-        seconds: predicted time of a step.
+        index: its mesh and microbatches, as a position among the candidates.
+        seconds: predicted step time.
         peak_bytes: predicted bytes per device.
     """
 
@@ -308,7 +296,7 @@ class Entry(Generic[What]):
 
 
 class Ranking(Generic[What]):
-    """Prices of plans that fit, in blocks as they were priced."""
+    """Prices of plans that fit, stored in blocks."""
 
     def __init__(self) -> None:
         self._whats: list[What] = []
@@ -324,11 +312,9 @@ class Ranking(Generic[What]):
         peak_bytes: np.ndarray,
         rows: np.ndarray | None = None,
     ) -> None:
-        """Takes in a block.
+        """Adds a block.
 
         Args:
-            seconds: step time by candidate.
-            peak_bytes: bytes per device by candidate.
             rows: index of each candidate; by default its position in the block.
         """
         indexes = np.flatnonzero(fits)
@@ -342,7 +328,7 @@ class Ranking(Generic[What]):
         return sum(map(len, self._indexes))
 
     def _columns(self) -> tuple[Array, Array, Array, Array]:
-        """Number of the block, index, seconds and bytes of every plan."""
+        """Block number, index, seconds and bytes of every plan."""
         if not self._whats:
             none = np.zeros(0, dtype=np.int64)
             return none, none, np.zeros(0), np.zeros(0)
@@ -363,7 +349,7 @@ class Ranking(Generic[What]):
             )
 
     def front(self) -> Iterator[Entry[What]]:
-        """Plans that need less memory than every faster one, the fastest first."""
+        """Plans that need less memory than every faster one, fastest first."""
         columns = self._columns()
         _, _, seconds, peaks = columns
         order = np.lexsort((peaks, seconds))
@@ -373,9 +359,7 @@ class Ranking(Generic[What]):
     def ordered(
         self, simplicity: Callable[[What, int], SupportsRichComparison]
     ) -> Iterator[Entry[What]]:
-        """All plans, the fastest first; equally fast ones by `simplicity(what, index)`, the
-        smallest first.
-        """
+        """All plans, fastest first; ties by ascending `simplicity(what, index)`."""
         columns = self._columns()
         seconds = columns[2]
         order = np.argsort(seconds, kind="stable")
@@ -390,7 +374,7 @@ class Ranking(Generic[What]):
 # --------------------------------------------------------------------------------------------------
 # Incumbents: the fastest plan that fits, the minimum-memory plan, and the best of every mesh.
 
-#: (mesh, microbatches, order of the axes): the places that rows of a ranking stand for.
+#: (mesh, microbatches, order of the axes) of a row of a ranking.
 Place = tuple[MeshShape, int, tuple[str, ...]]
 
 
@@ -399,14 +383,14 @@ class Best:
     """The best plans that a search has priced so far.
 
     Attributes:
-        seconds, fastest: of the fastest plan that fits.
-        minimum_memory_bytes, minimum_memory: of the minimum-memory plan.
-        chosen: seconds of `fastest`; ties go to simpler plans, so it may be above the least by
+        seconds: least step time of a plan that fits.
+        fastest: the fastest plan that fits.
+        chosen: step time of `fastest`; ties go to simpler plans, so it may exceed `seconds` by
             rounding.
-        by_mesh: the fastest plan of every mesh that was priced, or the minimum-memory plan where
-            none fits: (seconds, bytes, candidate); seconds are infinite where it does not fit.
-        counts: plans by outcome.
-        landscape: of what was priced: of every place the fastest plan and the leanest.
+        by_mesh: (seconds, bytes, candidate) of the fastest plan of every mesh that was priced;
+            where none fits, of the minimum-memory plan, with infinite seconds.
+        counts: number of plans by outcome.
+        landscape: the fastest and the minimum-memory plan of every place.
     """
 
     seconds: float = np.inf
@@ -424,20 +408,19 @@ class Best:
 
     @property
     def limit(self) -> float:
-        """Seconds from which on a plan is neither faster than the fastest nor as fast."""
+        """Seconds from which on a plan is slower than the fastest one, beyond rounding."""
         return self.seconds * (1 + 1e-9)
 
 
 class Seen:
-    """The fastest plan that fits and the leanest, for each candidate of a block.
+    """The fastest plan that fits and the minimum-memory plan, for each candidate of a block.
 
     Args:
-        best: takes the results.
-        rows: takes the candidates, where a ranking speaks of them.
-        block: the candidates.
-        capacity: usable bytes of a device.
-        reach: plans slower than so many times the fastest are of no interest.
-        ranking: takes every plan that fits.
+        best: receives the results.
+        rows: receives the candidates, where there is a ranking.
+        capacity: usable bytes per device.
+        reach: plans slower than `reach` times the fastest are discarded.
+        ranking: receives every plan that fits.
     """
 
     def __init__(
@@ -469,26 +452,26 @@ class Seen:
 
     @property
     def limit(self) -> float:
-        """Seconds from which on a plan is of no interest."""
+        """Seconds from which on a plan is discarded."""
         return self._best.limit * self._reach
 
     @property
     def choices(self) -> list[tuple[Choice, bool]]:
-        """The choices that the numbers in offers refer to."""
+        """The choices to which the numbers in offers refer."""
         return self._block.choices
 
     @property
     def ranks(self) -> bool:
-        """True if every plan that fits is wanted, and not the fastest alone."""
+        """True if every plan that fits is wanted, not only the fastest."""
         return self._ranking is not None
 
     def skip(self, count: int) -> None:
-        """Counts plans that cannot be, since something does not divide."""
+        """Counts plans that are illegal because something does not divide."""
         self._best.counts["indivisible"] += count
 
     def offer(self, offer: Offer, totals: Totals, candidates: Array) -> None:
-        """Takes in prices of plans; `candidates` are positions in the block, of which one may have
-        many rows.
+        """Records prices; `candidates` are positions in the block, and one candidate may have many
+        rows.
         """
         fine = self._block.lowered(offer, candidates)
         if not fine.all():
@@ -530,7 +513,7 @@ class Seen:
         candidates: Array,
         ranking: Ranking[Candidate],
     ) -> None:
-        """Hands every plan that fits to a ranking, those with the same decisions together."""
+        """Adds every plan that fits to a ranking, those with the same decisions together."""
         if offer.groups is not None:
             for rows in range(len(fits)):
                 ranking.offer(
@@ -556,7 +539,7 @@ class Seen:
             )
 
     def close(self) -> None:
-        """Hands over the results."""
+        """Transfers the results to `best`."""
         fast, minimum_memory = self._fast, self._minimum_memory
         noted = np.flatnonzero(minimum_memory.offers >= 0)
         for row in noted:
@@ -615,14 +598,14 @@ class Seen:
 def _before(
     seconds: float, candidate: Candidate, incumbent_seconds: float, incumbent: Candidate
 ) -> bool:
-    """Returns whether a plan comes before another: faster, or as fast and simpler."""
+    """True if a plan comes before the incumbent: it is faster, or as fast and simpler."""
     if abs(seconds - incumbent_seconds) > 1e-9 * max(seconds, incumbent_seconds):
         return seconds < incumbent_seconds
     return candidate.simplicity() < incumbent.simplicity()
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows: candidates under choices of colours, with the quantities that prices are made of.
+# Rows: candidates under choices of colours, with the quantities from which prices are computed.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -632,11 +615,11 @@ class Rows(ArrayTable):
     Attributes:
         candidates: position of each row's candidate in its block.
         choices: number of each row's choice.
-        c: the candidates of the rows.
-        sums: by remat policy, quantities.
-        ticks: by remat policy, bounds for a microbatch; also of `EACH` where layer groups may
+        c: the candidates, by row.
+        sums: quantities, by remat policy.
+        ticks: bounds for one microbatch, by remat policy; also for `EACH` where layer groups may
             differ.
-        kinds: bounds of what fits by kind of plans, as far as they are known.
+        kinds: bounds for plans that fit, by kind of plan, where they are known.
     """
 
     candidates: Array
@@ -650,7 +633,7 @@ class Rows(ArrayTable):
         return len(self.candidates)
 
     def take(self, which: Array) -> Rows:
-        """Some of the rows, by ascending position."""
+        """The rows at the given ascending positions."""
         return self if len(which) == len(self) else super().take(which)
 
     def below(
@@ -660,11 +643,7 @@ class Rows(ArrayTable):
         gathers: Iterable[str],
         limit: float,
     ) -> Array:
-        """Rows that may have a plan faster than a limit that fits, boolean array [rows].
-
-        Args:
-            limit: seconds.
-        """
+        """Mask of the rows that may have a plan that fits and is faster than `limit` seconds."""
         if not self.kinds:
             return np.ones(len(self), dtype=bool)
         kinds = itertools.product(zeros, breadth_first, gathers)
@@ -676,7 +655,7 @@ class Rows(ArrayTable):
         )
 
 
-#: Quantities of `Sums` that a step is the slower the more there is of them.
+#: Quantities of `Sums` that only ever add to the step time.
 _SLOWER: Mapping[str, tuple[str, ...]] = {
     "kernels": ("compute", "host"),
     "collectives": ("block", "context", "reduce", "scatter", "gather"),
@@ -685,7 +664,7 @@ _SLOWER: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The model, the space, the machine and the usable bytes of a device that prices are of."""
+    """What prices depend on: the model, the space, the machine, and the usable bytes per device."""
 
     load: Workload
     space: Space
@@ -694,7 +673,7 @@ class Setting:
 
     @cached_property
     def offloads(self) -> list[tuple[str, ...]]:
-        """The sets of arrays that may be offloaded, beside the empty one, where none is pinned."""
+        """The non-empty sets of arrays that may be offloaded; none where offload is pinned."""
         pinned = self.space.pins.offload
         if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
             return []
@@ -703,23 +682,23 @@ class Setting:
 
 
 # --------------------------------------------------------------------------------------------------
-# Prices of plans whose layer groups follow different remat policies, or a policy with different
+# Prices of plans whose layer groups follow different remat policies, or one policy in different
 # numbers of their layers.
 #
-# Such plans are between *corners*, see `shardlib.cost.variants`: steps whose layer groups each
-# follow one policy in all their layers. Bounds from the quantities of the policies alone say which
-# rows are worth the trouble; of those all corners are priced. Every mixture's (bytes of
-# activations, seconds) is a weighted average of those of the corners, so Lagrange's bound over the
-# corners is one for all mixtures; for rows that it leaves the best mixture is found exactly.
+# Such plans are between *corners* (`shardlib.cost.variants`): steps whose layer groups each follow
+# one policy in all their layers. Bounds from the quantities of single policies discard most rows;
+# for the others all corners are priced. The (activation bytes, seconds) of every mixture are a
+# weighted average of those of the corners, so a Lagrangian bound over the corners holds for all
+# mixtures; where it does not discard a row, the best mixture is computed exactly.
 
 
 def rates(seconds: Array, sizes: Array) -> Array:
-    """Seconds for a byte that each corner asks for beside the quickest, array [corners, rows]; 0
-    where it is not smaller.
+    """Seconds that each corner costs per byte that it saves, relative to the fastest corner: array
+    [corners, rows]; 0 where it saves none.
 
     Args:
-        seconds: of a layer, [corners, rows].
-        sizes: bytes of a layer, [corners, rows].
+        seconds: per layer, [corners, rows].
+        sizes: bytes per layer, [corners, rows].
     """
     quickest = np.argmin(seconds, axis=0)[None]
     slower, smaller = (
@@ -730,8 +709,8 @@ def rates(seconds: Array, sizes: Array) -> Array:
 
 
 def _joined(parts: Sequence[Sums]) -> Sums:
-    """The candidates of several, one after the other; where one has fewer points of memory than
-    others, its first stands for the others.
+    """The concatenated candidates. A part with fewer memory points than the others repeats its
+    first.
     """
     count = max(len(part.points) for part in parts)
     return Sums.joined(
@@ -742,13 +721,12 @@ def _joined(parts: Sequence[Sums]) -> Sums:
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced(ArrayTable):
-    """Rows whose corners are priced, under the same decisions.
+    """Rows with priced corners, under the same decisions.
 
     Attributes:
         corners: prices by corner.
-        offer: the decisions.
         candidates: position of each row's candidate in its block.
-        c: the candidates of the rows.
+        c: the candidates, by row.
     """
 
     corners: Mapping[Corner, Totals]
@@ -757,7 +735,7 @@ class _Priced(ArrayTable):
     c: Candidates
 
     def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _Priced:
-        """The rows with some parts in host memory."""
+        """The rows with some parts offloaded to host memory."""
         moved = {
             corner: offloaded(totals, parts, pricer, self.c)
             for corner, totals in self.corners.items()
@@ -790,8 +768,8 @@ class GroupPricer(Setting):
     ) -> dict[Decisions, Array]:
         """Rows of which a mixture may be the best plan, by ZeRO stage.
 
-        Where every class is the quickest with nothing recomputed, no mixture is faster than that,
-        so it must be below the limit and not fit; then the bounds of `_floor` decide.
+        Where every layer class is fastest without rematerialisation, no mixture is faster than
+        that, so that plan must be below the limit and not fit; then the bounds of `_floor` decide.
         """
         plain = np.logical_and.reduce(
             [
@@ -853,8 +831,8 @@ class GroupPricer(Setting):
         return hopeful_rows
 
     def _busy(self, corner: Corner, sums: Mapping[str, Sums]) -> Sums:
-        """The quantities of a corner, but for memory and the gradients of weights: what
-        `least_seconds` reads.
+        """The quantities of a corner that `least_seconds` reads (no memory, no weight
+        gradients).
         """
         counts = self.load.counts
         first = sums[corner[0]]
@@ -889,17 +867,16 @@ class GroupPricer(Setting):
         plain: Array,
         c: Candidates,
     ) -> Array:
-        """Seconds that no mixture which fits can beat, by row.
+        """Lower bound on the seconds of mixtures that fit, by row.
 
-        Bounds as in `_bound`: a corner has at least what rests and what its layers save when the
-        forward pass ends, and hides no more communication than it has more compute.
+        As in `_bound`. A corner needs at least its stored bytes and what its layers save at the end
+        of the forward pass, and hides no more extra communication than it has extra compute.
 
         Args:
-            minima: seconds as `least_seconds` has them and seconds of kernels, by corner.
+            minima: by corner, the seconds of `least_seconds` and the seconds of kernels.
         """
         first, compute = minima[(NONE,) * len(self.load.counts)]
-        # what `least_seconds` does not count: exposed communication, the optimizer, and what all
-        # plans have
+        # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
         beside = np.where(plain, none.step_seconds - first, 0.0)
         constant = none.seconds["optimizer"] + self.pricer.constants.step_s
         resting, state, _ = least_bytes(sums[NONE], decisions, self.load.model, self.pricer, c)
@@ -931,12 +908,12 @@ class GroupPricer(Setting):
         c: Candidates,
         decisions: Decisions,
     ) -> Array:
-        """Seconds that no mixture which fits can beat, by row.
+        """Lower bound on the seconds of mixtures that fit, by row.
 
         Args:
-            seconds, sizes, hides: bounds of seconds and of bytes of activations, and seconds of
-                transfers that compute hides, by corner and row.
-            resting, state: stored bytes, and those of the optimizer's state.
+            seconds, sizes, hides: by corner and row, bounds on seconds and on activation bytes, and
+                the seconds of transfers that compute hides.
+            resting, state: stored bytes, and those of the optimizer state.
         """
         rate = self.pricer.topology.chip.host_bytes_per_s
         moves = {part for parts in self.offloads for part in parts} | set(
@@ -952,10 +929,10 @@ class GroupPricer(Setting):
         )
         slow = (
             2 * c.micro / in_flight / rate if "activations" in moves else np.full(len(c), np.inf)
-        )  # seconds for a byte of activations in host memory
+        )  # seconds per byte of offloaded activations
         free = np.where(
             np.isfinite(slow), np.minimum(sizes, hides / slow), 0.0
-        )  # bytes that go there for nothing
+        )  # bytes whose transfer is hidden
         best = np.zeros(seconds.shape[1])
         for price in (
             *rates(seconds, sizes),
@@ -986,7 +963,7 @@ class GroupPricer(Setting):
         c: Candidates,
         listed: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, Sums]:
-        """Quantities of every corner by row."""
+        """Quantities of every corner, by row."""
         all_corners = corners(self.space.policies, len(self.load.counts))
         mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")
@@ -1004,7 +981,7 @@ class GroupPricer(Setting):
     def _of_choice(
         self, mixed: Sequence[Corner], choice: Choice, routes: bool, c: Candidates
     ) -> dict[Corner, Sums]:
-        """Quantities of corners whose layer groups differ, under one choice."""
+        """Quantities of the corners whose layer groups differ, under one choice."""
         shapes = np.unique(c.shape)
         local = replace(c, shape=np.searchsorted(shapes, c.shape))
         segments = [moment.segment for moment in self.load.programs[NONE, routes].moments]
@@ -1081,7 +1058,9 @@ class GroupPricer(Setting):
                 self._offer(priced, seen)
 
     def _offer(self, priced: _Priced, seen: Seen) -> None:
-        """Offers the best mixture of each row, with nothing in host memory and with something."""
+        """Offers the best mixture of each row, without offloading and with each set of
+        `offloads`.
+        """
         pinned = self.space.pins.offload
         for parts in [pinned] if pinned is not None else [(), *self.offloads]:
             moved = priced.offloaded(parts, self.pricer)
@@ -1097,8 +1076,8 @@ class GroupPricer(Setting):
                 self._best(moved.take(hopeful), seen)
 
     def _bound(self, prices: Mapping[Corner, Totals]) -> Array:
-        """Seconds that no mixture which fits can beat: the largest of Lagrange's bounds with the
-        rates, seconds for a byte, at which each corner trades them.
+        """Lower bound on the seconds of mixtures that fit: the largest Lagrangian bound over the
+        exchange rates (seconds per byte) of the corners.
         """
         seconds, sizes = (
             np.stack([totals.step_seconds for totals in prices.values()]),
@@ -1117,7 +1096,7 @@ class GroupPricer(Setting):
         )
 
     def _pinned(self, priced: _Priced, seen: Seen) -> None:
-        """Offers the plans whose layer groups follow the pinned policies with the pinned numbers of
+        """Offers the plans whose layer groups follow the pinned policies in the pinned numbers of
         layers.
         """
         layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
@@ -1142,7 +1121,7 @@ class GroupPricer(Setting):
     def _mixtures(
         self, priced: _Priced, corner: Corner, numbers: Array, rows: Array, seen: Seen
     ) -> None:
-        """Offers mixtures of some rows; `numbers` are layers that follow the corner's policies,
+        """Offers mixtures of some rows; `numbers` are the layers that follow the corner's policies,
         array [layer groups, rows].
         """
         if not len(rows):
@@ -1159,8 +1138,8 @@ class GroupPricer(Setting):
         seen.offer(replace(priced.offer.take(rows), groups=each), totals, priced.candidates[rows])
 
     def _best(self, priced: _Priced, seen: Seen) -> None:
-        """Offers the fastest mixture of each row that fits; with a pinned number of layers also one
-        where none fits.
+        """Offers the fastest mixture of each row that fits; with a pinned number of layers, the
+        fastest one where none fits.
         """
         layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
         total, capacity = self.space.pins.remat_layers, self.capacity
@@ -1178,17 +1157,16 @@ class GroupPricer(Setting):
 
 
 # --------------------------------------------------------------------------------------------------
-# Prices of rows: remat policy, ZeRO stage, schedule, time of gathers, and offload, once mesh, place
-# and colours are chosen.
+# Prices of rows: remat policy, ZeRO stage, schedule, time of all-gathers, and offload, once mesh,
+# placement and colours are chosen.
 #
-# A *row* is a candidate under a choice of colours. Many rows are priced at once, whatever their
-# choices and meshes are, one decision after another.
+# Many rows are priced at once, whatever their choices and meshes, one decision after another.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPricer(Setting):
-    """Prices rows; `groups` prices plans whose layer groups follow policies of their own, None
-    where all are alike.
+    """Prices rows; `groups` prices plans whose layer groups follow different policies, None where
+    all groups share one.
     """
 
     groups: GroupPricer | None = None
@@ -1323,8 +1301,9 @@ class RowPricer(Setting):
     def _saving(
         self, rows: Rows, worth: dict[str, Array], decisions: Decisions
     ) -> dict[str, Array]:
-        """Rows, by policy, in which gathering weights once saves time under one policy at least:
-        the others are no faster than those that gather at every use, and larger.
+        """By policy, the rows in which all-gathering weights once saves time under at least one
+        policy. The others are no faster than those that all-gather at every use, and need more
+        memory.
         """
         hopeful = np.flatnonzero(
             np.logical_or.reduce(list(worth.values())) & self.space.legal_zero(3, rows.c)
@@ -1344,7 +1323,7 @@ class RowPricer(Setting):
         return {policy: rows_worth & saving for policy, rows_worth in worth.items()}
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
-        """A bound of the step time under a schedule, by row."""
+        """A lower bound on the step time under a schedule, by row."""
         groups = self.space.accumulation_groups
         shape = Pipelines(
             stages=rows.c.stage,
@@ -1377,8 +1356,8 @@ class RowPricer(Setting):
         fast: tuple[Array, Totals] | None,
         seen: Seen,
     ) -> tuple[Array, Totals] | None:
-        """Offers the plans of one policy under one knob; returns their prices and the rows that
-        they are of.
+        """Offers the plans of one policy under one knob; returns the priced rows and their
+        prices.
         """
         partly = np.zeros(len(rows), dtype=bool)
         if fast is not None and policy != "none":
@@ -1422,8 +1401,8 @@ class RowPricer(Setting):
         c: Candidates,
         seen: Seen,
     ) -> None:
-        """Offers a price; where it does not fit also with something in host memory, and where more
-        than enough is recomputed with less of it.
+        """Offers a price; where it does not fit, also with parts offloaded, and where
+        rematerialising all layers saves more than needed, with fewer layers.
         """
         pins, pinned_layers = self.space.pins, self.space.pins.remat_layers
         pinned = pins.offload or ()
@@ -1436,8 +1415,8 @@ class RowPricer(Setting):
         self._mixed(offer, rows, totals, fast, c, seen)
         lacking = (totals.step_seconds < seen.limit) & (
             totals.peak_bytes > self.capacity
-        )  # what follows only adds seconds
-        if fast is not None:  # with something in host memory, fewer layers need to be recomputed
+        )  # offloading only adds seconds
+        if fast is not None:  # with offloading, fewer layers need to rematerialise
             lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (
                 fast.peak_bytes > self.capacity
             )
@@ -1468,7 +1447,7 @@ class RowPricer(Setting):
         c: Candidates,
         seen: Seen,
     ) -> None:
-        """Offers the plans that recompute no more layers than memory asks for."""
+        """Offers the plans that rematerialise no more layers than memory requires."""
         pinned_layers = self.space.pins.remat_layers
         if (
             fast is None
@@ -1515,7 +1494,7 @@ class RowPricer(Setting):
             )
 
     def _share(self, number: Array, offer: Offer, c: Candidates) -> Array:
-        """Part of the layers that rematerialise where so many of the fullest stage are to."""
+        """Share of the layers that rematerialise where `number` layers of the fullest stage do."""
         return rematerialised_share(
             number, offer.decisions, self.load.model, c, self.pricer.profile
         )

@@ -1,5 +1,5 @@
-"""The space of candidates: meshes, strategies of attention, schedules and cost tables of components
-under the user's pins.
+"""The space of candidates: meshes, attention strategies, schedules, and the cost tables of colour
+components, under the user's pins.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from shardlib.propagation.colours import Choice, Colouring
 from shardlib.schedules import NONE, SCHEDULES, Pipelines, Schedule, named, pipelines
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of attention on a machine, and uses of a context axis.
+# Attention kernels of a machine, and uses of a context axis.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A way to compute attention and to use the context axis.
+    """A kernel for attention and a use of the context axis.
 
     Attributes:
-        decisions: with `context` and `attention`, and what the planner does not decide.
-        contexts: whether plans have a context axis of more than one device: all of them (True),
-            none (False), or some (None).
+        decisions: `context` and `attention`, and the decisions that the planner does not search.
+        contexts: True if all plans have a context axis of more than one device, False if none has,
+            None if some may.
     """
 
     decisions: Decisions
@@ -69,10 +69,10 @@ def strategies(
 ) -> list[Strategy]:
     """Lists the ways to compute attention and to use the context axis.
 
-    A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is
-    computed: by the kernel of the chip's vendor where that applies, which writes no scores; in
-    blocks, or as it is written. On a context axis keys and values are gathered, which leaves
-    attention as it is written, or go around, or devices exchange parts of the sequence for heads.
+    Where a model calls attention as a function (`shardlib.functions`), the plan chooses the
+    implementation: the chip vendor's kernel where that applies, which writes no scores to memory;
+    in blocks; or as traced. On a context axis, keys and values are all-gathered (attention as
+    traced) or passed around a ring, or heads are exchanged for the sequence (Ulysses).
     """
     why_not = (
         _without(problem, chip, pins.attention) if pins.attention not in (None, "traced") else ""
@@ -98,12 +98,12 @@ def strategies(
 def _ways(
     problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip
 ) -> Iterator[tuple[str, str, bool | None]]:
-    """(context, attention, whether with a context axis) of all strategies, whatever context is
-    pinned to.
+    """(context, attention, `Strategy.contexts`) of all strategies, whatever context is pinned
+    to.
     """
     pinned, calls = pins.attention, "attention" in problem.functions
     around = pinned or ("blocks" if calls else "traced")
-    if profile.attention == "fused":  # then to gather keys and values is never faster
+    if profile.attention == "fused":  # then all-gathering keys and values is never faster
         yield "all-gather", pinned or "traced", False
         others = () if pins.context in (None, "none", "ring") else (pins.context,)
         for context in ("ring", *others):
@@ -123,17 +123,15 @@ def _ways(
 
 
 def _kernel(problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip) -> str:
-    """Returns the default kernel of attention: as pinned, or that of the vendor where that
-    applies.
-    """
+    """The default attention kernel: the pinned one, or the vendor's where it applies."""
     best = OF_VENDOR.get(chip.vendor, "traced")
     untraced = profile.attention != "traced" or _without(problem, chip, best)
     return pins.attention or ("traced" if untraced else best)
 
 
 def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
-    """The strategies of a framework, whose profile says how attention is computed: without a
-    context axis, and with one in each way that the framework has.
+    """The strategies of a framework whose profile decides the attention kernel: without a context
+    axis, and with one in each way that the framework supports.
     """
 
     def strategy(context: str, attention: str, *, contexts: bool) -> Strategy:
@@ -151,7 +149,7 @@ def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
 
 
 def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
-    """Says why attention cannot be computed by a kernel; empty where it can."""
+    """The reason why a kernel cannot compute attention; empty where it can."""
     if "attention" not in problem.functions:
         return f"{problem.model} does not call attention as a function (shardlib.attention)"
     makers = {kernel: maker for maker, kernel in OF_VENDOR.items()}
@@ -166,9 +164,9 @@ def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Batches in parts: legal or not, and what a plan says of it.
+# Splitting the batch into microbatches: legality, and findings.
 
-#: What is computed in every part of the batch by itself: note -> (what it is, what to try).
+#: Results that every microbatch computes for itself: note -> (message, hint).
 _BY_ITSELF = {
     "balance": (
         (
@@ -192,7 +190,7 @@ _ANY_NUMBER = (
 
 
 def require_whole(rows: Rows, microbatches: int) -> None:
-    """Raises where a batch is to be worked through in parts, and that would change the results."""
+    """Raises if splitting the batch into microbatches would change the results."""
     if microbatches > 1 and not rows.splits:
         raise_all(
             PinError,
@@ -207,8 +205,8 @@ def require_whole(rows: Rows, microbatches: int) -> None:
 
 
 def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
-    """Raises where microbatches are to go through stages, and the loss has results that stages
-    cannot put together.
+    """Raises if microbatches would go through pipeline stages and the loss returns a value for
+    every row, which stages cannot combine.
     """
     if microbatches > 1 and stages > 1 and rows.by_row:
         raise_all(
@@ -222,7 +220,7 @@ def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
 
 @diagnostic
 def coupled(rows: Rows, microbatches: int) -> list[Finding]:
-    """Findings about a loss whose rows meet."""
+    """Findings about a loss that mixes rows of the batch."""
     if not rows.splits:
         why = "no part of it can be" if rows.loss.fixed else "its rows meet before the end"
         return [
@@ -253,43 +251,42 @@ def coupled(rows: Rows, microbatches: int) -> list[Finding]:
 # --------------------------------------------------------------------------------------------------
 # The space of plans.
 #
-# `Space` lists the legal values of every decision under the user's pins, and says which
-# combinations are legal. The search prices all of them that no bound
-# excludes. Nothing is decided one axis at a time.
+# `Space` lists the legal values of every decision under the user's pins and the legal
+# combinations. The search prices all of them that no bound excludes; no decision is made greedily.
 #
 # The space, where pins do not narrow it:
 #
 # - meshes: every factorisation over the six axes of every number of devices that
-#   `shardlib.machines.topology.device_counts` lists: of a small machine all that have a place on
-#   its links; where none of them has a legal mesh, of the largest that has one;
-# - their place on the links: the usual order of axes, or one axis moved to the innermost or the
+#   `shardlib.machines.topology.device_counts` lists (on a small machine all that can be placed on
+#   its links); where none of them has a legal mesh, of the largest number that has one;
+# - placement on the links: the usual order of axes, or one axis moved to the innermost or the
 #   outermost links (`shardlib.machines.topology.orders`);
-# - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
+# - microbatches: every divisor of the batch per device, up to `MAX_MICROBATCHES`;
 # - colours that the tensor axis shards: every subset of up to `MAX_TENSOR_COLOURS`, with and
-#   without sequence parallelism; in the fastest plans further ones, one after the other
+#   without sequence parallelism; further ones are added one by one to the fastest plans
 #   (`planner/search.py`);
-# - ZeRO 0 to 3; rematerialisation by policy, of all layers or, where that fits, of some; where
-#   `remat_classes` is "any", for each layer group a policy and a number of them
+# - ZeRO 0 to 3; a remat policy, for all layers or, where that fits, for some; where
+#   `remat_classes` is "any", a policy and a number of layers for each layer group
 #   (`shardlib.planner.incumbents`);
-# - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing
-#   is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
-# - sharded weights on stages in lockstep: gathered for every operation, or once for all
-#   microbatches; then also breadth first (GPipe with chunks), with as many chunks as divide the
-#   layers of a stage, but for two, which are whole at a time;
-# - attention by the kernel of the chip's vendor where it applies, in blocks, or as it is written;
-#   along a context axis keys and values gathered or around a ring, or heads exchanged;
+# - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks per stage, zero-bubble without
+#   rematerialisation. GPipe is as fast as 1F1B and needs more memory, so it must be pinned;
+# - sharded weights on stages in lockstep: all-gathered for every operation, or once for all
+#   microbatches; then also breadth first (GPipe with chunks), with chunks that divide the layers of
+#   a stage, but at least three, since two chunks are all-gathered at a time;
+# - attention by the chip vendor's kernel where it applies, in blocks, or as traced; along a context
+#   axis keys and values all-gathered or passed around a ring, or heads exchanged (Ulysses);
 # - tokens of experts sorted as the model is written, or routed;
 # - optimizer state, activations or both in host memory, where a plan does not fit without;
 # - dtypes of the traced model, and others where they are allowed (`shardlib.planner.stored`).
 #
-# A program can be made of every plan of it: combinations that have no lowering
-# (`shardlib.decisions.lowerings`) are left out.
+# Every plan of the space can be lowered: combinations that cannot (`shardlib.decisions.lowerings`)
+# are left out.
 
 
-#: Largest number of chunks of layers on a stage that is tried.
+#: Most chunks of layers per stage that are tried.
 MAX_VIRTUAL = 8
-#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through
-#: one chunk before the next: two are whole at a time.
+#: Fewest chunks of layers per stage that are tried breadth first (all microbatches through one
+#: chunk before the next), since two chunks are all-gathered at a time.
 FEWEST = 3
 
 
@@ -299,20 +296,18 @@ class Space:
 
     Attributes:
         tensor: colours that the tensor axis may shard, in order of priority.
-        left_out: colours beyond `MAX_TENSOR_COLOURS`, which are tried one after the other in the
+        left_out: colours beyond `MAX_TENSOR_COLOURS`, which are added one after the other to the
             fastest plans (`planner/search.py`).
         policies: remat policies.
         choices: every set of colours, with and without sequence parallelism.
-        routes: whether tokens of experts may be routed, each in turn.
-        pins: what the user fixed.
-        limits: what the model allows.
-        gaps: what has no lowering and is therefore not in it.
-        by_class: whether the model's layer groups can follow remat policies of their own.
-        gathers: when stages may gather weights that are stored sharded, "use" and "once".
-        each: the pinned policy of each class, and how many of its layers follow it (None: all); ()
-            where that is not pinned.
-        strategy: how attention is computed and the context axis used, and what the planner does
-            not decide.
+        routes: the values to try for routing the tokens of experts.
+        gaps: combinations that cannot be lowered, which are excluded.
+        by_class: True if the model's layer groups can follow different remat policies.
+        gathers: when stages may all-gather weights that are stored sharded: "use", "once".
+        each: the pinned (policy, number of layers; None: all) of each layer class; () if not
+            pinned.
+        strategy: the attention kernel, the use of the context axis, and the decisions that the
+            planner does not search.
     """
 
     tensor: tuple[str, ...]
@@ -330,8 +325,8 @@ class Space:
 
     @property
     def apart(self) -> bool:
-        """True if plans whose layer groups differ are in the space: where they are pinned, or let
-        the planner choose.
+        """True if the space has plans whose layer groups differ: they are pinned, or the planner
+        may choose them.
         """
         if self.each:
             return True
@@ -344,7 +339,7 @@ class Space:
         )
 
     def mesh_sizes(self, colouring: Colouring, devices: int) -> dict[str, Array]:
-        """Every mesh of some number of devices, with every number of microbatches."""
+        """Every mesh of `devices` devices with every number of microbatches."""
         names = {*self.tensor, *(name for choice in self.choices for name in choice.tensor)}
         cuttable = frozenset(colouring.colours[name].divisor for name in names)
         candidates = _sizes(
@@ -356,8 +351,8 @@ class Space:
         return {name: column[fits] for name, column in candidates.items()}
 
     def legal(self, choice: Choice, routes: bool, sizes: Mapping[str, Array]) -> Array:
-        """Returns which candidates a choice fits, of those that fit their tensor axis, by sizes of
-        mesh axes: the sequence divides, and an expert axis has tokens to route, where that has a
+        """Mask of the candidates (given by their sizes) that a choice fits, among those that fit
+        their tensor axis: the sequence divides, and an expert axis has tokens to route and a
         lowering.
         """
         fits = (
@@ -373,14 +368,14 @@ class Space:
 
     @property
     def accumulation_groups(self) -> int:
-        """Groups of microbatches that go through a pipeline one after the other; more than one only
-        where that is pinned, and then all plans have stages.
+        """Number of groups of microbatches that go through a pipeline one after the other; more
+        than one only where that is pinned, and then all plans have stages.
         """
         return self.pins.accumulation or 1
 
     def legal_zero(self, zero: int, c: Candidates) -> Array:
-        """Returns which candidates a ZeRO stage fits: there is something to shard over, an fsdp
-        axis shards something, and the framework can do it.
+        """Mask of the candidates that a ZeRO stage fits: there is an axis to shard over, an fsdp
+        axis is not left without anything to shard, and the framework supports it.
         """
         able = self.limits.able
         if zero:
@@ -389,8 +384,8 @@ class Space:
         return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
 
     def zeros_and_schedules(self, policy: str, *, pipelined: bool) -> list[Decisions]:
-        """Every ZeRO stage and schedule under a remat policy; whether a candidate allows them is
-        not said here.
+        """Every ZeRO stage and schedule under a remat policy, whether or not a candidate allows
+        them.
         """
         pins = self.pins
         zeros = [zero for zero in self.limits.able.zero if pins.zero in (None, zero)]
@@ -422,7 +417,7 @@ class Space:
         ]
 
     def _schedules(self, policy: str) -> list[tuple[str, int]]:
-        """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
+        """(schedule, chunks per stage) to try, those with one chunk first."""
         pins, able = self.pins, self.limits.able
         tried = [
             (schedule.name, chunks)
@@ -439,7 +434,7 @@ class Space:
         return sorted(tried, key=lambda pair: pair[1] > 1)
 
     def schedules(self, policy: str) -> list[Schedule]:
-        """Schedules of the space under a remat policy, but for `breadth_first`."""
+        """Schedules of the space under a remat policy, without breadth-first ones."""
         return [named(name) for name in dict.fromkeys(name for name, _ in self._schedules(policy))]
 
     @cached_property
@@ -447,15 +442,15 @@ class Space:
         return {pair for policy in self.policies for pair in self._schedules(policy)}
 
     def orders(self, schedule: str, chunks: int) -> list[bool]:
-        """The orders of work of a schedule: breadth first (True) or otherwise (False)."""
+        """The orders of work that a schedule may have: breadth first (True) or not (False)."""
         staged, forward_first = named(schedule).staged, named(schedule).forward_first
         usual = [False] if not staged or (schedule, chunks) in self._usual else []
         return usual + ([True] if forward_first and chunks in self.breadth_first_chunks else [])
 
     @cached_property
     def breadth_first_chunks(self) -> list[int]:
-        """Chunks of layers on a stage of pipelines that take all microbatches through one chunk
-        before the next, where no schedule is pinned that has them anyway.
+        """Numbers of chunks per stage of breadth-first pipelines; none where a pinned schedule has
+        them anyway.
         """
         pins = self.pins
         if (
@@ -471,8 +466,8 @@ class Space:
         return list(_dividing(self.limits.layers))
 
     def most_rounds(self, sizes: Mapping[str, Array]) -> Array:
-        """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
-        there is none.
+        """The most chunks per stage of a breadth-first pipeline, by candidate; 0 where it has
+        none.
         """
         stages, micro, other_ways = (
             sizes["stage"],
@@ -493,9 +488,7 @@ class Space:
         )
 
     def most_chunks(self, policy: str, stages: Array, micro: Array) -> Array:
-        """The most chunks of layers on a stage that a schedule of the space may have, by
-        candidate.
-        """
+        """The most chunks per stage of any schedule of the space, by candidate."""
         limit = max((virtual for _, virtual in self._schedules(policy)), default=1)
         return np.where(
             micro >= stages * self.accumulation_groups,
@@ -504,8 +497,8 @@ class Space:
         )
 
     def legal_schedule(self, decisions: Decisions, c: Candidates) -> Array:
-        """Returns which candidates a schedule fits: a layer for every chunk, and, with several
-        chunks, microbatches for every stage; breadth first, as many layers in every chunk.
+        """Mask of the candidates that a schedule fits: a layer for every chunk, and, with several
+        chunks, microbatches for every stage; breadth first, equally many layers in every chunk.
         """
         layers = self.limits.layers
         fits = c.stage * decisions.virtual_stages <= layers
@@ -530,7 +523,7 @@ class Space:
 
 
 def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) -> Space:
-    """Lists the space.
+    """The space of a workload under pins.
 
     Args:
         fixed: the choice that pinned rules stand for; None without.
@@ -577,8 +570,8 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
 
 
 def gaps_of(load: Workload) -> tuple[Gap, ...]:
-    """Lists the combinations without a lowering, where plans are for programs of shardlib; of other
-    software, whose plans are priced and not lowered here, nothing is left out.
+    """The combinations that cannot be lowered; empty for frameworks whose plans are priced but not
+    lowered here.
     """
     ours = load.profile.name == XLA.name and load.framework is None
     return on_chips(load.vendor) if ours else ()
@@ -591,7 +584,7 @@ def _choices(
     pinned one.
     """
     if fixed is not None:
-        bare = Choice(batch=fixed.batch)  # rules for tensor say nothing on a mesh without it
+        bare = Choice(batch=fixed.batch)  # rules for the tensor axis do not apply without one
         return (fixed,) if fixed == bare else (fixed, bare)
     sequence = colouring.sequence_colour
     flags = [
@@ -611,8 +604,9 @@ def _choices(
 def _space_able(
     choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abilities
 ) -> bool:
-    """Returns whether a framework can shard what a choice does over tensor: nothing, or what it
-    shards always, and the width of experts, which has ranks of its own, if the plan says so.
+    """True if a framework can shard what a choice shards over tensor: nothing, or everything that
+    it always shards; experts' width, which has ranks of its own, only if the framework can shard
+    anything.
     """
     if not choice.tensor or able.free:
         return True
@@ -625,7 +619,7 @@ def _space_able(
 
 
 def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
-    """Returns whether tokens of experts may be routed, each in turn."""
+    """The values to try for routing the tokens of experts."""
     problem, expert = load.problem, load.expert
     form, ours = experts_form(problem), bool(gaps_of(load))
     routes = tuple(
@@ -664,7 +658,7 @@ def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
 # The meshes of a space, with every number of microbatches, and the choices that fit them.
 
 Array = np.ndarray
-#: Where the tensor axis stands among the axes, that of stages, and those that split the batch.
+#: Positions in `MESH_AXES` of the tensor axis, the stage axis, and the axes that split the batch.
 _TENSOR = MESH_AXES.index(TENSOR.name)
 _STAGE = MESH_AXES.index("stage")
 _BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
@@ -674,8 +668,8 @@ _BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
 def _sizes(
     pins: Pins, limits: Limits, cuttable: frozenset[int], routed: bool, devices: int
 ) -> dict[str, Array]:
-    """The sizes of every mesh, however the context axis is used, with every number of
-    microbatches, in increasing order of the axes; callers leave them as they are.
+    """The sizes of every mesh with every number of microbatches, in increasing order of the axes,
+    however the context axis is used. Cached: callers must not modify the arrays.
     """
     free = limits.able.free
     rows: list[tuple[int, ...]] = []
@@ -702,8 +696,8 @@ def _sizes(
 
 
 def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[tuple[int, ...]]:
-    """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that
-    pins and model allow, however the context axis is used.
+    """Axis sizes, in the order of `MESH_AXES`, of every factorisation of a device count that the
+    pins and the model allow, however the context axis is used.
     """
     if pins.mesh is not None:
         if pins.mesh.devices == devices:
@@ -714,7 +708,7 @@ def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[t
     piped, axes = (
         pins.staged,
         limits.able.axes,
-    )  # who asks for a schedule and the like asks for stages
+    )  # pinning a schedule and the like implies stages
 
     def allowed(axis: str, left: int) -> list[int]:
         if axis not in axes:
@@ -747,8 +741,8 @@ def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[t
 
 
 def _meshes_able(limits: Limits, mesh: Mapping[str, int], micro: int) -> bool:
-    """Returns whether the framework has a mesh with so many microbatches, as far as that can be
-    said of them alone.
+    """False if the framework cannot run a mesh with this number of microbatches, whatever else is
+    decided.
     """
     able, stages = limits.able, mesh["stage"]
     alone = mesh["data"] > 1 and math.prod(mesh.values()) > mesh["data"]
@@ -798,8 +792,8 @@ def _dividing(layers: int) -> tuple[int, ...]:
 # Quantities that are sums over components of colours, on all shapes of a space.
 #
 # The cost of a choice is a sum over components (`planner/workload.py`), so the quantities of a
-# choice are a sum of arrays that exist already, and the least of all choices is the sum of the
-# least of every component. The caller names the quantities: seconds or bytes (`planner/bounds.py`).
+# choice are a sum of cached arrays, and the minimum over all choices is the sum of the minima of
+# the components. The caller defines the quantities: seconds or bytes (`planner/bounds.py`).
 
 #: Turns a tally into quantities on some shapes, by number: array [quantities, shapes].
 Measured = Callable[[Tally, Array], Array]
@@ -807,13 +801,12 @@ Measured = Callable[[Tally, Array], Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """The choices that bounds speak of.
+    """The choices that bounds cover.
 
     Attributes:
-        load, space: the model and the space.
         cuttable: colours that some choice shards.
         along: the colour that the context axis shards.
-        routes: whether tokens of experts are routed.
+        routes: True if tokens of experts are routed.
     """
 
     load: Workload
@@ -834,7 +827,7 @@ class Scope:
 
     @cached_property
     def chosen(self) -> Chosen:
-        """Returns the choices of the scope, grouped by their sharding of a component."""
+        """The choices, grouped by how they shard a component."""
         return Chosen(self.choices)
 
     @cached_property
@@ -843,7 +836,7 @@ class Scope:
         return {choice.sequence: choice for choice in reversed(self.choices)}
 
     def cuts(self, part: tuple[str, ...], sequence: str | None) -> list[Choice]:
-        """Choices that shard a component in every way, and nothing else."""
+        """Choices that shard one component, in every way, and nothing else."""
         if (part, sequence) not in self._cuts:
             uncut = self.first[sequence]
             fixed = self.space.pins.rules is not None
@@ -864,24 +857,20 @@ class Scope:
         return {}
 
     def choice(self, choice: Choice) -> Choice:
-        """A choice of the space with what the context and expert axes shard."""
+        """A choice of the space with the colours of the context and expert axes added."""
         return replace(choice, context=self.along, expert=self.load.expert if self.routes else None)
 
 
 class Chosen:
-    """Some choices, and which of them shard a component alike.
-
-    Args:
-        choices: the choices.
-    """
+    """Choices, grouped by how they shard a component."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
         self._alike: dict[tuple[str, ...], tuple[Array, list[Choice]]] = {}
 
     def alike(self, part: tuple[str, ...]) -> tuple[Array, list[Choice]]:
-        """A number of each choice that those which shard a component alike share, and the first
-        choice of each number.
+        """The group of each choice (choices that shard a component alike share one), and the first
+        choice of each group.
         """
         if part not in self._alike:
             first: dict[Choice, int] = {}
@@ -897,11 +886,10 @@ def _within(choice: Choice, part: tuple[str, ...]) -> Choice:
 
 
 class Under:
-    """The choice of each of some rows.
+    """The choice of each row.
 
     Args:
-        chosen: the choices.
-        numbers: by row.
+        numbers: number of the choice, by row.
     """
 
     def __init__(self, chosen: Chosen, numbers: Array) -> None:
@@ -922,17 +910,17 @@ class Under:
 
 
 def alone(choice: Choice, count: int) -> Under:
-    """The same choice for so many rows."""
+    """The same choice for `count` rows."""
     return Under(Chosen([choice]), np.zeros(count, dtype=np.int64))
 
 
 class Filled:
-    """Quantities on some shapes or entries, evaluated once and only for those that are asked for.
+    """Quantities by shape or entry, evaluated lazily and once.
 
     Args:
-        count: of quantities.
+        count: number of quantities.
         size: number of shapes.
-        make: the quantities on shapes by number, ascending.
+        make: computes the quantities on the given shapes (ascending numbers).
     """
 
     def __init__(self, count: int, size: int, make: Callable[[Array], Array]) -> None:
@@ -940,8 +928,8 @@ class Filled:
         self._place, self._make = np.full(size, -1), make
 
     def on(self, shapes: Array) -> Array:
-        """The quantities on shapes by number, array [quantities, shapes]; callers leave it as it
-        is.
+        """The quantities on the given shapes, array [quantities, shapes]; callers must not modify
+        it.
         """
         places = self._place[shapes]
         if places.min(initial=0) < 0:
@@ -954,7 +942,7 @@ class Filled:
         return self._values[:, places]
 
     def _add(self, new: Array) -> None:
-        """Makes the quantities on shapes by number."""
+        """Evaluates the quantities on new shapes."""
         end = self._used + len(new)
         if end > self._values.shape[1]:
             more = np.empty((len(self._values), max(end, 2 * self._used)))
@@ -966,14 +954,12 @@ class Filled:
 
 
 class Parts:
-    """Quantities of one account by component, on some shapes; what is asked for is kept.
+    """Cached quantities of one account by component, on some shapes.
 
     Args:
-        scope: the choices.
         account: the tallies.
-        shapes: the shapes.
-        measured: the quantities.
-        count: their number.
+        measured: turns a tally into quantities.
+        count: number of quantities.
     """
 
     def __init__(
@@ -991,9 +977,9 @@ class Parts:
         self._sums: dict[int | None, Filled] = {}
 
     def total(self, row_choices: Under, shapes: Array) -> Array:
-        """The quantities of choices on some shapes, array [quantities, shapes].
+        """The quantities of the given choices on some shapes, array [quantities, shapes].
 
-        Choices that shard a component alike are added up together.
+        Choices that shard a component alike are summed together.
         """
         total = np.zeros((self._count, len(shapes)))
         for part in ((), *self._account.parts):
@@ -1006,8 +992,9 @@ class Parts:
         return total
 
     def least(self, shapes: Array, first: int | None = None) -> Array:
-        """The least of each quantity under any choice, array [quantities, shapes]; infinite where
-        no choice fits.
+        """The minimum of each quantity over all choices, array [quantities, shapes]; infinite where
+        no choice fits. With `first`, only the components before that index are summed: a lower
+        bound.
         """
         if first not in self._sums:
             self._sums[first] = Filled(
@@ -1027,7 +1014,7 @@ class Parts:
         return np.where(self._legal[shapes], minimum, np.inf)
 
     def _least_of(self, part: tuple[str, ...], sequence: str | None) -> Filled:
-        """The least of a component over the ways to cut it that fit."""
+        """The minimum of a component over the ways to shard it that fit."""
         key = part, sequence
         if key not in self._leasts:
 
@@ -1049,7 +1036,7 @@ class Parts:
         return self._leasts[key]
 
     def _part(self, part: tuple[str, ...], choice: Choice) -> Filled:
-        """The quantities of a component under a choice; zeros where the choice makes no sense."""
+        """The quantities of a component under a choice; zeros where the choice does not apply."""
         (_, restricted), tally = self._account.of(part, choice)
         key = part, restricted
         if key not in self._known:
