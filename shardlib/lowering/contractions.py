@@ -1,8 +1,8 @@
 """Contractions in the layouts of a plan, forward and backward.
 
-Its operands are pinned where it reads them, and so are the cotangent that its gradients are made of
-and these gradients. What the backward pass finds saved are the operands as they come, so that a
-weight that is stored sharded is gathered again, and not kept gathered.
+The operands are constrained to their compute sharding, and so are the cotangent from which
+gradients are computed and the gradients themselves. Operands are saved for the backward pass as
+they arrive, so that a weight that is stored sharded is all-gathered again, and not kept gathered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardlib.propagation.contractions import arriving, used
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Run, Walk, bind
 
-#: Primitives that multiply and add up; linear in each of their first two operands.
+#: Primitives that multiply and sum; linear in each of their first two operands.
 CONTRACTIONS: frozenset[str] = frozenset(
     {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}
 )
@@ -41,10 +41,11 @@ class Pins:
     """The layouts of one contraction while it runs.
 
     Attributes:
-        operands: of every operand.
-        result: of the result, and so of the cotangent that gradients are made of.
-        settles: whether the result is pinned to that before anything else is asked of it.
-        arriving: of every operand before it is gathered; None where it is not.
+        operands: layout of each operand.
+        result: layout of the result and of its cotangent.
+        settles: whether the result is constrained to `result` before any other layout of the plan
+            applies.
+        arriving: layout of each operand before it is gathered; None if it is not gathered.
     """
 
     operands: tuple[NamedSharding, ...]
@@ -56,7 +57,7 @@ class Pins:
     def of(
         equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh
     ) -> Pins | None:
-        """The pins of an equation; None where it is not a contraction, or the plan has no layouts
+        """The pins of an equation; None if it is not a contraction, or if the plan has no layouts
         for it.
         """
         if equation.name not in CONTRACTIONS:
@@ -82,7 +83,7 @@ class Pins:
         )
 
     def run(self, contraction: Contraction, operands: Sequence[jax.Array]) -> jax.Array:
-        """The result of a contraction that runs in these layouts."""
+        """The result of a contraction in these layouts."""
         return self.made(
             contraction.run(
                 [self.read(position, operand) for position, operand in enumerate(operands)]
@@ -101,7 +102,7 @@ class Pins:
         if self.arriving[position] is None or not contraction.sums_in(cotangent.dtype, like.dtype):
             aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
             return self.read(position, contraction.slope(position, operands, cotangent, aval))
-        # Rounded first, partial sums would be added up whole before they are scattered.
+        # Rounded first, partial sums would be all-reduced, and scattered only after that.
         aval = jax.ShapeDtypeStruct(like.shape, cotangent.dtype)
         summed = self.read(position, contraction.slope(position, operands, cotangent, aval))
         return self.scattered(position, summed).astype(like.dtype)
@@ -111,25 +112,24 @@ class Pins:
         return held(value, self.operands[position])
 
     def scattered(self, position: int, gradient: jax.Array) -> jax.Array:
-        """The gradient of an operand, sharded as that operand was before it was gathered."""
+        """The gradient of an operand, in the sharding of the operand before it was gathered."""
         before = self.arriving[position]
         return gradient if before is None else held(gradient, before)
 
     def made(self, value: jax.Array) -> jax.Array:
-        """The result as the contraction makes it."""
+        """The result in the layout that the contraction computes."""
         return held(value, self.result) if self.settles else value
 
     def cotangent(self, value: jax.Array) -> jax.Array:
-        """The cotangent of the result as gradients read it."""
+        """The cotangent of the result in the layout that the gradients read."""
         return held(value, self.result)
 
 
 def follows(planned: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
-    """Returns whether the layout that is asked of a result is that of the operation, but for
-    partial sums that are scattered.
+    """True if the planned layout of a result is that of the operation, except that partial sums are
+    reduce-scattered.
 
-    That the partitioner does right in every form there is; where other axes move as well, not in
-    all of them.
+    The partitioner handles this case in all its forms; not so if other axes move as well.
     """
     if planned is None:
         return False
@@ -140,7 +140,7 @@ def follows(planned: Layout | None, operands: Sequence[Layout], result: Layout) 
     )
 
 
-#: Operands of a contraction; the one whose gradient is asked for may be missing.
+#: Operands of a contraction; the operand whose gradient is computed may be None.
 Operands = Sequence[jax.Array | None]
 
 
@@ -152,8 +152,8 @@ class Contraction(Protocol):
         ...
 
     def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
-        """Returns whether gradients of operands of dtype `read` are summed in the wider dtype
-        `wide` of the result, and rounded after that.
+        """True if gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
+        result, and rounded after that.
         """
         ...
 
@@ -166,14 +166,14 @@ class Contraction(Protocol):
         /,
     ) -> jax.Array:
         """The gradient of one operand, in the dtype of `like`: that of the operand, or the wider
-        one of the cotangent where `sums_in` says so; among `operands`, that one is not looked at.
+        one of the cotangent if `sums_in` is true. `operands[position]` is ignored.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsWritten:
-    """An equation as the model has it."""
+    """A contraction as the model's equation computes it."""
 
     equation: Equation
 
@@ -210,11 +210,11 @@ class AsWritten:
 
 
 def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """The gradient of the right operand of a product, with the left operand on the left.
+    """The gradient of the right operand of a product, computed with the left operand on the left.
 
-    JAX has the cotangent on the left and transposes what comes out. The compiler for CPUs then
-    makes the cotangent transposed, with all that is fused into it, column after column: a quarter
-    of the step of a small GPT-2.
+    JAX puts the cotangent on the left and transposes the result. XLA's CPU compiler then computes
+    the transposed cotangent, with all that is fused into it, column by column: a quarter of the
+    step time of a small GPT-2.
     """
     (of_left, of_right), (batch_left, batch_right) = equation.eqn.params["dimension_numbers"]
     free_left = [dim for dim in range(left.ndim) if dim not in (*of_left, *batch_left)]
@@ -233,7 +233,7 @@ def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -
 
 
 def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) -> jax.Array:
-    """The result of a contraction that runs in its own layouts, and whose gradients do."""
+    """The result of a contraction in its planned layouts, with its gradients in theirs."""
     like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
     def made(*operands: jax.Array) -> jax.Array:
@@ -244,7 +244,7 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
     def forward(*operands: Any) -> Any:
         values = [operand.value for operand in operands]
         left, right = (operand.perturbed for operand in operands[:2])
-        # Not `run`: what a policy of rematerialisation saves it must see.
+        # Not `run`: the remat policy must see what it saves.
         return made(*values), (
             values[0] if right else None,
             values[1] if left else None,
@@ -275,23 +275,23 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
 # --------------------------------------------------------------------------------------------------
 # Interleaving: a fused dim sharded so that each of its pieces is.
 #
-# Where the tensor axis shards a fused dim (`shardlib.propagation.colours`), the program works on
-# it in another order: device t of T has part t of the first piece, then part t of the second, and
-# so on. That is the order of Megatron-LM's fused weights, here for any pieces:
+# Where the tensor axis shards a fused dim (`shardlib.propagation.colours`), the program keeps it in
+# another order: device t of T has part t of the first piece, then part t of the second, and so on,
+# the order of Megatron-LM's fused weights, here for any pieces:
 #
-#     as the model has it    q0 q1 q2 q3 k0 k1 k2 k3
+#     order of the model     q0 q1 q2 q3 k0 k1 k2 k3
 #     interleaved over T=2   q0 q1 k0 k1 | q2 q3 k2 k3
 #
-# A split of the interleaved dim takes from every device what it has of the piece; nothing moves.
-# Ops that treat all positions alike (products, sums, activations) run as they are. Parameters are
-# stored as the model has them, and are interleaved where the program takes them: a weight of which
-# a device has a part of the columns is dealt out by rows first, so that the order changes on each
-# device alone (two all-to-alls of the device's part of the weight). Whatever else reads or makes
-# the dim has it in the model's order, and pays for that.
+# A split of the interleaved dim then takes each device's part of a piece without communication. Ops
+# that treat all positions alike (products, sums, activations) run unchanged. Parameters are stored
+# in the model's order and are interleaved where the program reads them: a weight sharded by columns
+# is first resharded by rows, so that the reordering is local (two all-to-alls of the device's shard
+# of the weight). Every other op that reads or produces the dim has it in the model's order, at the
+# cost of a reordering.
 
 #: Sizes of the pieces of a dim, in the model's order.
 Sizes = tuple[int, ...]
-#: Dims of an array that are interleaved.
+#: Interleaved dims of an array, with their pieces.
 Orders = Mapping[int, Sizes]
 
 
@@ -315,8 +315,8 @@ def cut(value: jax.Array, dim: int, sizes: Sizes) -> list[jax.Array]:
 
 
 def pieces(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> list[jax.Array]:
-    """The pieces of an interleaved dim; where each device has its part of the dim, it has its part
-    of every piece, and nothing moves.
+    """The pieces of an interleaved dim; no communication, since each device's part of the dim
+    consists of its parts of the pieces.
     """
     seen = _seen(value, dim, (shards, value.shape[dim] // shards))
     parts = cut(seen, dim + 1, tuple(size // shards for size in sizes))
@@ -339,12 +339,12 @@ def _seen(value: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """An op that takes a fused dim apart or makes one of its pieces.
+    """An op that splits a fused dim or makes one of its pieces.
 
     Attributes:
         dim: the fused dim.
         sizes: its pieces.
-        windows: of the op.
+        windows: the op's windows.
     """
 
     dim: int
@@ -354,7 +354,7 @@ class Taken:
     def run(
         self, equation: Equation, operands: Sequence[jax.Array], shards: int
     ) -> list[jax.Array]:
-        """The results of the op; the long dim is interleaved, the short ones are not."""
+        """The results of the op; the fused dim is interleaved, its pieces are not."""
         if equation.name in ("split", "slice"):
             parts = pieces(operands[0], self.dim, self.sizes, shards)
             return [self._covered(parts, window) for window in self.windows]
@@ -403,11 +403,11 @@ class Taken:
 
 @dataclass(frozen=True, kw_only=True)
 class Reshaped:
-    """A reshape between a fused dim of n equal pieces and a dim that counts them.
+    """A reshape between a fused dim of n equal pieces and a dim of size n.
 
     Attributes:
-        dim: the fused dim, of the operand or of the result; the counting dim has the same place on
-            the other side.
+        dim: the fused dim, of the operand or of the result; the dim of size n has the same position
+            on the other side.
         sizes: its pieces.
         splits: whether the fused dim is the operand's.
     """
@@ -437,11 +437,11 @@ class Interleaving:
 
     Attributes:
         shards: parts of every piece.
-        parameters: dims of parameters that the program takes interleaved, by number.
-        slices: the same for slices of stacked ones, by the path of the slice.
-        special: ops that take fused dims apart, by path.
-        operands: dims of operands in another order than they come in: path -> operand -> dim ->
-            (pieces, whether they are to be interleaved).
+        parameters: interleaved dims of parameters, by number.
+        slices: interleaved dims of slices of stacked parameters, by the path of the slice.
+        special: ops that split fused dims, by path.
+        operands: dims of operands whose order changes before an op: path -> operand -> dim ->
+            (pieces, whether to interleave).
         results: dims of results to be interleaved, by path and index.
         findings: fused dims that are sharded in the model's order.
     """
@@ -457,7 +457,7 @@ class Interleaving:
     findings: tuple[Finding, ...] = ()
 
     def around(self, walk: Walk) -> Walk:
-        """A walk that does what another does, on interleaved dims."""
+        """A walk that does the same as another, on interleaved dims."""
         return (
             replace(walk, place=self._place(walk), run=self._run(walk.run))
             if self.shards > 1
@@ -506,12 +506,12 @@ def taken(
     forth: tuple[NamedSharding, NamedSharding],
     back: tuple[NamedSharding, NamedSharding],
 ) -> jax.Array:
-    """A parameter as the program takes it, with interleaved dims."""
+    """A parameter with interleaved dims, as the program reads it."""
 
     def moved(value: Any, change: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
         stored, during = shardings
-        # Pinned on both sides: otherwise the compiler makes the gradient in the layout in between,
-        # and gathers activations for it.
+        # Constrained on both sides: otherwise the compiler makes the gradient in the layout in
+        # between, and gathers activations for it.
         value = jax.lax.with_sharding_constraint(
             jax.lax.with_sharding_constraint(value, stored), during
         )
@@ -533,8 +533,8 @@ def taken(
 
 
 def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape) -> Layout:
-    """The layout in which a parameter changes the order of its fused dims: nothing shards them;
-    what did cuts another dim, where one divides.
+    """The layout in which a parameter's fused dims are reordered: these are not sharded, and their
+    mesh axes shard another dim that divides, if there is one.
 
     >>> str(dealt(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
     '[tensor, -]'
@@ -552,23 +552,23 @@ def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape)
 
 
 # --------------------------------------------------------------------------------------------------
-# Convolutions in groups, of which sums over rows are taken one device at a time.
+# Grouped convolutions, whose sums over rows are computed in a manual region.
 #
-# Left to automatic partitioning, the gradient of such a kernel is wrong: XLA adds the partial sums
-# of all devices up, those of devices that have the same rows, too. With rows sharded over data in
-# a mesh of data=4 x tensor=2, the gradient of a depthwise kernel that tensor does not shard is
-# doubled (jaxlib 0.10.2 and 0.12.0.1, in plain JAX). So these sums stand in a manual region.
+# Under automatic partitioning, the gradient of such a kernel is wrong: XLA adds the partial sums of
+# all devices, including devices with the same rows. With rows sharded over data in a mesh of
+# data=4 x tensor=2, the gradient of a depthwise kernel that tensor does not shard is doubled
+# (jaxlib 0.10.2 and 0.12.0.1, in plain JAX).
 
 
 @dataclass(frozen=True, kw_only=True)
 class InGroups:
-    """A contraction that is a convolution in groups.
+    """A contraction that is a grouped convolution.
 
     Attributes:
-        contraction: it, as it is partitioned automatically.
-        equation: it, as the model has it.
+        contraction: its automatically partitioned form.
+        equation: the model's equation.
         pins: its layouts.
-        changed: parameters of the primitive that are others than in the model.
+        changed: parameters of the primitive that differ from the model's.
     """
 
     contraction: Contraction
@@ -577,8 +577,8 @@ class InGroups:
     changed: dict[str, EqnParam]
 
     def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
-        """The operation. In groups of the batch it is a gradient that the user's step has inside:
-        the features that it sums over are rows.
+        """The operation. With `batch_group_count` it is a gradient inside the user's own step: the
+        features that it sums over are rows.
         """
         numbers, groups = self._numbers, self.equation.params["batch_group_count"]
         rows = _axes(self.pins.operands[0], numbers.lhs_spec[1])
@@ -646,7 +646,7 @@ class InGroups:
         return Machine(mesh=self.pins.result.mesh, torus=False)
 
     def _channels(self, groups: int) -> tuple[str, ...]:
-        """Mesh axes over which devices have whole groups of their own."""
+        """Mesh axes over which devices have whole groups."""
         axes = _axes(self.pins.result, self._numbers.out_spec[1])
         return axes if groups % self._ways(axes) == 0 else ()
 
@@ -657,8 +657,8 @@ class InGroups:
 def by_groups(
     contraction: Contraction, equation: Equation, pins: Pins, **changed: EqnParam
 ) -> Contraction:
-    """A contraction with its sums over rows apart, where it is a convolution in groups; others as
-    they are.
+    """A contraction with its sums over rows in a manual region if it is a grouped convolution;
+    others unchanged.
     """
     if equation.name != "conv_general_dilated" or pins.result.mesh.size == 1:
         return contraction
@@ -684,13 +684,12 @@ def _spec(rank: int, axes: dict[int, tuple[str, ...]]) -> PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A value that holds the elements of one parameter, or of one layer of it.
+    """A value with the elements of one parameter, or of one layer of it.
 
     Attributes:
         parameter: index of the parameter.
-        dims: for every dim of the value the dim of the parameter whose major part it is; None where
-            it is none.
-        lengths: of the scans whose slices it is, the outermost first.
+        dims: for each dim of the value, the dim of the parameter whose major part it is, or None.
+        lengths: lengths of the scans that slice it, the outermost first.
     """
 
     parameter: int
@@ -699,8 +698,8 @@ class View:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Dims of the value in the order of the parameter's; () where they are, or where some are
-        not dim of it.
+        """Dims of the value in the order of the parameter's; () if they are in order already, or if
+        some are not dims of it.
 
         >>> View(parameter=0, dims=(1, 0)).order
         (1, 0)
@@ -718,14 +717,13 @@ class Use:
     """An operation that uses a parameter.
 
     Attributes:
-        equation: the operation.
-        operand: which operand of the operation the parameter is.
+        operand: index of the parameter among the operands.
         view: how the operand relates to the parameter.
         rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
-        product: for a matmul in a dtype that is not the traced one, that dtype.
-        rests: dtype of the stored parameter, where it is not the traced one.
+        product: for a matmul in a dtype other than the traced one, that dtype.
+        rests: dtype of the stored parameter, if other than the traced one.
         pins: for a contraction, the layouts in which it runs.
-        again: whether the backward pass makes the other operand anew (rematerialisation).
+        again: whether the backward pass recomputes the other operand (rematerialisation).
     """
 
     equation: Equation
@@ -744,7 +742,7 @@ class Use:
 
     @property
     def other(self) -> Aval:
-        """Abstract value of the other operand of two."""
+        """Abstract value of the other one of two operands."""
         return self.equation.eqn.invars[1 - self.operand].aval
 
     def run(self, operands: Sequence[jax.Array]) -> jax.Array:
@@ -801,13 +799,13 @@ class Use:
         return jax.linear_transpose(linear, like)(cotangent)[0]
 
     def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
-        """The operation in its own layouts."""
+        """The operation in its planned layouts."""
         return self.run(operands) if self.pins is None else self.pins.run(self, operands)
 
     def to_activation(
         self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
     ) -> jax.Array:
-        """The gradient of the other operand, in the operation's own layouts."""
+        """The gradient of the other operand, in its planned layout."""
         pins, position = self.pins, 1 - self.operand
         if pins is None:
             like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
@@ -824,7 +822,7 @@ class Use:
         )
 
     def kept(self, activation: jax.Array) -> jax.Array:
-        """The other operand as the backward pass keeps it."""
+        """The other operand as it is saved for the backward pass."""
         return (
             activation
             if self.product is None or is_eight_bit(self.product)
@@ -832,9 +830,9 @@ class Use:
         )
 
     def found_again(self, activation: jax.Array) -> jax.Array:
-        """The other operand as the backward pass finds it. What is made anew is found gathered, as
-        the operation read it: products of one activation (queries, keys and values) and the
-        gradients of their weights gather it once together. What is kept is kept sharded.
+        """The other operand as the backward pass reads it. A recomputed operand is all-gathered, as
+        in the forward pass, so that the products of one activation (queries, keys and values) and
+        their weight gradients share one all-gather. A saved operand is saved sharded.
         """
         return (
             self.pins.read(1 - self.operand, activation)
@@ -843,7 +841,7 @@ class Use:
         )
 
     def moved(self, weight: jax.Array) -> jax.Array:
-        """The operand in the narrowest dtype that it can be gathered in with no change of the
+        """The operand in the narrowest dtype in which it can be gathered without a change of the
         result.
         """
         narrow = weight
@@ -857,7 +855,7 @@ class Use:
         return narrow
 
     def narrowed(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The operands in the dtypes that they are moved in."""
+        """The operands in the dtypes in which they are communicated."""
         return [
             self.moved(value) if position == self.operand else self.kept(value)
             for position, value in enumerate(operands)
@@ -865,9 +863,5 @@ class Use:
 
 
 def as_dtype(value: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A value in a dtype; itself where it is in that one.
-
-    Args:
-        dtype: wanted.
-    """
+    """A value cast to a dtype; unchanged if it has that dtype."""
     return value if value.dtype == dtype else value.astype(dtype)

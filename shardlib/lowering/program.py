@@ -1,6 +1,4 @@
-"""The compiled program that users hold: its construction from a plan, its step, and its
-evaluation.
-"""
+"""The compiled program: its construction from a plan, its step, and its evaluation."""
 
 from __future__ import annotations
 
@@ -91,7 +89,7 @@ from shardlib.processes.values import in_every_process
 from shardlib.report.text import plan_card, plan_line
 
 # --------------------------------------------------------------------------------------------------
-# Options of a program beside a plan and a loss.
+# Options of a program besides a plan and a loss.
 
 #: A value of one field of `BuildOptions`.
 BuildOption = Any
@@ -99,16 +97,16 @@ BuildOption = Any
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """The devices that a program runs on, and what belongs to it beside a plan and a loss.
+    """The devices that a program runs on, and other options besides a plan and a loss.
 
     Attributes:
         devices: exactly the devices to use; by default the first ones that JAX sees.
-        abstract: lower for devices that are not here: the program can be exported, not run.
-        guards: of the step; None for none.
-        disk: folder for state that the plan puts on disk; by default what `SHARDLIB_DISK_DIR` says,
+        abstract: lower for absent devices: the program can be exported, not run.
+        guards: guards of the step; None for none.
+        disk: folder for state that the plan puts on disk; by default that of `SHARDLIB_DISK_DIR`,
             or else the system's folder for temporary files.
-        evaluation: what `Program.evaluate` evaluates; by default the loss.
-        evaluated: the same as the user wrote it; None where it is not known.
+        evaluation: the loss of `Program.evaluate`; by default the training loss.
+        evaluated: the same as the user wrote it; None if unknown.
         exchange: how partial sums of gradients are exchanged; by default as the plan says.
     """
 
@@ -124,8 +122,8 @@ class BuildOptions:
 # --------------------------------------------------------------------------------------------------
 # The loss of one microbatch, with the layouts that were planned for the loss of the whole batch.
 #
-# The loss is traced again for the shapes of a microbatch. Where it then computes other operations,
-# layouts are followed from the parameters and the batch on.
+# The loss is traced again for the shapes of a microbatch. If its operations then differ, layouts
+# are propagated from the parameters and the batch instead.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +131,11 @@ class PlannedLoss:
     """The planned loss: its trace, colours and layouts.
 
     Attributes:
-        traced: the loss traced for the global batch; None where it was not.
+        traced: the loss traced for the global batch; None if it was not.
         placements: layouts of activations.
-        around: the same outside of the layers of a pipeline, where the stages may shard them too.
-        rows: how the loss depends on the rows of the batch; None where it is the mean over them.
-        interleaving: what the loss does otherwise where fused dims are interleaved.
+        around: layouts outside of the layers of a pipeline, where the stages may shard values too.
+        rows: how the loss depends on the rows of the batch; None if it is the mean over them.
+        interleaving: operations that change where fused dims are interleaved.
     """
 
     traced: LossJaxpr | None = None
@@ -152,9 +150,9 @@ class Part:
     """The loss of one microbatch.
 
     Attributes:
-        traced: it.
+        traced: the traced loss.
         placements: layouts for its values.
-        findings: what the user should know where these are not the layouts of the plan.
+        findings: findings if these are not the layouts of the plan.
     """
 
     traced: LossJaxpr
@@ -174,8 +172,8 @@ def part_as_planned(
     part: Tree,
     planned: PlannedLoss,
 ) -> Part:
-    """The loss of one microbatch, with the layouts of the plan where it computes what was
-    planned.
+    """The loss of one microbatch, with the layouts of the plan if its operations are the planned
+    ones.
     """
     traced, placements = planned.traced, planned.placements or {}
     if traced is not None and plan.microbatches == 1:
@@ -197,7 +195,7 @@ def part_as_planned(
 
 @diagnostic
 def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
-    """Attention that is not computed as it was planned."""
+    """Findings for attention that is not computed as planned."""
     if chosen.attention != lowered.attention:
         return (
             Finding(
@@ -233,12 +231,12 @@ def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, .
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """The loss over a whole batch, as it is run.
+    """The function that runs the loss over a whole batch.
 
     Attributes:
-        run: it.
-        programs: the stages of a pipeline, where they are programs of their own.
-        findings: what the user should know about it.
+        run: the loss and its gradients.
+        programs: the stages of a pipeline, if each has its own program.
+        findings: findings of lowering.
     """
 
     run: Run
@@ -256,7 +254,7 @@ def driver_of(
     planned: PlannedLoss,
     options: BuildOptions,
 ) -> Driver:
-    """The driver that a plan asks for: a pipeline, or microbatches one after the other."""
+    """The driver of a plan: a pipeline, or microbatches one after the other."""
     loops = unused_loops(part.traced, plan, mesh, store.params, part.placements)
     if plan.mesh["stage"] == 1:
         placing = Placing.of(
@@ -317,11 +315,10 @@ def driver_of(
 #     state = program.init(seed=0)
 #     state, metrics = program.step(state, batch)     # donates `state`
 #
-# Nothing is ambient: layouts, rules and the mesh were fixed when the program was built, and every
-# program compiles functions of its own, so changing rules or meshes around it changes nothing in
-# it.
+# There is no ambient state: layouts, rules and the mesh are fixed when the program is built, and
+# every program compiles its own functions.
 
-#: Options of a compiler, by its own names.
+#: Compiler options by name.
 Options: TypeAlias = Mapping[str, str | bool | int]
 
 
@@ -335,7 +332,7 @@ def verified_by(
     """The verification of a program.
 
     Args:
-        verifier: of the program; None where it was lowered to be a part of another.
+        verifier: the program's; None if it was lowered as a part of another program.
     """
     if verifier is None:
         raise PlanError(
@@ -352,23 +349,22 @@ def shardings_of(tree: Tree) -> Tree:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Program:
-    """A compiled training step and what belongs to it.
+    """A compiled training step with its plan, mesh and abstract inputs.
 
     Attributes:
-        plan: the decisions it carries out.
+        plan: the plan that it implements.
         mesh: its devices.
         model: the user's model.
         optimizer: the user's optimizer.
         state: abstract training state, each leaf with its sharding.
         batch: abstract batch, each leaf with its sharding.
-        findings: what lowering noticed, after what the plan has to say.
-        parts: what a step is made of.
-        programs: the stages of a pipeline, where they are programs of their own.
-        disk: where the optimizer's state is stored, where that is on disk.
-        verifier: what `verify` calls, which stands above this room.
-        evaluated: what `evaluate` does.
-        source: the loss as it was traced for the global batch, before any plan; None where it was
-            not.
+        findings: findings of the plan, then those of lowering.
+        parts: the parts of a step.
+        programs: the stages of a pipeline, if each has its own program.
+        disk: the folder of optimizer state that is stored on disk.
+        verifier: the function behind `verify`, given by a higher layer.
+        evaluated: the evaluation behind `evaluate`.
+        source: the loss traced for the global batch, before any plan; None if it was not.
     """
 
     plan: Plan
@@ -397,7 +393,7 @@ class Program:
 
     @property
     def metrics(self) -> None:
-        """Nothing is said of them beforehand: "loss" is among them."""
+        """None: metrics are not known beforehand, except that "loss" is among them."""
 
     def learned(self, state: TrainState) -> TrainState:
         """The state that evaluations and exports read: the state itself.
@@ -422,12 +418,12 @@ class Program:
         return plan_card(self.plan)
 
     def lower(self) -> jax.stages.Lowered:
-        """The step lowered for its mesh, with nothing executed; works on meshes of devices that are
-        not there.
+        """The step lowered for its mesh, without executing anything; works on meshes of absent
+        devices.
 
         Raises:
-            PlanError: the stages of the pipeline are programs of their own, or the optimizer's
-                state is on disk.
+            PlanError: the stages of the pipeline have their own programs, or the optimizer's state
+                is on disk.
         """
         self._one_program()
         with _jax_compat.in_mesh(self.mesh):
@@ -453,7 +449,7 @@ class Program:
         )
 
     def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
-        """The step before it is compiled, for those who compile it otherwise.
+        """The step before it is compiled, for other ways of compiling it.
 
         Returns:
             (state, batch) -> (state, metrics), not jitted.
@@ -473,13 +469,13 @@ class Program:
         return self._compiled_step
 
     def verify(self, *, limits: Any = None, options: Options | None = None) -> Any:
-        """Compiles the step for the machine of its plan, which need not be here, and compares what
-        the compiler made with the plan: `shardlib.verify(program)`.
+        """Compiles the step for the machine of its plan, which may be absent, and compares the
+        compiled program with the plan: `shardlib.verify(program)`.
 
         Args:
-            limits: `shardlib.verification.isolation.Limits`, seconds and bytes of memory that the
-                compiler may take.
-            options: options of the compiler, by its own names.
+            limits: `shardlib.verification.isolation.Limits`, the seconds and bytes of memory that
+                the compiler may use.
+            options: compiler options by name.
 
         Returns:
             A `shardlib.Verification`.
@@ -490,7 +486,7 @@ class Program:
         return verified_by(self.verifier, self, limits, options)
 
     def prepare(self) -> None:
-        """Compiles all that a step runs, if that has not been done."""
+        """Compiles everything that a step runs, if not yet compiled."""
         if self.programs is not None:
             _ = self._dispatch
         elif self.disk is not None:
@@ -502,8 +498,8 @@ class Program:
         """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
         and "peak".
 
-        Where a step is several programs, of the one that needs the most; what stages that are
-        programs of their own keep beside it is not counted.
+        If a step is several programs, those of the program that needs the most; arrays that
+        per-stage programs keep between calls are not counted.
 
         Returns:
             Bytes by name.
@@ -512,8 +508,8 @@ class Program:
         return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()
 
     def timeline(self) -> str:
-        """The schedule of the pipeline as text, a column a tick, or a task where stages are
-        programs of their own; empty without stages.
+        """The schedule of the pipeline as text, one column per tick, or per task if each stage has
+        its own program; empty without stages.
         """
         if self.programs is not None:
             return schedules.orders_text(self.programs.order)
@@ -521,7 +517,7 @@ class Program:
 
     @cached_property
     def _gradients(self) -> Callable[[TrainState, Tree], Gradients]:
-        """The first half of a step; it leaves the state alone."""
+        """The first half of a step; it does not donate the state."""
         self._one_program()
         run = named(gradients_function(self.parts), "gradients", self.plan.digest)
         with _jax_compat.in_mesh(self.mesh):
@@ -531,7 +527,7 @@ class Program:
 
     @cached_property
     def _apply(self) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
-        """The second half of a step, which takes the state over."""
+        """The second half of a step; it donates the state."""
         self._one_program()
         run = named(apply_function(self.parts), "apply", self.plan.digest)
         whole = shardings.named_sharding(self.mesh, Layout())
@@ -539,7 +535,7 @@ class Program:
 
     @property
     def _several(self) -> Dispatch | DiskStep | None:
-        """Returns what runs a step that is several programs; None where it is one."""
+        """The runner of a step that is several programs; None if it is one program."""
         return (
             self._dispatch
             if self.programs is not None
@@ -576,7 +572,7 @@ class Program:
         )
 
     def _update(self, made: Made) -> Update:
-        """Returns what stages that are programs of their own leave to be done, compiled."""
+        """The compiled update after per-stage programs."""
         if self.disk is not None:
             step = self._with_disk(made)
             step.prepare()
@@ -600,11 +596,13 @@ class Program:
 
     @cached_property
     def _on_disk(self) -> DiskStep:
-        """Returns where stages are programs of their own, for the first state alone."""
+        """The step with its state on disk, of which per-stage programs use the first state only."""
         return self._with_disk(self.batch)
 
     def _with_disk(self, batch: Tree) -> DiskStep:
-        """The step with its state on disk, for an abstract batch, or what stages leave of it."""
+        """The step (or its update, after per-stage programs) with state on disk, for an abstract
+        batch.
+        """
         assert self.disk is not None and isinstance(self.mesh, Mesh)
         where = Where(
             mesh=self.mesh,
@@ -631,12 +629,12 @@ class Program:
         return jax.jit(init, out_shardings=shardings_of(self.state))
 
     def init(self, seed: Seed = 0) -> TrainState:
-        """Makes the state before the first step, each array where it will stay, with the numbers of
-        the user's own constructor.
+        """Makes the state before the first step, each array in its stored sharding, with the values
+        of the user's own constructor.
 
         Args:
             seed: of the random streams of the constructor, 0 to 2**31 - 1; or a key, typed or raw,
-                of which `jax.random.key(3)` gives the numbers of seed 3.
+                where `jax.random.key(3)` gives the numbers of seed 3.
 
         Returns:
             The state; `step` donates it.
@@ -664,13 +662,13 @@ class Program:
         Raises:
             StateError: arrays of the state were donated to a step before, or deleted, or it is the
                 state of another program.
-            BatchError: the batch is not the one that the program was compiled for.
-            DiskError: state that rests on disk cannot be read or written there.
+            BatchError: the batch does not match the one that the program was compiled for.
+            DiskError: state on disk cannot be read or written.
         """
         require_state("step", state)
         require_present("step", state)
         if self.disk is not None:
-            # its arrays are taken over one by one: half would be gone before one does not fit
+            # its arrays are taken over one by one: half would be gone before a mismatch is found
             require_own("step", state, self.state)
         require(batch, self.batch)
         several = self._several
@@ -685,7 +683,7 @@ class Program:
             raise
 
     def gradients(self, state: TrainState, batch: Tree) -> Gradients:
-        """The first half of a step, with the state left usable; `params` of what it gives may be
+        """The first half of a step, which does not donate the state; `params` of the result may be
         changed before `apply`.
 
         Args:
@@ -694,7 +692,7 @@ class Program:
 
         Raises:
             StateError, BatchError: see `step`.
-            PlanError: a step is several programs: of stages, or with state on disk.
+            PlanError: a step is several programs: per-stage programs, or state on disk.
         """
         require_state("gradients", state)
         require_present("gradients", state)
@@ -708,11 +706,11 @@ class Program:
     def apply(
         self, state: TrainState, gradients: Gradients
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The second half of a step: the optimizer, and guards where there are some.
+        """The second half of a step: the optimizer, and guards if there are any.
 
         Args:
-            state: that the gradients were taken of; it is donated.
-            gradients: of `gradients`.
+            state: the state whose gradients were computed; it is donated.
+            gradients: from `gradients`.
 
         Raises:
             StateError, PlanError: see `gradients`.
@@ -725,12 +723,12 @@ class Program:
         return state, in_every_process(metrics)
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
-        """The metrics of a batch of any number of rows, exactly, with no update; the state stays
-        usable.
+        """The exact metrics of a batch of any number of rows, without an update; the state is not
+        donated.
 
         NNX models are in `model.eval()` mode (no dropout, running statistics); Linen models and
-        pytrees do what their loss says, so give `compile` an `evaluation` loss for them where it
-        trains. See `docs/evaluation.md`.
+        pytrees follow their loss, so give `compile` an `evaluation` loss if theirs is for training.
+        See `docs/evaluation.md`.
 
         Args:
             state: from `init` or a step.
@@ -743,24 +741,24 @@ class Program:
         Raises:
             StateError: arrays of the state were donated to a step before, or deleted, or it is the
                 state of another program.
-            BatchError: the batch has no rows, or has not the dims that it was compiled for.
-            TracingError: the loss does not trace for these shapes.
-            PlanError: the program was lowered for devices that are not here.
+            BatchError: the batch has no rows, or does not have the dims that it was compiled for.
+            TracingError: the loss cannot be traced for these shapes.
+            PlanError: the program was lowered for absent devices.
         """
         return self.evaluated.evaluate(state, batch)
 
     def evaluation(self, loss: UserLoss | None = None, *, batch_axes: Tree = None) -> Evaluation:
-        """An evaluation of another loss, or of other batches; keep it, since it keeps what it
-        compiles.
+        """An evaluation of another loss, or of other batches; reuse it, since it caches compiled
+        programs.
 
         Args:
-            loss: (model, batch) -> scalar or (scalar, metrics), with the parameters as the step
-                shards them; by default that of `evaluate`.
+            loss: (model, batch) -> scalar or (scalar, metrics), with the parameters in the
+                shardings of the step; by default that of `evaluate`.
             batch_axes: logical axes of its batch, see `shardlib.compile`; by default those of a
                 step, or else by convention.
 
         Returns:
-            What evaluates: `evaluation.evaluate(state, batch)` gives metrics by name. Programs are
+            An evaluation: `evaluation.evaluate(state, batch)` gives metrics by name. Programs are
             compiled at their first use.
         """
         return (
@@ -772,7 +770,7 @@ class Program:
     def put(self, batch: Tree) -> Tree:
         """Places the arrays of a batch on the devices where a step expects them.
 
-        Every process gives the whole global batch; arrays that are in place already are passed on.
+        Every process passes the whole global batch; arrays that are in place already are unchanged.
 
         Args:
             batch: the global batch, a tree like the one that was traced.
@@ -789,20 +787,20 @@ class Program:
 
     @property
     def stored(self) -> frozenset[str]:
-        """Paths of the arrays of a state that rest on disk."""
+        """Paths of the arrays of a state that are stored on disk."""
         return (
             frozenset(stored_leaves(self.state).values()) if self.disk is not None else frozenset()
         )
 
     def stow(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
-        """Puts an array of a state on disk, where it is one of `stored`.
+        """Puts an array of a state on disk, if it is one of `stored`.
 
         Args:
             array: laid out as in `state`.
             sums: its sums, see `shardlib.lowering.runtime`.
 
         Returns:
-            What stands for the array in the state.
+            The leaf that replaces the array in the state.
 
         Raises:
             PlanError: the program keeps nothing on disk.
@@ -816,10 +814,10 @@ class Program:
         """A state with its optimizer and guards as before the first step.
 
         Args:
-            state: of this program; parameters and model state are taken over and not copied.
+            state: of this program; parameters and model state are shared, not copied.
 
         Returns:
-            A state for `step`, of the same step number.
+            A state for `step`, with the same step number.
 
         Raises:
             StateError: parameters or model state were donated to a step before, or deleted, or are
@@ -857,13 +855,13 @@ class Program:
         return jax.jit(init, out_shardings=shardings_of(self.state.opt_state))
 
     def module(self, state: TrainState) -> UserModule:
-        """The user's own model around the arrays of a state: an nnx module, or a params tree.
+        """The user's own model with the arrays of a state: an nnx module, or a params tree.
 
         Args:
             state: of this program.
 
         Returns:
-            The model; its arrays are those of the state, sharded as they are.
+            The model; its arrays are those of the state, in their shardings.
 
         Raises:
             StateError: parameters or model state were donated to a step before, or deleted, or are
@@ -873,8 +871,8 @@ class Program:
         return self.model.rebuild(like(state.params, self.model.params), state.model_state)
 
     def state_dict(self, state: TrainState) -> dict[str, jax.Array]:
-        """The arrays of the model by dotted path, parameters first: those of the state themselves,
-        sharded as they are. `plan.parameters` and checkpoints have the same paths.
+        """The arrays of the model by dotted path, parameters first: those of the state, not copied,
+        in their shardings. `plan.parameters` and checkpoints have the same paths.
 
         Args:
             state: of this program.
@@ -905,7 +903,7 @@ def build_program(
     """Lowers a plan.
 
     Args:
-        planned: what planning knows of the loss; by default nothing.
+        planned: the planned loss, if planning has traced one.
     """
     require_lowered(plan)
     planned, options = planned or PlannedLoss(), options or BuildOptions()
@@ -983,8 +981,8 @@ def _contribution(
     shapes: Tree,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
-    """Returns what a microbatch contributes to the loss of the batch; the loss as it is where
-    nothing is known of its rows.
+    """The contribution of a microbatch to the loss of the batch; the unchanged loss if its
+    dependence on rows is unknown.
     """
     if planned.rows is None or planned.traced is None:
         return as_it_is(part.traced, part.dims, part.shardings)
@@ -993,7 +991,7 @@ def _contribution(
 
 
 def _require_scale(run: Run, guards: Guards | None) -> None:
-    """Raises where the loss is scaled, and gradients that wait for the next step are not."""
+    """Raises if the loss is scaled and gradients are kept for the next step, which are not."""
     if run.kept is not None and guards is not None and guards.scale is not None:
         raise PlanError(
             "a gradient exchange that keeps what it does not send cannot be scaled with a loss"
@@ -1009,7 +1007,7 @@ def _step_parts(
     guards: Guards | None,
     mesh: Mesh | AbstractMesh,
 ) -> StepParts:
-    """Returns what a step is made of."""
+    """The parts of a step."""
     return StepParts(
         run=run,
         optimizer=store.optimizer,
@@ -1029,14 +1027,16 @@ def _each_once(*findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _runnable(plan: Plan, options: BuildOptions) -> Plan:
-    """The plan as it can be lowered: JAX lowers the kernel of cuDNN only where the GPUs are."""
+    """The plan as it can be lowered here: JAX lowers the cuDNN kernel only where GPUs are
+    present.
+    """
     if options.abstract and plan.attention == "cudnn":
         return replace(plan, attention="blocks")
     return plan
 
 
 def _mesh(plan: Plan, options: BuildOptions) -> tuple[Mesh | AbstractMesh, tuple[Finding, ...]]:
-    """The mesh of a program, its axes in physical parts."""
+    """The mesh of a program, its axes split into physical parts."""
     if options.abstract:
         return abstract_mesh(plan), ()
     return device_mesh(
@@ -1049,7 +1049,7 @@ def _mesh(plan: Plan, options: BuildOptions) -> tuple[Mesh | AbstractMesh, tuple
 
 
 def _scaled(part: Part, model: Model, guards: Guards | None) -> Part:
-    """The loss of a microbatch, times the scale that the state carries where there is one."""
+    """The loss of a microbatch, multiplied by the loss scale of the state if there is one."""
     if guards is None or guards.scale is None:
         return part
     params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))

@@ -51,26 +51,26 @@ from shardlib.schedules import GPIPE, Timetable
 from shardlib.tracing.program import flatten
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Evaluation of a loss on any number of rows, without gradients.
 #
 #     program = shardlib.compile(init, loss, optimizer, batch, evaluation=validation_loss)
 #     metrics = program.evaluate(state, rows)                      # any number of rows
 #
-# A call evaluates the loss of exactly the rows that it is given, all at once: they are neither
-# padded nor worked through in microbatches, so that the result is exact for every loss, mean or
-# sum or anything else. Each number of rows is a program of its own, with the plan's shardings of
-# the parameters, compiled at its first use and kept. Rows are sharded over as many devices as they
-# divide over.
+# A call evaluates the loss of exactly the given rows, all at once, without padding or microbatches,
+# so that the result is exact for every loss (mean, sum or anything else). Each number of rows has
+# its own program, with the plan's shardings of the parameters, compiled at first use and kept. Rows
+# are sharded over as many devices as they divide over.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationProgram:
-    """An evaluation compiled for certain rows.
+    """An evaluation compiled for batches of certain shapes.
 
     Attributes:
         call: (parameters, model state, batch) -> metrics.
         batch: abstract batch, each leaf with its sharding.
-        findings: what lowering noticed.
+        findings: findings of lowering.
     """
 
     call: Callable[..., dict[str, Any]]
@@ -83,17 +83,17 @@ class Evaluation:
     """A loss to be evaluated on batches of any number of rows; made by `Program.evaluation`.
 
     Attributes:
-        plan: the decisions of the training step.
+        plan: the plan of the training step.
         mesh: its devices.
         model: the user's model.
-        loss: what is evaluated.
+        loss: the evaluated loss.
         params: shardings of the parameters.
         state: abstract training state, each leaf with its sharding.
         axes: logical axes of the batch of a step, by path.
         batch_axes: logical axes of batches, a tree like them; None for those of a step, or else by
             convention.
-        written: the loss as the user wrote it; None where it is not known.
-        programs: those that have been compiled, by structure, shapes and dtypes of the batch.
+        written: the loss as the user wrote it; None if unknown.
+        programs: compiled programs, by structure, shapes and dtypes of the batch.
     """
 
     plan: Plan
@@ -109,7 +109,7 @@ class Evaluation:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Returns what was noticed in all that has been evaluated so far."""
+        """Findings of all evaluations compiled so far."""
         return tuple(
             dict.fromkeys(
                 finding for program in self.programs.values() for finding in program.findings
@@ -118,13 +118,11 @@ class Evaluation:
 
     @property
     def pure(self) -> tuple[PureLoss, Tree, Tree]:
-        """The loss, and the abstract parameters and model state that it takes."""
+        """The loss, and its abstract parameters and model state."""
         return self.loss, self.model.params, self.model.state
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
-        """The metrics of a batch: "loss", and the user's own. The state stays usable and
-        unchanged.
-        """
+        """The metrics of a batch: "loss", and the user's own. The state is not donated."""
         require_state("evaluate", state)
         require_present("evaluate", state.inference)
         program = self.compiled(batch)
@@ -136,7 +134,7 @@ class Evaluation:
             raise
 
     def compiled(self, batch: Tree) -> EvaluationProgram:
-        """The program for batches of these shapes, arrays or abstract; compiled at the first call.
+        """The program for batches of these shapes; compiled at the first call.
 
         Args:
             batch: arrays, or `jax.ShapeDtypeStruct`; only shapes and dtypes matter.
@@ -185,12 +183,12 @@ class Evaluation:
         return EvaluationProgram(call=call, batch=sharded, findings=(*laid_out.findings, *findings))
 
     def _unchanging(self, params: Tree, state: Tree, batch: Tree) -> Any:
-        """The loss, whose model state stays as it is."""
+        """The loss, without the model state that it returns."""
         value, (metrics, _) = self.loss(params, state, batch)
         return value, (metrics, state)
 
     def _lowered(self, laid_out: LaidOut, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
-        """The laid-out loss, through the stages where there are some."""
+        """The loss with its layouts, run through the stages if there are any."""
         plan, cuts = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
             dims = with_keys(shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program)
@@ -231,7 +229,7 @@ class Evaluation:
         )
 
     def of(self, loss: UserLoss | None, batch_axes: Tree) -> Evaluation:
-        """The same of another loss of the user's.
+        """The evaluation of another loss.
 
         Args:
             loss: (model, batch) -> scalar or (scalar, metrics); None for this one.
@@ -247,9 +245,7 @@ class Evaluation:
 
 
 def _at_once(plan: Plan) -> Plan:
-    """A plan for all rows at once: one microbatch, which goes through the stages once, and nothing
-    to be kept for a backward pass.
-    """
+    """A plan for all rows at once: a single microbatch, and no rematerialisation."""
     return replace(
         plan,
         microbatches=1,
@@ -266,26 +262,27 @@ def _at_once(plan: Plan) -> Plan:
 
 
 # --------------------------------------------------------------------------------------------------
-# Guards of a step: finite checks, loss scale, clipped gradients, a limit for the loss.
+# Guards of a step: finite checks, loss scale, gradient clipping, a limit for the loss.
 #
 #     guards = shardlib.Guards(clip=1.0, scale=2.0**15)
 #     program = shardlib.compile(init, loss, optimizer, batch, guards=guards)
 #     state, metrics = program.step(state, batch)
 #     metrics["gradient_norm"], metrics["skipped"], metrics["loss_scale"]
 #
-# All of it is part of the compiled step: nothing waits for the host. The norm of the gradients is
-# one scalar, summed over all devices at once; it is not finite where any gradient is not, so it is
-# the check too.
+# All of it is part of the compiled step: nothing waits for the host. The gradient norm is one
+# scalar from one all-reduce; it is not finite if any gradient is not, so it serves as the check
+# too.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guards:
     """Guards of a training step. A step whose loss or gradients are not finite leaves parameters,
-    optimizer state and model state as they were.
+    optimizer state and model state unchanged.
 
     Attributes:
-        clip: gradients whose global norm is larger are scaled down to it; None leaves them.
-        scale: first scale of the loss, for gradients in float16; None for no scale. It is halved
+        clip: largest global norm of the gradients, which are scaled down to it; None for no
+            clipping.
+        scale: initial scale of the loss, for gradients in float16; None for no scale. It is halved
             after gradients that are not finite and doubled after `growth` steps without
             (arXiv:1710.03740, section 3.2; torch.amp.GradScaler).
         growth: steps after which the scale is doubled.
@@ -312,7 +309,7 @@ class Guards:
             raise_all(PlanError, "the guards are not usable", failures)
 
     def first(self) -> GuardState:
-        """Returns what they carry before the first step."""
+        """The guard state before the first step."""
         return GuardState(
             scale=None if self.scale is None else jnp.float32(self.scale),
             good=None if self.scale is None else jnp.int32(0),
@@ -320,14 +317,14 @@ class Guards:
         )
 
     def after(self, state: GuardState, finite: Value) -> GuardState:
-        """Returns what they carry after a step with gradients that are finite, or not.
+        """The guard state after a step.
 
         Args:
-            state: before the step.
+            state: guard state before the step.
             finite: whether loss and gradients are finite, boolean scalar.
 
         Returns:
-            The state with the scale halved or doubled, where there is one.
+            The state with the scale, if there is one, halved or doubled when due.
         """
         if state.scale is None:
             return state
@@ -343,14 +340,14 @@ class Guards:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """A step's loss and gradients behind its guards.
+    """Loss and gradients of a step, after its guards.
 
     Attributes:
-        loss: without the scale.
-        gradients: without the scale, and clipped.
-        norm: global norm of the gradients before they are clipped.
+        loss: unscaled.
+        gradients: unscaled and clipped.
+        norm: global norm of the gradients before clipping.
         finite: whether all of them are finite.
-        wanted: whether the update is to be done.
+        wanted: whether the update is applied.
     """
 
     loss: Any
@@ -360,11 +357,11 @@ class Checked:
     wanted: Any
 
     def chosen(self, new: Tree, old: Tree) -> Tree:
-        """New arrays where the update is wanted, otherwise those before it."""
+        """The new arrays if the update is applied, otherwise the old ones."""
         return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
 
     def metrics(self, state: GuardState) -> Metrics:
-        """Returns what they say of the step, which began with a state."""
+        """Metrics of the guards for a step that began with a given guard state."""
         metrics = {"gradient_norm": self.norm, "skipped": 1 - self.wanted.astype(jnp.int32)}
         return metrics if state.scale is None else {**metrics, "loss_scale": state.scale}
 
@@ -388,8 +385,8 @@ def checked(
 
 
 def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
-    """Euclidean norm of all elements of all arrays, float32 at least: every device sums its
-    shards, and one all-reduce the sums of all devices.
+    """Euclidean norm of all elements of all arrays, in float32 at least: every device sums its
+    shards, and a single all-reduce adds these sums.
     """
     mesh = shardings[0].mesh
 
@@ -414,7 +411,7 @@ def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> 
 
 
 def _ways(sharding: NamedSharding) -> int:
-    """Number of different pieces of an array."""
+    """Number of distinct shards of an array."""
     names = [
         name
         for dim in sharding.spec
@@ -425,7 +422,7 @@ def _ways(sharding: NamedSharding) -> int:
 
 
 def limited(state: TrainState, limit: float) -> TrainState:
-    """The state with a limit for the loss of the steps to come: those above it are skipped."""
+    """The state with a new limit for the loss: later steps whose loss is above it are skipped."""
     if state.guard is None or state.guard.limit is None:
         raise PlanError(
             "the program has no limit for the loss\nTry: shardlib.compile(...,"
@@ -443,9 +440,9 @@ def limited(state: TrainState, limit: float) -> TrainState:
 # --------------------------------------------------------------------------------------------------
 # Loss scaling, by a scale that changes from step to step.
 #
-# Gradients in float16 are lost under 6e-8; those of a loss that is multiplied by a scale are not,
-# and are divided by it before the update (arXiv:1710.03740, section 3.2). The scale enters the
-# traced loss beside the model state, so that it reaches the loss wherever that is computed: in
+# Gradients in float16 underflow below 6e-8. So the loss is multiplied by a scale, and gradients are
+# divided by it before the update (arXiv:1710.03740, section 3.2). The scale is an input of the
+# traced loss next to the model state, so that it reaches the loss wherever that is computed: in
 # microbatches, and in both forms of pipelines.
 
 
@@ -484,21 +481,21 @@ def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
 # --------------------------------------------------------------------------------------------------
 # Parts of a step.
 
-#: What devices keep of partial sums of gradients from step to step, by path of an operation.
+#: Partial sums of gradients that devices keep from step to step, by path of an operation.
 Kept = dict[str, Any] | None
-#: What a loss gives: itself, and (metrics, model state after the step).
+#: Results of a loss: the loss, and (metrics, model state after the step).
 Results = tuple[Value, tuple[Metrics, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The loss over a whole batch, with its layouts in place, as functions of (params, state,
-    batch, kept); parameters come and stay as they are stored.
+    batch, kept); parameters are in their stored sharding.
 
     Attributes:
         gradients: -> ((loss, (metrics, state)), gradients of the trained parameters, kept).
         table: the schedule of a pipeline; None without stages.
-        kept: abstract, with shardings; None where devices keep nothing.
+        kept: abstract, with shardings; None if devices keep nothing from step to step.
     """
 
     gradients: Callable[[Tree, Tree, Tree, Kept], tuple[Results, Tree, Kept]]
@@ -509,11 +506,11 @@ class Run:
     def of(
         function: Callable[[Tree, Tree, Tree], tuple[Results, Tree]], table: Timetable | None = None
     ) -> Run:
-        """A run that keeps nothing; `function` gives results and gradients.
+        """A run that keeps nothing.
 
         Args:
             function: (params, state, batch) -> (results, gradients).
-            table: which stage does what in which tick; None without stages.
+            table: the schedule of a pipeline; None without stages.
         """
 
         def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
@@ -522,7 +519,7 @@ class Run:
         return Run(gradients=gradients, table=table)
 
     def of_parts(self, prologue: Callable[[Tree, Tree], Tree]) -> Run:
-        """The same of a batch that the prologue has not been through."""
+        """The run with a prologue applied to the batch first."""
         return replace(
             self,
             gradients=lambda params, state, batch, kept: self.gradients(
@@ -531,7 +528,7 @@ class Run:
         )
 
     def finished(self, finish: Callable[[Results, Tree], tuple[Results, Tree]]) -> Run:
-        """The same with results that are finished after the last microbatch."""
+        """The run with its results post-processed after the last microbatch."""
 
         def gradients(*arguments: Any) -> Any:
             results, gradients_of_parameters, kept = self.gradients(*arguments)
@@ -542,18 +539,16 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Everything that a step is made of.
+    """The parts of a step.
 
     Attributes:
         run: the loss and its gradient.
-        optimizer: the user's optimizer.
         partition: which parameters are trained.
         params: shardings of the trained parameters.
-        gather: lays updated parameters out as they are stored, over the old ones.
-        precision: the dtypes of the plan.
+        gather: gathers updated parameters to their stored sharding, over the old ones.
         updated: abstract parameters in the dtypes of the update.
-        guards: of the step; None for none.
-        opt_state: shardings of the optimizer's state, with the memory that it rests in.
+        guards: None for none.
+        opt_state: shardings of the optimizer's state, with memory kinds.
     """
 
     run: Run
@@ -578,11 +573,10 @@ class Store:
     Attributes:
         params, trained: shardings of all parameters, and of the trained ones.
         trained_params: abstract.
-        precision: the dtypes of the plan.
-        optimizer: the user's, with its state in these dtypes.
+        optimizer: the user's, with its state in the dtypes of `precision`.
         opt_state: abstract.
-        opt_shardings: of the optimizer's state, with the memory that it is stored in.
-        findings: what the user should know about it.
+        opt_shardings: shardings of the optimizer's state, with memory kinds.
+        findings: findings about the storage.
     """
 
     params: shardings.ParameterShardings
@@ -596,7 +590,7 @@ class Store:
 
     @property
     def parameters(self) -> int:
-        """Returns how many parameters there are."""
+        """Number of parameter arrays."""
         return len(jax.tree.leaves(self.params.compute))
 
 
@@ -606,7 +600,7 @@ def store_of(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | AbstractMesh,
 ) -> Store:
-    """Returns how a plan stores the parameters of a model and the state of an optimizer."""
+    """The storage of a model's parameters and an optimizer's state under a plan."""
     params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
     trained, cuts = model.partition.trained(model.params), params.of(model.partition)
     in_dtypes = stored(optimizer, trained, precision)
@@ -633,8 +627,8 @@ def abstract_state(
     guards: Guards | None,
     kept: Kept,
 ) -> TrainState:
-    """The state of a program, each leaf with its sharding; what the plan has no layout for is
-    replicated.
+    """The state of a program, each leaf with its sharding; replicated if the plan has no layout for
+    it.
     """
     replicated = shardings.named_sharding(mesh, Layout())
 
@@ -660,21 +654,19 @@ def abstract_state(
 # --------------------------------------------------------------------------------------------------
 # Optimizer state offloaded to host memory, and its transfers to the device and back.
 #
-# Arrays of optimizer state that have a parameter's shape rest in pinned memory of the host where
-# the plan says so (`pinned_host`), copied to the device for the update and back; the compiler
-# decides when. Everything is computed on the device: whatever is read is copied first, lest the
-# compiler computes where it lies. State on disk is read and written by the host
-# (`shardlib.lowering.disk`); a program for devices that are not here has it in host memory, which
-# is the same to them.
+# Where the plan says so, arrays of optimizer state that have a parameter's shape are stored in
+# `pinned_host` memory and copied to the device for the update and back; the compiler schedules the
+# copies. All computation is on the device: whatever is read is copied first, or the compiler would
+# compute on the host. State on disk is read and written by the host (`shardlib.lowering.disk`); a
+# program lowered for absent devices has that state in host memory, which makes no difference to the
+# devices.
 
-#: Memory of the device.
+#: Memory kind of the device.
 DEVICE = "device"
 
 
 def reachable(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether the devices of a mesh have host memory at hand; abstract ones are taken to
-    have it.
-    """
+    """True if the devices of a mesh have host memory; abstract ones are assumed to."""
     return isinstance(mesh, AbstractMesh) or all(
         HOST in {memory.kind for memory in device.addressable_memories()}
         for device in mesh.local_devices
@@ -684,7 +676,7 @@ def reachable(mesh: Mesh | AbstractMesh) -> bool:
 def offloading(
     plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh
 ) -> tuple[Tree, tuple[Finding, ...]]:
-    """The shardings of optimizer state with the memories that a plan decides for."""
+    """The shardings of optimizer state, with the memory kinds of a plan."""
     if "optimizer" not in plan.offload and not (
         "disk" in plan.offload and isinstance(mesh, AbstractMesh)
     ):
@@ -711,8 +703,8 @@ def offloading(
 
 
 def offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
-    """Arrays that are stored in memory of the host, in one of its memories or of the device; those
-    that are stored on the device are passed on.
+    """Moves arrays that are stored in host memory to a memory kind, of the host or of the device;
+    arrays stored on the device are unchanged.
     """
     return jax.tree.map(
         lambda leaf, sharding: (
@@ -726,7 +718,7 @@ def offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
 
 
 # --------------------------------------------------------------------------------------------------
-# The update of a step: the optimizer on whatever part of the state is local.
+# The update of a step: the optimizer, applied to each device's shards of the state.
 
 
 def updated(
@@ -737,7 +729,7 @@ def updated(
     model_state: Tree,
     chosen: Callable[[Tree, Tree], Tree] = lambda new, old: new,
 ) -> TrainState:
-    """The state after the optimizer's update, with nothing that devices keep.
+    """The state after the optimizer's update, without partial sums kept by devices.
 
     Args:
         gradients: of the trained parameters, in the dtypes of the update.
@@ -774,7 +766,7 @@ def unpiped(
     gradient: Tree,
     partition: Partition,
 ) -> Run:
-    """The batch at once, or one microbatch after another."""
+    """The run of a whole batch at once, or of one microbatch after another."""
     loss, late = placed_loss(traced, placing), once(traced, placing)
 
     def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
@@ -803,7 +795,7 @@ def unpiped(
 
 
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
-    """The microbatches through the stages of a pipeline."""
+    """The run of the microbatches through the stages of a pipeline."""
     parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
     return Run.of(
         lambda params, state, batch: pipeline.gradients(params, state, *parts.split(batch)),
@@ -812,7 +804,7 @@ def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
 
 
 def of_trained(run: Run, partition: Partition) -> Run:
-    """A run that gives the gradients of trained parameters, for one that has some for all."""
+    """A run with the gradients of trained parameters only, from one with those of all."""
 
     def gradients(*arguments: Any) -> Any:
         results, all_gradients, kept = run.gradients(*arguments)
@@ -832,11 +824,10 @@ def init_function(
 
     Args:
         precision: dtypes of stored arrays.
-        guards: None for none.
     """
 
     def init(seed: Index) -> TrainState:
-        # static parts that `init` makes anew, as functions, are other objects than the traced ones
+        # static parts that `init` creates anew, such as functions, differ from the traced objects
         traced = jax.tree.structure((model.params, model.state))
         params, state = traced.unflatten(jax.tree.leaves(model.init(seed)))
         return TrainState(
@@ -852,15 +843,15 @@ def init_function(
 
 
 def nothing_kept(kept: Kept) -> Kept:
-    """Returns what devices keep before the first step: zeros."""
+    """Zeros for the partial sums that devices keep, before the first step."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
 
 
 def step_function(
     parts: StepParts,
 ) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
-    """(state, batch) -> (state, metrics): gradients, then the optimizer on whatever part of the
-    state is local.
+    """(state, batch) -> (state, metrics): gradients, then the optimizer, applied to each device's
+    shards of the state.
     """
     gradients, apply = gradients_function(parts), apply_function(parts)
 
@@ -930,8 +921,8 @@ def apply_function(
 
 
 def named(function: Function, kind: str, digest: str) -> Function:
-    """Gives a function the plan's digest as part of its name, which becomes the name of the
-    compiled module.
+    """A function with the plan's digest in its name, which becomes the name of the compiled
+    module.
     """
     function.__name__ = function.__qualname__ = f"shardlib_{kind}_{digest}"
     return function
