@@ -1,150 +1,15 @@
-"""Pipeline schedules: the order of work of each stage, its exact simulation, timetables of stages
-in lockstep, and both as text. Arithmetic alone: planning prices and draws schedules with it,
-lowering makes programs of it.
+"""Pipeline schedules: the order of the tasks on each stage, their exact simulation, lockstep
+timetables, and both as text. It is arithmetic alone, shared by planning and lowering.
 
-The order of work of a stage, where stages wait for their neighbours alone:
-
-A stage works on a microbatch forward (F) and backward (B); a schedule may make the gradients of
-weights (W), which nothing waits for, apart from the rest of the backward pass. With v chunks of
-layers a stage, a task belongs to one chunk. The orders are those that were published.
+Everywhere: S stages, m (M) microbatches, v chunks of layers per stage (virtual stages), and t
+seconds per microbatch and stage. F is the forward pass of a microbatch, B its backward pass, and W
+its weight gradients, if a schedule splits them from B. A new schedule is a class that satisfies
+`Schedule` and a line in the list of schedules.
 
 >>> [str(task) for task in alternating(plain(FORWARD, 3), plain(BACKWARD, 3), 1)]
 ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-
-A `Schedule` is an order of work, the number of microbatches in flight, the waiting time of stages,
-and the legal numbers of microbatches and chunks.
-
-Nothing outside of this file knows a schedule by its name: planning, pricing and lowering ask the
-schedule itself. With S stages, m microbatches and v chunks of layers on a stage:
-
->>> from shardlib.schedules import GPIPE
->>> pipeline = Pipelines.one(stages=4, chunks=1, microbatches=8)
->>> GPIPE.in_flight(pipeline).item(), GPIPE.waiting(pipeline, np.array([2.0]), None).item()
-(8.0, 6.0)
-
-GPipe: all forward work, then all backward work (arXiv:1811.06965, figure 2).
-
-    stage 0  F0 F1 F2       B2 B1 B0         a stage goes back with the last microbatch first
-    stage 1     F0 F1 F2 B2 B1 B0
-
-A step takes (m + S - 1) t for t seconds a microbatch and stage, and the activations of all m
-microbatches are held. In a single program (SPMD) a stage may have v chunks of layers, and all
-microbatches go through one chunk before the next (breadth first, arXiv:2211.05953): (m + (S - 1) /
-v) t, with an activation stash of m v + S - 1 places.
-
->>> [str(task) for task in GPIPE.order(stages=2, microbatches=3, chunks=1)[0]]
-['F0', 'F1', 'F2', 'B2', 'B1', 'B0']
-
-Interleaved 1F1B: v chunks of layers a stage, each for a group of S microbatches
-(arXiv:2104.04473, section 2.2).
-
-Chunk c of stage s comes after chunk c of stage s - 1, chunk c + 1 of stage 0 after chunk c of the
-last stage. Stage s goes forward (v - 1) S + 2 (S - s - 1) times before it goes back. A step takes
-(m + (S - 1) / v) t, for microbatches in groups of S: where S does not divide m, a group of fewer
-takes as long as a full one. The first stage holds S + (S - 1) / v microbatches (arXiv:2205.05198,
-section 4.2.3).
-
->>> order = INTERLEAVED.order(stages=2, microbatches=2, chunks=2)
->>> [str(task) for task in order[1]]
-['F0', 'F1', 'Fb0', 'Bb0', 'Fb1', 'Bb1', 'B0', 'B1']
-
-No schedule: a step without pipeline stages.
-
->>> NONE.words(1), NONE.staged
-('', False)
-
-1F1B: stage s of S goes forward S - s - 1 times, then one forward and one backward in turn
-(PipeDream-Flush, arXiv:2006.09503, section 2.2).
-
-    stage 0  F0 F1    B0 F2 B1    B2
-    stage 1     F0 B0 F1 B1 F2 B2
-
-A step takes as long as GPipe's, (m + S - 1) t, and the first stage holds min(m, S) microbatches; in
-a single program (SPMD) the 2S - 1 places of its activation stash, and what passes.
-
->>> [str(task) for task in ONE_F_ONE_B.order(stages=2, microbatches=3, chunks=1)[0]]
-['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-
-`simulate` gives the earliest time of every task of a pipeline: a stage starts as soon as what it
-needs is there.
-
-A task waits for the one before it on its stage, and for what it reads: F of a chunk for F of the
-chunk before it, B for F of its own chunk and for B of the chunk after it, W for its B. Chunk c of
-stage s comes after chunk c of stage s - 1; chunk c + 1 of stage 0 comes after chunk c of the last
-stage. What goes from one stage to another takes `hop` seconds. The simulation is exact: there is
-one earliest time for every task of given orders.
-
->>> from shardlib.schedules import orders
->>> spans = simulate(orders("1f1b", stages=2, microbatches=2), Durations(forward=1, backward=2))
->>> [(str(span.task), span.start, span.end) for span in spans if span.stage == 1]
-[('F0', 1.0, 2.0), ('B0', 2.0, 4.0), ('F1', 4.0, 5.0), ('B1', 5.0, 7.0)]
->>> makespan(spans), most_held(spans, 0), most_held(spans, 1)
-(9.0, 2, 1)
-
-Zero-bubble, the handcrafted schedule H1: 1F1B with separate tasks for the gradients of weights (W)
-(arXiv:2401.10241, section 2.2 and table 1).
-
-The backward pass is split into B, which the stage before waits for, and W, the gradients of
-weights, which nothing waits for. Stage s does the first W after s + 1 B. So every stage holds as
-much as the first does in 1F1B, and the W that are left fill the time in which 1F1B waits for the
-last B: its bubble, (S - 1)(F + B + W), becomes (S - 1)(F + B - W). That takes m >= S: each
-microbatch but the last has one W to fill a gap with, so the bubble is (S - 1)(F + B) - min(S, m) W
-+ W. It takes W <= F and W <= B, too, which holds since every gradient of a weight has the FLOPs of
-a matmul of each.
-
-In a single program (SPMD) F and B fill S - 1 more ticks than there are microbatches each, and W
-none: the bubble is (S - 1)(F + B). It keeps S more microbatches than 1F1B, those whose cotangents
-wait for the products that make gradients of weights, which are about as many bytes as what the
-forward pass saved.
-
->>> [str(task) for task in ZERO_BUBBLE.order(stages=2, microbatches=3, chunks=1)[1]]
-['F0', 'B0', 'F1', 'B1', 'W0', 'F2', 'B2', 'W1', 'W2']
-
-Schedules are listed by name: a new one is a class and a line in that list.
-
 >>> named("interleaved").words(2), named("gpipe") in pipelines()
 ('interleaved with 2 chunks a stage', True)
-
-A `Timetable` of a pipeline in lockstep says which stage works on what at which tick.
-
-Microbatches go through the stages in groups of S, the number of stages: a stage does chunk 0 for a
-whole group, then chunk 1 for the same group, and so on, which is the order of interleaved 1F1B
-(arXiv:2104.04473, section 2.2) and, with one chunk, that of PipeDream-Flush. Stage s does its unit
-u forward at tick u + s, where unit u = (group v + chunk) S + (microbatch in the group); what leaves
-the last stage at one tick enters stage 0 at the next, one chunk further. Backward is the mirror
-image: the last stage begins with the last chunk, in the tick in which it has done it forward
-(1F1B), or when all forward work is done (GPipe, arXiv:1811.06965).
-
-With M microbatches, a multiple of S if v > 1, forward and backward work each take M v + S - 1
-ticks, and 1F1B takes the time of (M v + S - 1) chunks forward and backward: that of the ideal
-schedule.
-
-GPipe with several chunks works through all microbatches with one chunk before it goes on to the
-next (breadth first, arXiv:2211.05953): with at least as many microbatches as stages, what leaves
-the last stage waits M - S ticks before the first stage.
-
-Zero-bubble is 1F1B with the backward pass in two parts (arXiv:2401.10241): what the stage before
-waits for is done at once, gradients of weights are done by all stages in the tick in which the
-first stage goes back with the microbatch. The S - 1 ticks that only fill the pipeline are free of
-them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep that is the least, since there are M
-+ S - 1 ticks with F and with B, and M with W.
-
->>> table = Timetable(schedule="1f1b", stages=2, microbatches=3)
->>> [table.forward(tick, 1) for tick in range(3)]
-[(0, 0, False), (0, 0, True), (1, 0, True)]
-
-`text` and `orders_text` show schedules, a column a tick.
-
->>> print(text(Timetable(schedule="1f1b", stages=2, microbatches=3)))
-tick         0 1 2 3 4
-stage 0  >   0 1 2 · ·
-         <   · · 0 1 2
-stage 1  >   · 0 1 2 ·
-         <   · 0 1 2 ·
->>> from shardlib.schedules import orders
->>> print(orders_text(orders("zero-bubble", stages=2, microbatches=2)))
-stage 0  F0 F1 ·· B0 W0 B1 W1
-stage 1  ·· F0 B0 F1 B1 W0 W1
 """
 
 from __future__ import annotations
@@ -162,13 +27,13 @@ _LETTERS = {FORWARD: "F", BACKWARD: "B", WEIGHTS: "W"}
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Task:
-    """Some work of a stage.
+    """A task of a stage.
 
     Attributes:
-        kind: "forward", "backward" (all of the backward pass, or what the stage before waits for)
-            or "weights" (gradients of weights, made apart).
-        microbatch: its number.
-        chunk: number of the chunk of layers on the stage.
+        kind: "forward", "backward" (the whole backward pass, or only the part that the preceding
+            stage waits for) or "weights" (the weight gradients, if split from the backward pass).
+        microbatch: index of the microbatch.
+        chunk: index of the chunk of layers on the stage.
     """
 
     kind: str
@@ -180,18 +45,18 @@ class Task:
         return f"{_LETTERS[self.kind]}{chunk}{self.microbatch}"
 
 
-#: What a stage does, one after the other.
+#: The tasks of a stage in execution order.
 Order = tuple[Task, ...]
 
 
 def plain(kind: str, microbatches: int) -> Order:
-    """One kind of work on all microbatches, the first one first."""
+    """The tasks of one kind for all microbatches, in ascending order."""
     return tuple(Task(kind=kind, microbatch=micro) for micro in range(microbatches))
 
 
 def alternating(forward: Sequence[Task], backward: Sequence[Task], first: int) -> Order:
-    """`first` tasks forward, then one forward and one backward in turn, then what is left of the
-    backward work.
+    """`first` forward tasks, then one forward and one backward task in turn, then the remaining
+    backward tasks.
     """
     tasks = list(forward[:first])
     for ahead, back in zip(forward[first:], backward, strict=False):
@@ -201,21 +66,21 @@ def alternating(forward: Sequence[Task], backward: Sequence[Task], first: int) -
 
 Array = np.ndarray
 
-#: Chunks whose saved values are on their way to or from the activation stash of a single program:
-#: what a tick has made and not yet stashed, and what it has read.
+#: Chunks in transit to or from the activation stash of a single program: the one that a tick has
+#: computed but not yet stashed, and the one that it has read.
 PASSING = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelines:
-    """The pipelines of many candidates at once, arrays [candidates].
+    """The pipelines of many candidates, as arrays of shape [candidates].
 
     Attributes:
-        stages: number of stages, S; 1 where there is no pipeline.
+        stages: number of stages, S; 1 without a pipeline.
         chunks: chunks of layers on each stage (virtual stages), v.
-        microbatches: microbatches that go through the stages together, m.
-        lockstep: whether all stages move at once (a single SPMD program), or each waits for its
-            neighbours alone.
+        microbatches: microbatches that pass through the stages, m.
+        lockstep: True if all stages advance together (a single SPMD program); False if each waits
+            only for its neighbours.
     """
 
     stages: Array
@@ -240,14 +105,14 @@ class Schedule(Protocol):
     """A pipeline schedule.
 
     Attributes:
-        name: what pins, plans and people call it.
-        staged: whether it is for the stages of a pipeline; False of "none" alone.
-        lowered: whether programs are lowered to it.
-        forward_first: whether a stage does all forward work before any backward work. With several
-            chunks all microbatches then go through one chunk before the next (breadth first,
-            arXiv:2211.05953), and a chunk's weights need be gathered once for all of them.
-        backward_in_two: whether gradients of weights, which no stage waits for, are made apart
-            from those of activations (arXiv:2401.10241).
+        name: its name in pins, plans and output.
+        staged: True for schedules of pipelines, that is, for all but "none".
+        lowered: True if programs can be lowered to it.
+        forward_first: True if a stage does all forward work before any backward work. With several
+            chunks, all microbatches then go through one chunk before the next (breadth first,
+            arXiv:2211.05953), and the weights of a chunk are gathered once for all of them.
+        backward_in_two: True if weight gradients, which no stage waits for, are computed separately
+            from activation gradients (arXiv:2401.10241).
     """
 
     @property
@@ -262,93 +127,87 @@ class Schedule(Protocol):
     def backward_in_two(self) -> bool: ...
 
     def words(self, chunks: int) -> str:
-        """The schedule with so many chunks of layers on a stage, for people; "" without stages."""
+        """The schedule and its number of chunks per stage as text; "" without stages."""
         ...
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """Returns the order of tasks on each stage, where it waits for its neighbours alone."""
+        """The order of tasks on each stage if stages wait only for their neighbours."""
         ...
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """Returns whether stages may have so many chunks of layers."""
+        """True if a stage may have this many chunks of layers."""
         ...
 
     def fits(self, pipelines: Pipelines) -> Array:
-        """Returns the pipelines that have the microbatches that the schedule needs: booleans
-        [candidates].
-        """
+        """Boolean mask [candidates]: True where the number of microbatches suits the schedule."""
         ...
 
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Numbers of chunks a stage with which planning tries the schedule."""
+        """The numbers of chunks per stage that planning tries with this schedule."""
         ...
 
     def in_flight(self, pipelines: Pipelines) -> Array:
-        """Microbatches whose activations the first stage holds at once, as many as whole stages; 1
-        without stages. Floats [candidates].
+        """The most microbatches whose activations the first stage keeps at once, in units of whole
+        stages; 1 without stages. Floats [candidates].
         """
         ...
 
     def least_in_flight(self, pipelines: Pipelines) -> Array:
-        """Returns a lower bound of `in_flight` over all numbers of chunks."""
+        """A lower bound of `in_flight` over all numbers of chunks."""
         ...
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
-        """Microbatches whose activations the last stage holds at once, as many as whole stages,
-        where stages wait for their neighbours alone.
+        """The most microbatches whose activations the last stage keeps at once, in units of whole
+        stages, if stages wait only for their neighbours.
         """
         ...
 
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
-        """Seconds that a stage waits in a step (the bubble), for one group of microbatches.
+        """Idle seconds of a stage per step (the bubble), for one group of microbatches.
 
         Args:
             tick: seconds of one microbatch on one stage, forward and backward.
-            weights: seconds of that which compute gradients of weights; may be None of a schedule
-                whose backward pass is one.
+            weights: the part of `tick` that computes weight gradients; may be None if the schedule
+                does not split the backward pass.
         """
         ...
 
     def rounds(self, pipelines: Pipelines) -> Array:
-        """`waiting` in times of a microbatch on one stage, without what `put_off` takes away: no
-        pipeline of the schedule waits less.
-        """
+        """A lower bound of `waiting` in units of `tick`, before `put_off` is subtracted."""
         ...
 
     def put_off(self, *, lockstep: bool) -> float:
-        """The times that the gradients of weights of a microbatch shorten each of the S - 1 rounds
-        of waiting, at most.
+        """The reduction of each of the S - 1 rounds of waiting, at most, in units of the seconds of
+        a microbatch's weight gradients.
         """
         ...
 
 
 def only_whole_stages(name: str, chunks: int) -> None:
-    """Refuses several chunks on a stage."""
+    """Raises ValueError for more than one chunk per stage."""
     if chunks > 1:
         raise ValueError(f"the schedule {name!r} has one chunk a stage, not {chunks}")
 
 
 def words_of(name: str, chunks: int) -> str:
-    """A schedule in words."""
+    """The name of a schedule, and its number of chunks."""
     return f"{name} with {chunks} chunks a stage" if chunks > 1 else name
 
 
 def enough_for_chunks(pipelines: Pipelines) -> Array:
-    """Returns the pipelines that have a microbatch for every stage, if they have several chunks on
-    it.
-    """
+    """True where there is a microbatch for every stage, or only one chunk per stage."""
     return (pipelines.chunks == 1) | (pipelines.microbatches >= pipelines.stages)
 
 
 def one_in_turn(pipelines: Pipelines) -> Array:
-    """Microbatches that the first stage holds where forward and backward work take turns.
+    """Microbatches that the first stage keeps if forward and backward tasks alternate.
 
-    min(m, S) where stages wait for their neighbours alone; S + (S - 1) / v with v > 1 chunks
+    min(m, S) if stages wait only for their neighbours; S + (S - 1) / v with v > 1 chunks
     (arXiv:2205.05198, section 4.2.3). In a single program a microbatch returns to the first stage
-    2S - 2 ticks after it left, so the activation stash has 2vS - 1 places, and `PASSING` chunks
-    are beside it.
+    2S - 2 ticks after it left, so the activation stash has 2vS - 1 slots, plus `PASSING` chunks in
+    transit.
     """
     stages, chunks, micro = pipelines.stages, pipelines.chunks, pipelines.microbatches
     if not pipelines.lockstep:
@@ -359,10 +218,10 @@ def one_in_turn(pipelines: Pipelines) -> Array:
 
 
 def last_in_turn(pipelines: Pipelines) -> Array:
-    """Microbatches that the last stage holds where forward and backward work take turns.
+    """Microbatches that the last stage keeps if forward and backward tasks alternate.
 
-    It starts on a microbatch's backward pass as soon as it has done the forward pass: 1, and with v
-    chunks the (v - 1) S chunks that went before (arXiv:2104.04473, figure 4).
+    Its backward pass follows directly on the forward pass: 1 microbatch, plus, with v chunks, the
+    (v - 1) S chunks that went before (arXiv:2104.04473, figure 4).
     """
     stages, chunks = pipelines.stages, pipelines.chunks
     in_flight = ((chunks - 1) * stages + 1) / chunks
@@ -370,7 +229,22 @@ def last_in_turn(pipelines: Pipelines) -> Array:
 
 
 class GPipe:
-    """All forward work first."""
+    """All forward work, then all backward work (arXiv:1811.06965, figure 2).
+
+        stage 0  F0 F1 F2       B2 B1 B0         backward starts with the last microbatch
+        stage 1     F0 F1 F2 B2 B1 B0
+
+    A step takes (m + S - 1) t, and the activations of all m microbatches are kept. In a single
+    program (SPMD) a stage may have v chunks of layers, and all microbatches go through one chunk
+    before the next (breadth first, arXiv:2211.05953): (m + (S - 1) / v) t, with an activation stash
+    of m v + S - 1 slots.
+
+    >>> pipeline = Pipelines.one(stages=4, chunks=1, microbatches=8)
+    >>> GPIPE.in_flight(pipeline).item(), GPIPE.waiting(pipeline, np.array([2.0]), None).item()
+    (8.0, 6.0)
+    >>> [str(task) for task in GPIPE.order(stages=2, microbatches=3, chunks=1)[0]]
+    ['F0', 'F1', 'F2', 'B2', 'B1', 'B0']
+    """
 
     name = "gpipe"
     staged = True
@@ -379,34 +253,33 @@ class GPipe:
     backward_in_two = False
 
     def words(self, chunks: int) -> str:
-        """The name, and how many chunks."""
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """The same on every stage."""
+        """The same order on every stage."""
         only_whole_stages(self.name, chunks)
         backward = reversed(plain(BACKWARD, microbatches))
         return ((*plain(FORWARD, microbatches), *backward),) * stages
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """Several chunks in a single program alone."""
+        """Several chunks only in a single program."""
         return chunks == 1 or lockstep
 
     def fits(self, pipelines: Pipelines) -> Array:
-        """A microbatch for every stage, where stages have several chunks."""
+        """With several chunks, at least one microbatch per stage."""
         return enough_for_chunks(pipelines)
 
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Tried only where it is pinned: it is as fast as 1F1B, and holds more. With chunks it is
+        """Tried only if pinned: it is as fast as 1F1B and keeps more activations. With chunks it is
         in the space for weights that are gathered once (`shardlib.planner`).
         """
         return (chunks or 1,) if pinned else ()
 
     def in_flight(self, pipelines: Pipelines) -> Array:
-        """All microbatches; in a single program the activation stash, and the chunk that passes:
-        ticks go forward or backward.
+        """All microbatches; in a single program the activation stash plus one chunk in transit,
+        since a tick is either forward or backward.
         """
         stages, chunks, micro = pipelines.stages, pipelines.chunks, pipelines.microbatches
         if not pipelines.lockstep:
@@ -415,11 +288,9 @@ class GPipe:
         return np.where(stages > 1, (stash + PASSING - 1) / chunks, 1.0)
 
     def least_in_flight(self, pipelines: Pipelines) -> Array:
-        """All microbatches."""
         return np.where(pipelines.stages > 1, pipelines.microbatches, 1.0)
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
-        """All microbatches."""
         return np.where(pipelines.stages > 1, pipelines.microbatches, 1.0)
 
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
@@ -431,7 +302,6 @@ class GPipe:
         return (pipelines.stages - 1) / pipelines.chunks
 
     def put_off(self, *, lockstep: bool) -> float:
-        """Nothing."""
         return 0.0
 
 
@@ -439,7 +309,18 @@ GPIPE = GPipe()
 
 
 class Interleaved:
-    """Chunks take turns for groups of S microbatches."""
+    """Interleaved 1F1B: v chunks of layers per stage, each for a group of S microbatches in turn
+    (arXiv:2104.04473, section 2.2).
+
+    Chunk c of stage s follows chunk c of stage s - 1; chunk c + 1 of stage 0 follows chunk c of the
+    last stage. Stage s runs (v - 1) S + 2 (S - s - 1) forward tasks before its first backward task.
+    A step takes (m + (S - 1) / v) t if S divides m; a last, smaller group takes as long as a full
+    one. The first stage keeps S + (S - 1) / v microbatches (arXiv:2205.05198, section 4.2.3).
+
+    >>> order = INTERLEAVED.order(stages=2, microbatches=2, chunks=2)
+    >>> [str(task) for task in order[1]]
+    ['F0', 'F1', 'Fb0', 'Bb0', 'Fb1', 'Bb1', 'B0', 'B1']
+    """
 
     name = "interleaved"
     staged = True
@@ -448,11 +329,9 @@ class Interleaved:
     backward_in_two = False
 
     def words(self, chunks: int) -> str:
-        """The name, and how many chunks."""
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """Chunk after chunk for groups of S microbatches."""
         if microbatches % stages:
             raise ValueError(
                 f"interleaved stages take microbatches in groups of {stages}, which do not divide"
@@ -481,8 +360,8 @@ class Interleaved:
         return True
 
     def fits(self, pipelines: Pipelines) -> Array:
-        """A microbatch for every stage; whole groups of S where stages wait for their neighbours
-        alone, as it was published.
+        """At least one microbatch per stage; whole groups of S if stages wait only for their
+        neighbours, as published.
         """
         fits = enough_for_chunks(pipelines)
         if pipelines.lockstep:
@@ -500,28 +379,27 @@ class Interleaved:
         return one_in_turn(pipelines)
 
     def least_in_flight(self, pipelines: Pipelines) -> Array:
-        """S; with ever more chunks an activation stash comes down to 2S, or to all microbatches."""
+        """S; in a single program the stash approaches 2S as v grows, or all microbatches."""
         turns = 2 if pipelines.lockstep else 1
         in_flight = np.minimum(turns * pipelines.stages, pipelines.microbatches)
         return np.where(pipelines.stages > 1, in_flight, 1.0)
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
-        """One microbatch, and the chunks before the last."""
+        """One microbatch, plus the chunks before the last."""
         return last_in_turn(pipelines)
 
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
-        """(S - 1) t / v, and what fills up the last group."""
+        """(S - 1) t / v, plus the unused part of the last group."""
         stages, chunks = pipelines.stages, pipelines.chunks
         filling = np.where(chunks > 1, -pipelines.microbatches % stages * tick, 0.0)
         return (stages - 1) * tick / chunks + filling
 
     def rounds(self, pipelines: Pipelines) -> Array:
-        """(S - 1) / v, and the microbatches that fill up the last group."""
+        """(S - 1) / v, plus the missing microbatches of the last group."""
         stages, chunks = pipelines.stages, pipelines.chunks
         return (stages - 1) / chunks + np.where(chunks > 1, -pipelines.microbatches % stages, 0)
 
     def put_off(self, *, lockstep: bool) -> float:
-        """Nothing."""
         return 0.0
 
 
@@ -529,7 +407,11 @@ INTERLEAVED = Interleaved()
 
 
 class NoSchedule:
-    """A step without stages: one microbatch at a time, and nothing waits."""
+    """A step without pipeline stages: one microbatch at a time, and no waiting.
+
+    >>> NONE.words(1), NONE.staged
+    ('', False)
+    """
 
     name = "none"
     staged = False
@@ -538,49 +420,41 @@ class NoSchedule:
     backward_in_two = False
 
     def words(self, chunks: int) -> str:
-        """Nothing: there are no stages to speak of."""
         return ""
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """None."""
         raise ValueError(f"there is no schedule {self.name!r}")
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """One chunk alone: all layers."""
+        """One chunk only: all layers."""
         return chunks == 1
 
     def fits(self, pipelines: Pipelines) -> Array:
-        """All that have no stages."""
+        """True for candidates without stages."""
         return pipelines.stages == 1
 
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Tried only where it is pinned."""
+        """Tried only if pinned."""
         return (1,) if pinned and chunks in (None, 1) else ()
 
     def in_flight(self, pipelines: Pipelines) -> Array:
-        """One microbatch."""
         return np.ones(len(pipelines.stages))
 
     def least_in_flight(self, pipelines: Pipelines) -> Array:
-        """One microbatch."""
         return self.in_flight(pipelines)
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
-        """One microbatch."""
         return self.in_flight(pipelines)
 
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
-        """No seconds."""
         return np.zeros(len(pipelines.stages))
 
     def rounds(self, pipelines: Pipelines) -> Array:
-        """No rounds."""
         return np.zeros(len(pipelines.stages))
 
     def put_off(self, *, lockstep: bool) -> float:
-        """Nothing."""
         return 0.0
 
 
@@ -588,7 +462,18 @@ NONE = NoSchedule()
 
 
 class OneForwardOneBackward:
-    """Forward and backward work in turn."""
+    """1F1B: stage s runs S - s - 1 forward tasks, then one forward and one backward task in turn
+    (PipeDream-Flush, arXiv:2006.09503, section 2.2).
+
+        stage 0  F0 F1    B0 F2 B1    B2
+        stage 1     F0 B0 F1 B1 F2 B2
+
+    A step takes as long as with GPipe, (m + S - 1) t. The first stage keeps min(m, S) microbatches;
+    in a single program (SPMD), the 2S - 1 slots of its activation stash plus the chunks in transit.
+
+    >>> [str(task) for task in ONE_F_ONE_B.order(stages=2, microbatches=3, chunks=1)[0]]
+    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    """
 
     name = "1f1b"
     staged = True
@@ -597,27 +482,23 @@ class OneForwardOneBackward:
     backward_in_two = False
 
     def words(self, chunks: int) -> str:
-        """The name."""
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """Later stages go forward fewer times before they go back."""
+        """Later stages run fewer forward tasks before their first backward task."""
         only_whole_stages(self.name, chunks)
         forward, backward = plain(FORWARD, microbatches), plain(BACKWARD, microbatches)
         return tuple(alternating(forward, backward, stages - s - 1) for s in range(stages))
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """One chunk alone."""
         return chunks == 1
 
     def fits(self, pipelines: Pipelines) -> Array:
-        """Any number of microbatches."""
         return pipelines.chunks == 1
 
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Always."""
         return (1,) if chunks in (None, 1) else ()
 
     def in_flight(self, pipelines: Pipelines) -> Array:
@@ -625,11 +506,10 @@ class OneForwardOneBackward:
         return one_in_turn(pipelines)
 
     def least_in_flight(self, pipelines: Pipelines) -> Array:
-        """The same: there is one chunk."""
+        """Equal to `in_flight`: there is only one chunk."""
         return one_in_turn(pipelines)
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
-        """One microbatch."""
         return last_in_turn(pipelines)
 
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
@@ -637,11 +517,9 @@ class OneForwardOneBackward:
         return (pipelines.stages - 1) * tick / pipelines.chunks
 
     def rounds(self, pipelines: Pipelines) -> Array:
-        """S - 1."""
         return (pipelines.stages - 1) / np.ones_like(pipelines.chunks)
 
     def put_off(self, *, lockstep: bool) -> float:
-        """Nothing."""
         return 0.0
 
 
@@ -650,13 +528,13 @@ ONE_F_ONE_B = OneForwardOneBackward()
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of one microbatch on one stage, all its chunks together.
+    """Seconds of one microbatch on one stage, summed over its chunks.
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward pass, but for `weights` where that is done apart.
-        weights: gradients of weights; 0 where no task does them apart.
-        hop: from one stage to the next, while neither waits.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass, without `weights` if that is a task of its own.
+        weights: seconds of the weight gradients; 0 if they are part of `backward`.
+        hop: seconds of a transfer from one stage to the next, during which neither waits.
     """
 
     forward: float
@@ -665,19 +543,13 @@ class Durations:
     hop: float = 0.0
 
     def of(self, kind: str) -> float:
-        """Seconds of a kind of task."""
+        """Seconds of a task of this kind."""
         return {FORWARD: self.forward, BACKWARD: self.backward, WEIGHTS: self.weights}[kind]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A task in its place.
-
-    Attributes:
-        stage: number of the stage.
-        task: what it does.
-        start, seconds: when, and for how long.
-    """
+    """A task with its start time and duration in seconds."""
 
     stage: int
     task: Task
@@ -686,12 +558,24 @@ class Span:
 
     @property
     def end(self) -> float:
-        """The time at which it is done."""
         return self.start + self.seconds
 
 
 def simulate(schedule: Sequence[Order], durations: Durations) -> tuple[Span, ...]:
-    """The spans of all tasks, stage by stage in order."""
+    """The earliest start of every task, stage by stage in execution order.
+
+    A task waits for the preceding task of its stage and for its inputs: F of a chunk for F of the
+    preceding chunk, B for F of its own chunk and for B of the following chunk, W for its B. Chunk c
+    of stage s follows chunk c of stage s - 1; chunk c + 1 of stage 0 follows chunk c of the last
+    stage. A transfer between stages takes `hop` seconds. The simulation is exact: given the orders,
+    the earliest times are unique.
+
+    >>> spans = simulate(orders("1f1b", stages=2, microbatches=2), Durations(forward=1, backward=2))
+    >>> [(str(span.task), span.start, span.end) for span in spans if span.stage == 1]
+    [('F0', 1.0, 2.0), ('B0', 2.0, 4.0), ('F1', 4.0, 5.0), ('B1', 5.0, 7.0)]
+    >>> makespan(spans), most_held(spans, 0), most_held(spans, 1)
+    (9.0, 2, 1)
+    """
     stages, virtual = (
         len(schedule),
         1 + max((task.chunk for order in schedule for task in order), default=0),
@@ -735,7 +619,7 @@ def simulate(schedule: Sequence[Order], durations: Durations) -> tuple[Span, ...
 
 
 def _needs(stage: int, task: Task, stages: int, virtual: int) -> Iterator[tuple[int, Task]]:
-    """(stage, task) of what a task reads."""
+    """The (stage, task) pairs whose results a task reads."""
     micro, chunk = task.microbatch, task.chunk
     position = chunk * stages + stage
     if task.kind == FORWARD and position > 0:
@@ -755,13 +639,13 @@ def _needs(stage: int, task: Task, stages: int, virtual: int) -> Iterator[tuple[
 
 
 def makespan(spans: Iterable[Span]) -> float:
-    """Seconds until the last task is done."""
+    """Seconds until the last task ends."""
     return max((span.end for span in spans), default=0.0)
 
 
 def most_held(spans: Iterable[Span], stage: int, *, until: str = BACKWARD) -> int:
-    """The most chunks that a stage keeps stashed at once: from the start of F to the end of
-    `until`.
+    """The most chunks in the activation stash of a stage at once; each is kept from the start of
+    its F to the end of its `until` task.
     """
     stage_spans = [span for span in spans if span.stage == stage]
     events = sorted(
@@ -776,7 +660,25 @@ def most_held(spans: Iterable[Span], stage: int, *, until: str = BACKWARD) -> in
 
 
 class ZeroBubble:
-    """1F1B with gradients of weights made late."""
+    """Zero-bubble, the handcrafted schedule H1: 1F1B with separate tasks W for weight gradients
+    (arXiv:2401.10241, section 2.2 and table 1).
+
+    The backward pass is split into B, which the preceding stage waits for, and W, which nothing
+    waits for. Stage s runs its first W after s + 1 B. So every stage keeps as many activations as
+    the first stage of 1F1B, and the remaining W fill the time in which 1F1B waits for the last B:
+    its bubble, (S - 1)(F + B + W), becomes (S - 1)(F + B - W). This takes m >= S: each microbatch
+    but the last has one W to fill a gap with, so the bubble is (S - 1)(F + B) - min(S, m) W + W. It
+    also takes W <= F and W <= B, which holds since every weight gradient has the FLOPs of one
+    matmul of F and of B.
+
+    In a single program (SPMD), F and B each take S - 1 more ticks than there are microbatches, and
+    W none: the bubble is (S - 1)(F + B). The program keeps S more microbatches than 1F1B:
+    cotangents that wait for the weight-gradient matmuls, which are about as many bytes as the saved
+    activations.
+
+    >>> [str(task) for task in ZERO_BUBBLE.order(stages=2, microbatches=3, chunks=1)[1]]
+    ['F0', 'B0', 'F1', 'B1', 'W0', 'F2', 'B2', 'W1', 'W2']
+    """
 
     name = "zero-bubble"
     staged = True
@@ -785,55 +687,50 @@ class ZeroBubble:
     backward_in_two = True
 
     def words(self, chunks: int) -> str:
-        """The name."""
         return words_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """1F1B with each W after the B that comes s microbatches later."""
+        """1F1B with each W after the B of the microbatch s positions later."""
         only_whole_stages(self.name, chunks)
         return tuple(_late_weights(microbatches, stages - s - 1, s) for s in range(stages))
 
     def allows(self, chunks: int, *, lockstep: bool) -> bool:
-        """One chunk alone."""
         return chunks == 1
 
     def fits(self, pipelines: Pipelines) -> Array:
-        """Any number of microbatches."""
         return pipelines.chunks == 1
 
     def tried(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
-        """Tried only where nothing is rematerialised: what gradients of weights are made from is
-        kept whatever the remat policy is.
+        """Tried only without rematerialisation: the operands of the weight gradients are kept under
+        any remat policy.
         """
         return (1,) if chunks in (None, 1) and (pinned or policy == "none") else ()
 
     def in_flight(self, pipelines: Pipelines) -> Array:
-        """As 1F1B, and S cotangents more in a single program."""
+        """As 1F1B, plus S cotangents in a single program."""
         return _with_cotangents(pipelines)
 
     def least_in_flight(self, pipelines: Pipelines) -> Array:
-        """The same: there is one chunk."""
+        """Equal to `in_flight`: there is only one chunk."""
         return _with_cotangents(pipelines)
 
     def held_by_last(self, pipelines: Pipelines) -> Array:
-        """One microbatch."""
         return last_in_turn(pipelines)
 
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
-        """(S - 1)(F + B), less the W that fill it where stages wait for their neighbours alone."""
+        """(S - 1)(F + B), less the W that fill it if stages wait only for their neighbours."""
         assert weights is not None, "a bubble filled with weights needs their seconds"
         rounds, micro = pipelines.stages - 1, pipelines.microbatches
         filled = 0.0 if pipelines.lockstep else np.minimum(rounds, micro - 1) * weights
         return np.maximum(0.0, rounds * (tick - weights) - filled)
 
     def rounds(self, pipelines: Pipelines) -> Array:
-        """S - 1."""
         return (pipelines.stages - 1) / np.ones_like(pipelines.chunks)
 
     def put_off(self, *, lockstep: bool) -> float:
-        """Once, where W is late, and once more where it fills a gap."""
+        """Once for the W that run late, and once more for the W that fill gaps."""
         return 1.0 if lockstep else 2.0
 
 
@@ -845,7 +742,7 @@ def _with_cotangents(pipelines: Pipelines) -> Array:
 
 
 def _late_weights(microbatches: int, first: int, late: int) -> Order:
-    """1F1B with each W after the B that comes `late` microbatches later."""
+    """1F1B with each W after the B of the microbatch `late` positions later."""
     tasks: list[Task] = []
     for task in alternating(plain(FORWARD, microbatches), plain(BACKWARD, microbatches), first):
         tasks.append(task)
@@ -863,50 +760,76 @@ SCHEDULES: Mapping[str, Schedule] = {schedule.name: schedule for schedule in _LI
 
 
 def named(name: str) -> Schedule:
-    """The schedule of a name."""
+    """The schedule with this name."""
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}")
     return SCHEDULES[name]
 
 
 def lowered(name: str) -> bool:
-    """Returns whether there is a schedule of a name that programs are lowered to."""
+    """True if programs can be lowered to the schedule with this name."""
     return name in SCHEDULES and SCHEDULES[name].lowered
 
 
 def pipelines() -> tuple[Schedule, ...]:
-    """The schedules of pipelines: all that have stages."""
+    """The schedules that have stages."""
     return tuple(schedule for schedule in SCHEDULES.values() if schedule.staged)
 
 
 def orders(schedule: str, *, stages: int, microbatches: int, virtual: int = 1) -> tuple[Order, ...]:
-    """The order of every stage, where stages wait for their neighbours alone."""
+    """The order of tasks on each stage if stages wait only for their neighbours."""
     return named(schedule).order(stages=stages, microbatches=microbatches, chunks=virtual)
 
 
 def least_in_flight(shape: Pipelines) -> Array:
-    """Microbatches that no schedule undercuts, see `Schedule.in_flight`."""
+    """A lower bound of `Schedule.in_flight` over all schedules."""
     return np.minimum.reduce([schedule.least_in_flight(shape) for schedule in pipelines()])
 
 
 def most_put_off(*, lockstep: bool) -> float:
-    """See `Schedule.put_off`: the most of all schedules."""
+    """The maximum of `Schedule.put_off` over all schedules."""
     return max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
 
 
-#: A whole number, or an array of them: of NumPy, or JAX's own inside of a program.
+#: An integer or an array of integers: NumPy, or JAX inside a program.
 Number = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
-    """A schedule in lockstep.
+    """A schedule in lockstep: the task of each stage at each tick.
+
+    Microbatches pass through the stages in groups of S: a stage runs chunk 0 for a whole group,
+    then chunk 1 for the same group, and so on. This is the order of interleaved 1F1B
+    (arXiv:2104.04473, section 2.2) and, with one chunk, that of PipeDream-Flush. Stage s runs
+    forward unit u at tick u + s, where u = (group v + chunk) S + (microbatch in the group). The
+    output of the last stage at one tick enters stage 0 at the next, as the input of the next chunk.
+    The backward pass is the mirror image: the last stage starts with its last chunk, in the tick of
+    that chunk's forward pass (1F1B) or after all forward work (GPipe, arXiv:1811.06965).
+
+    With M microbatches, a multiple of S if v > 1, forward and backward work take M v + S - 1 ticks
+    each, and 1F1B takes the time of (M v + S - 1) chunks forward and backward: that of the ideal
+    schedule.
+
+    GPipe with several chunks takes all microbatches through one chunk before the next (breadth
+    first, arXiv:2211.05953): if M >= S, outputs of the last stage wait M - S ticks before they
+    enter the first.
+
+    Zero-bubble is 1F1B with a split backward pass (arXiv:2401.10241): activation gradients are
+    computed at once; weight gradients are computed on all stages in the tick of the first stage's
+    backward pass. The S - 1 ticks that only fill the pipeline have none: a step takes M (F + B + W)
+    + (S - 1)(F + B). No lockstep schedule is faster, since M + S - 1 ticks have F, M + S - 1 have
+    B, and M have W.
 
     Attributes:
-        schedule: its name, see `shardlib.schedules`.
+        schedule: name of the schedule.
         stages: number of stages, S.
         microbatches: number of microbatches, M.
         virtual: chunks of layers on each stage, v.
+
+    >>> table = Timetable(schedule="1f1b", stages=2, microbatches=3)
+    >>> [table.forward(tick, 1) for tick in range(3)]
+    [(0, 0, False), (0, 0, True), (1, 0, True)]
     """
 
     schedule: str
@@ -921,33 +844,31 @@ class Timetable:
 
     @property
     def units(self) -> int:
-        """Chunks that a stage does in each direction, those of microbatches that fill up the last
-        group included.
-        """
+        """Chunks that a stage computes in each direction, including the padding of the last group."""
         return -(-self.microbatches // self.group) * self.group * self.virtual
 
     @property
     def group(self) -> int:
-        """Microbatches that a chunk works on before the next chunk does."""
+        """Microbatches that go through a chunk before the next chunk starts."""
         return self.microbatches if self.virtual == 1 or self.forward_first else self.stages
 
     @property
     def lag(self) -> int:
-        """Ticks that what leaves the last stage, for the next chunk, waits before the first stage;
-        the same the other way.
+        """Ticks that an output of the last stage waits for its next chunk on the first stage; the
+        same in the backward direction.
         """
         return max(0, self.group - self.stages) if self.virtual > 1 else 0
 
     @property
     def rounds(self) -> int:
-        """Rounds of M ticks in which each stage begins one chunk; 0 where chunks take turns for
-        groups of S microbatches.
+        """Rounds of M ticks in which each stage starts one chunk; 0 if chunks alternate for groups
+        of S microbatches.
         """
         return self.virtual if self.forward_first and self.virtual > 1 else 0
 
     @property
     def forward_ticks(self) -> int:
-        """Ticks [0, n) have forward work."""
+        """The number of ticks with forward work: [0, n)."""
         return self.units + self.stages - 1
 
     @property
@@ -957,23 +878,23 @@ class Timetable:
 
     @property
     def ticks(self) -> int:
-        """Ticks of a step."""
+        """Ticks per step."""
         return self.turn + self.forward_ticks
 
     @property
     def split(self) -> bool:
-        """True if gradients of weights are made later than those of activations."""
+        """True if weight gradients are computed later than activation gradients."""
         return named(self.schedule).backward_in_two
 
     @property
     def weights_turn(self) -> int:
-        """The first tick with gradients of weights."""
+        """The first tick with weight gradients."""
         return self.turn + (self.stages - 1) * self.split
 
     @property
     def phases(self) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-        """(first tick, tick after the last, kinds of work: "forward", "backward", "weights") of
-        every run of equal ticks.
+        """(first tick, end tick, kinds of work: "forward", "backward", "weights") of each run of
+        ticks with the same kinds of work.
         """
         spans = {"forward": (0, self.forward_ticks), "backward": (self.turn, self.ticks)} | (
             {"weights": (self.weights_turn, self.ticks)} if self.split else {}
@@ -992,8 +913,8 @@ class Timetable:
 
     @property
     def slots(self) -> int:
-        """Units whose forward work a stage remembers: from the tick that did it to the tick that
-        goes back, on the first stage in the first chunk.
+        """Slots of the activation stash: units in flight between their forward and their backward
+        tick, on the first stage in the first chunk.
         """
         return (
             self.forward_ticks
@@ -1003,47 +924,46 @@ class Timetable:
 
     @property
     def last_chunk(self) -> int:
-        """Number of the last chunk of a stage."""
         return self.virtual - 1
 
     def forward(self, tick: Number, stage: Number) -> tuple[Number, Number, Number]:
-        """(microbatch, chunk, whether there is work) of a stage at a tick; numbers or arrays of
-        them. Without work the first two are within bounds and mean nothing.
+        """(microbatch, chunk, True if there is work) of a stage at a tick; integers or arrays.
+        Without work the first two are within bounds but meaningless.
         """
         return self._of(tick - stage)
 
     def backward(self, tick: Number, stage: Number) -> tuple[Number, Number, Number]:
-        """The same for backward work."""
+        """(microbatch, chunk, True if there is work) of the backward pass, as in `forward`."""
         micro, mirrored, works = self._of(tick - self.turn - (self.stages - 1 - stage))
         return micro, self.last_chunk - mirrored, works
 
     def weights(self, tick: Number) -> tuple[Number, Number, Number]:
-        """The same for gradients of weights, which all stages do for the same unit."""
+        """(microbatch, chunk, True if there is work) of the weight gradients, the same on all
+        stages.
+        """
         micro, mirrored, works = self._of(tick - self.weights_turn)
         return micro, self.last_chunk - mirrored, works
 
     def forward_slot(self, tick: Number, stage: Number) -> Number:
-        """Place of the activation stash for the forward work of a tick; without work, a place that
-        nothing is waiting in.
-        """
+        """Stash slot that the forward work of a tick writes; without work, an unused slot."""
         return (tick - stage) % self.slots
 
     def backward_slot(self, tick: Number, stage: Number) -> Number:
-        """Place of the activation stash with the forward work that goes back in a tick."""
+        """Stash slot that the backward work of a tick reads."""
         return self._unit(*self.backward(tick, stage)[:2]) % self.slots
 
     def weights_slot(self, tick: Number) -> Number:
-        """Returns the place of the forward work whose gradients of weights are made in a tick."""
+        """Stash slot that the weight gradients of a tick read."""
         return self._unit(*self.weights(tick)[:2]) % self.slots
 
     def passing_slot(self, tick: Number, stage: Number) -> Number:
-        """Returns the place, of S, that keeps what the backward work of a tick passes on to the
-        making of gradients of weights.
+        """Slot, of S, that the backward work of a tick writes its cotangents to, for the weight
+        gradients.
         """
         return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
 
     def passed_slot(self, tick: Number) -> Number:
-        """The place that the making of gradients of weights reads in a tick."""
+        """Slot of cotangents that the weight gradients of a tick read."""
         return (tick - self.weights_turn) % self.stages
 
     def _unit(self, micro: Number, chunk: Number) -> Number:
@@ -1062,8 +982,15 @@ IDLE = "·"
 
 
 def text(table: Timetable) -> str:
-    """Two rows a stage, forward (>) and backward (<) work, a column a tick: numbers of
-    microbatches, after a letter for the chunk of layers where a stage has several.
+    """A timetable as text: per stage a forward (>) and a backward (<) row, a column per tick with
+    the index of the microbatch, after a letter for the chunk if there are several.
+
+    >>> print(text(Timetable(schedule="1f1b", stages=2, microbatches=3)))
+    tick         0 1 2 3 4
+    stage 0  >   0 1 2 · ·
+             <   · · 0 1 2
+    stage 1  >   · 0 1 2 ·
+             <   · 0 1 2 ·
     """
     rows = [("tick", "", [str(tick) for tick in range(table.ticks)])]
     for stage in range(table.stages):
@@ -1096,8 +1023,12 @@ def text(table: Timetable) -> str:
 
 
 def orders_text(schedule: Sequence[Order]) -> str:
-    """A row a stage, what it does one after the other (`shardlib.schedules`), where it waits
-    for nothing but its neighbours and all work takes equally long.
+    """Orders of tasks as text: a row per stage, if stages wait only for their neighbours and all
+    tasks take equally long.
+
+    >>> print(orders_text(orders("zero-bubble", stages=2, microbatches=2)))
+    stage 0  F0 F1 ·· B0 W0 B1 W1
+    stage 1  ·· F0 B0 F1 B1 W0 W1
     """
     spans = simulate(schedule, Durations(forward=1.0, backward=1.0, weights=1.0))
     each = min(span.seconds for span in spans)
