@@ -844,7 +844,9 @@ class Timetable:
 
     @property
     def units(self) -> int:
-        """Chunks that a stage computes in each direction, including the padding of the last group."""
+        """Chunks that a stage computes in each direction, including the padding of the last
+        group.
+        """
         return -(-self.microbatches // self.group) * self.group * self.virtual
 
     @property
