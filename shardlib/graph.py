@@ -1,12 +1,10 @@
-"""The intermediate representation of a program, with no JAX in it: graphs of ops with factor rules,
-their checks, step graphs, and the problem that a plan is made for.
+"""The intermediate representation of a program, without JAX: graphs of ops with factor rules, their
+checks, step graphs, and the problem that a plan is made for.
 
-Factor rules describe how the dims of an op's operands and results correspond.
-
-A *factor* is one index of an op, as in an einsum: a matmul [b, i] x [i, j] -> [b, j] has three.
-Each dim of each operand and result is a tuple of factors, the major one first (a reshape that
-merges heads and head_dim has a dim with two); a dim without a factor is `()`: it has size 1, or
-nothing is known about it.
+A factor rule says how the dims of an op's operands and results correspond. A *factor* is one index
+of an op, as in an einsum: a matmul [b, i] x [i, j] -> [b, j] has three. Each dim of each operand
+and result is a tuple of factors, the major one first (a reshape that merges heads and head_dim has
+a dim with two). A dim without a factor is `()`: it has size 1, or nothing is known about it.
 
 >>> rule = FactorRule(
 ...     sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed={1}
@@ -16,31 +14,12 @@ nothing is known about it.
 >>> print(rule)
 [a b] [b c] -> [a c] where a=8 b=4 c=16, sum b
 
-There are three kinds of factors. A *parallel* factor is sharded freely: every device computes its
-part. A *summed* factor is contracted: sharding it leaves partial sums that a reduction must add up.
-A *whole* factor must not be sharded: the op mixes positions along it (sort, cumulative sum, a
-window), so a sharded operand is gathered first.
-
-A dim may be several things side by side, as the fused kernel of queries, keys and values is: then
-the major factor counts the pieces and is *outer*, and sharding the dim shards the next factor,
-which is every piece (`shardlib.propagation.colours`).
-
-Each vendor has a kernel of attention:
-
->>> OF_VENDOR["google"]
-'splash'
-
-`Rows` says how the results of a loss depend on the rows of its batch.
-
-A batch may be worked through in several parts, one after the other, only where that changes no
-number. That is known of sums over rows, multiplied or divided by any value; where rows meet before
-the end (a contrastive loss, statistics of a batch) no sum over parts gives the result of the whole.
-
->>> Rows(loss=Dependence(kind="mean")).splits
-True
->>> where = "dot_general at loss.py:12"
->>> Rows(loss=Dependence(kind="coupled", why="rows meet other rows", where=where)).reasons
-('the loss: rows meet other rows (dot_general at loss.py:12)',)
+A *parallel* factor can be sharded freely: every device computes its part. A *summed* factor is
+contracted: sharding it leaves partial sums that a reduction must add up. A *whole* factor must not
+be sharded: the op mixes positions along it (sort, cumulative sum, a window), so a sharded operand
+is gathered first. An *outer* factor counts the pieces of a dim that concatenates several tensors,
+such as the fused projection of queries, keys and values: sharding the dim shards the next factor,
+that is, every piece (`shardlib.propagation.colours`).
 """
 
 from __future__ import annotations
@@ -60,19 +39,20 @@ Dim = tuple[int, ...]
 Dims = tuple[Dim, ...]
 
 
-#: A dim of an op: whether it is of a result, of which one, and which of its dims.
+#: A dim of an op: True if it is of a result, the index of the operand or result, the index of the
+#: dim.
 Place = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A dim that is a run of consecutive positions of a longer one, as the results of a split are.
+    """A dim that is a run of consecutive positions of a longer one, such as the result of a split.
 
     Attributes:
         long: the longer dim.
-        short: the shorter one; None where it has one position and the op drops it (`unstack`).
+        short: the shorter one; None if it has size 1 and the op drops it (`unstack`).
         start: first position of the run in the longer dim.
-        size: its length.
+        size: length of the run.
     """
 
     long: Place
@@ -87,14 +67,14 @@ class FactorRule:
 
     Attributes:
         sizes: size of each factor, elements.
-        operands: for each operand, for each dim, its factors.
+        operands: the factors of each dim of each operand.
         results: the same for the results.
-        summed: factors whose cut leaves partial results (the reduction may be a sum, a maximum,
-            ...).
+        summed: factors that leave partial results when sharded (the reduction may be a sum, a
+            maximum, ...).
         whole: factors that must not be sharded.
-        outer: those of them that count the pieces of a dim; a cut of the dim cuts the next factor
-            instead.
-        windows: dims that are runs of positions of others.
+        outer: whole factors that count the pieces of a dim; sharding the dim shards the next
+            factor.
+        windows: dims that are runs of positions of other dims.
     """
 
     sizes: tuple[int, ...]
@@ -113,21 +93,20 @@ class FactorRule:
         assert not self.summed & self.whole, (self.summed, self.whole)
 
     def used(self) -> set[int]:
-        """Every factor that some dim mentions."""
+        """The factors that occur in some dim."""
         return {
             factor for dims in (*self.operands, *self.results) for dim in dims for factor in dim
         }
 
     def major(self, dim: Dim) -> int | None:
-        """The factor that a cut of this dim cuts: the major one larger than 1 that counts no
-        pieces; None where there is none.
+        """The factor that is sharded when this dim is: the first one larger than 1 that is not
+        outer; None if there is none.
         """
         return next(
             (factor for factor in dim if self.sizes[factor] > 1 and factor not in self.outer), None
         )
 
     def dims(self) -> Iterator[tuple[Place, Dim]]:
-        """Every dim of every operand and result."""
         for result, values in ((False, self.operands), (True, self.results)):
             for position, dims in enumerate(values):
                 yield from (
@@ -155,9 +134,7 @@ class FactorRule:
 def elementwise(
     shapes: Iterable[tuple[int, ...]], result: tuple[int, ...], results: int = 1
 ) -> FactorRule:
-    """The rule of an op that works position by position; operands may have size-1 dims that
-    broadcast, or rank 0.
-    """
+    """The rule of an elementwise op; operands may have size-1 dims that broadcast, or rank 0."""
     return FactorRule(
         sizes=result,
         operands=tuple(
@@ -175,9 +152,7 @@ def elementwise(
 
 
 def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...]]) -> FactorRule:
-    """The rule of an op about which nothing is known: every dim is a factor of its own that must
-    stay whole.
-    """
+    """The rule of an unknown op: every dim is a whole factor of its own."""
     sizes: list[int] = []
 
     def fresh(shape: tuple[int, ...]) -> Dims:
@@ -198,9 +173,9 @@ def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...
 # Programs as graphs.
 #
 # A `Graph` is a flat list of ops in execution order. Loops and branches do not nest: every op
-# belongs to a *region*, and a region knows its parent and how often it runs for one run of its
-# parent. Values enter and leave a loop through *boundary* ops of no cost that carry ordinary
-# factor rules:
+# belongs to a *region*, and a region knows its parent and its number of executions per execution of
+# the parent. Values enter and leave a loop through *boundary* ops of zero cost with ordinary factor
+# rules:
 #
 #     enter   [layers, in, out] -> [in, out]   a stacked operand of a scan, one slice per iteration
 #     carry   [batch, embed] -> [batch, embed] the initial carry, the body's carry, the final carry
@@ -209,11 +184,10 @@ def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...
 # so that propagation and cost see one kind of op. Ops called through jit, remat and custom
 # derivatives are inlined.
 #
-# `Op.path` locates the op in the program it was traced from, "3/body/12" say; lowering uses it to
-# find the equation again.
+# `Op.path` is the position of the op in the traced program, "3/body/12" say; lowering uses it to
+# find the equation.
 
-#: Bytes of an element for each dtype name that JAX uses; sub-byte types count whole bytes as stored
-#: unpacked on CPU.
+#: Bytes per element by dtype name; sub-byte types count whole bytes, as stored unpacked on CPU.
 ITEMSIZE: dict[str, int] = {
     "bool": 1,
     **dict.fromkeys(("int1", "uint1", "int2", "uint2", "int4", "uint4"), 1),
@@ -242,7 +216,7 @@ ITEMSIZE: dict[str, int] = {
     "complex128": 16,
 }
 
-#: What an op does to the machine; cost models treat each differently.
+#: Categories of ops that cost models treat differently.
 CATEGORIES: tuple[str, ...] = (
     "matmul",
     "convolution",
@@ -258,7 +232,7 @@ CATEGORIES: tuple[str, ...] = (
 
 
 def input_source(number: int) -> tuple[str, int]:
-    """Returns the key of an input of a program, as results of operations have (path, index)."""
+    """The key of an input of a program, analogous to the (path, index) of results."""
     return "input", number
 
 
@@ -270,8 +244,8 @@ class Value:
         shape: elements per dim.
         dtype: JAX's name of the dtype; "key" for PRNG keys and "token" for effects.
         path: tree path for inputs ("params.layers.mlp.kernel", "batch.tokens"), else "".
-        role: "parameter" (trained), "frozen" (used as a parameter is, without a gradient), "state"
-            (other model state), "batch", "constant" or "internal".
+        role: "parameter" (trained), "frozen" (a parameter without a gradient), "state" (other model
+            state), "batch", "constant" or "internal".
     """
 
     shape: tuple[int, ...]
@@ -281,7 +255,7 @@ class Value:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return ITEMSIZE.get(self.dtype, 4)
 
     @property
@@ -298,11 +272,11 @@ class Op:
         kind: JAX's primitive name, or "enter", "carry", "exit" for boundaries.
         operands: indices into `Graph.values`.
         results: indices into `Graph.values`.
-        rule: how the dims hang together.
+        rule: the correspondence of the dims.
         category: one of `CATEGORIES`.
-        flops: floating-point operations of one execution on the whole, uncut arrays.
+        flops: floating-point operations of one execution on the unsharded arrays.
         region: index into `Graph.regions`.
-        path: where the equation stands in the traced program.
+        path: position of the equation in the traced program.
         scope: the model's name scope, for messages.
     """
 
@@ -320,18 +294,18 @@ class Op:
         assert self.category in CATEGORIES, self.category
 
     def value(self, result: bool, position: int) -> int:
-        """The index of an operand, or of a result."""
+        """The value index of an operand or of a result."""
         return (self.results if result else self.operands)[position]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A piece of the program that runs as a whole.
+    """A part of the program that executes as a unit.
 
     Attributes:
-        parent: index of the region around it; -1 for the root.
+        parent: index of the enclosing region; -1 for the root.
         kind: "root", "scan", "while" or "branch".
-        trips: executions for one execution of the parent.
+        trips: executions per execution of the parent.
     """
 
     parent: int
@@ -349,7 +323,7 @@ class Graph:
         regions: region 0 is the root.
         inputs: value indices of the program's inputs, in order.
         outputs: value indices of its results, in order.
-        findings: what tracing noticed.
+        findings: findings of tracing.
     """
 
     values: tuple[Value, ...]
@@ -362,7 +336,7 @@ class Graph:
     __repr__ = compact
 
     def trips(self, region: int) -> int:
-        """Executions of a region in one run of the program."""
+        """Executions of a region per run of the program."""
         total = 1
         while region >= 0:
             total *= self.regions[region].trips
@@ -370,7 +344,7 @@ class Graph:
         return total
 
     def producers(self) -> dict[int, int]:
-        """For each value that an op makes, the index of that op."""
+        """The index of the producing op, by value index."""
         return {value: index for index, op in enumerate(self.ops) for value in op.results}
 
     def inputs_of(self, role: str) -> Iterator[int]:
@@ -386,16 +360,16 @@ class Graph:
 # --------------------------------------------------------------------------------------------------
 # Checks that a graph is well formed.
 #
-# Run after tracing and after every rewrite. It checks four laws: a value is defined once and
-# before it is used; a rule has the ranks and sizes of the values it describes; no dim shares a
-# factor with another dim of the same value; an op reads only values of its own region or of a
-# region around it. Two kinds of boundary op look outwards: the results of an "exit", and of the
-# "carry" at path ".../final/k" that leaves a loop, belong to the region around their own; the
-# "carry" that joins the branches of a condition reads from the regions just inside.
+# Run after tracing and after every rewrite. Four laws: a value is defined once and before it is
+# used; a rule has the ranks and sizes of the values it describes; no dim shares a factor with
+# another dim of the same value; an op reads only values of its own or an enclosing region. Two
+# kinds of boundary op cross regions: the results of an "exit", and of the "carry" at path
+# ".../final/k" that leaves a loop, belong to the enclosing region; the "carry" that joins the
+# branches of a condition reads from the enclosed regions.
 
 
 def check(graph: Graph, before: Graph | None = None) -> None:
-    """Asserts that a graph is well formed."""
+    """Asserts that a graph is well formed; ops shared with `before`, which passed, are skipped."""
     checked = set[int]()
     if before is not None and graph.values is before.values:
         checked = {id(op) for op in before.ops}
@@ -480,21 +454,21 @@ def _name(op: Op) -> str:
     return f"{op.kind} at {op.path or '?'}"
 
 
-#: In blocks, by XLA on any machine; by splash attention, which comes with JAX, on TPUs; by the
-#: kernel of cuDNN on NVIDIA GPUs.
+#: Kernels of attention: in blocks, by XLA on any machine; splash attention, which comes with JAX,
+#: on TPUs; the cuDNN kernel on NVIDIA GPUs.
 Kind = Literal["blocks", "splash", "cudnn"]
 KINDS: tuple[Kind, ...] = ("blocks", "splash", "cudnn")
-#: The most queries, and the most keys, of a block.
+#: The most queries, and the most keys, per block.
 BLOCK = 1024
-#: The kernel of a vendor's chips.
+#: The attention kernel of a vendor's chips.
 OF_VENDOR: dict[str, Kind] = {"google": "splash", "nvidia": "cudnn"}
 
 
 # --------------------------------------------------------------------------------------------------
 # The ops that the results of a graph need.
 #
-# XLA removes what nothing reads, so a cost model must not count it. A loop's carry needs care:
-# whoever reads the carry inside the body also needs what the body makes of it.
+# XLA removes unused ops, so a cost model must not count them. A loop's carry needs care: a reader
+# of the carry inside the body also needs the carry's next value, computed by the body.
 
 
 def prune(graph: Graph) -> Graph:
@@ -522,7 +496,9 @@ def prune(graph: Graph) -> Graph:
 
 
 def _final(path: str) -> str | None:
-    """The path of the op that takes a carry out of the loop, given the op that takes it in."""
+    """The path of the op by which a carry leaves the loop, given that of the op by which it
+    enters.
+    """
     *loop, which, number = path.split("/")
     return "/".join([*loop, "final", number]) if which == "carry" else None
 
@@ -530,12 +506,15 @@ def _final(path: str) -> str | None:
 # --------------------------------------------------------------------------------------------------
 # The forward pass of a step graph.
 #
-# A step graph computes a loss and its gradients. What the loss needs is the forward pass; in a
-# loop, everything beside it is, too, since a loop that rematerialises or goes back is another one.
+# A step graph computes a loss and its gradients. The ops that the loss needs are the forward pass;
+# so is every other op of a loop among them, since rematerialisation and the backward pass are loops
+# of their own.
 
 
 def forward_pass(graph: Graph, *, saves: bool) -> Graph:
-    """The forward pass of a step graph; values keep their indices."""
+    """The forward pass of a step graph; values keep their indices. With `saves`, all ops of forward
+    loops are included, and the outputs include the values that the backward pass reads.
+    """
     results = graph.outputs[: len(graph.outputs) - sum(1 for _ in graph.inputs_of("parameter"))]
     lean = prune(replace(graph, outputs=results))
     if not saves:
@@ -570,7 +549,7 @@ def forward_pass(graph: Graph, *, saves: bool) -> Graph:
     )
 
 
-#: What a result can be, by what happens to it when the batch is worked through in parts.
+#: Kinds of results, by how they combine over parts of the batch.
 ROWS_KINDS: tuple[str, ...] = (
     "mean",
     "sum",
@@ -587,9 +566,9 @@ class RowDim:
     """The dim of an array that holds its rows.
 
     Attributes:
-        dim: its dim of rows.
-        inner: elements along that dim that belong to one row, side by side.
-        bytes: of the array.
+        dim: index of the dim.
+        inner: adjacent elements along that dim that belong to one row.
+        bytes: size of the array.
     """
 
     dim: int
@@ -602,17 +581,17 @@ class Dependence:
     """The dependence of one result on the rows of the batch.
 
     Attributes:
-        kind: "mean" of a function of each row; "sum" of it; "additive": several such sums that are
-            scaled differently by the number of rows; "weighted mean": a sum over rows with
-            coefficients that are made from the data of the whole batch; "constant": no row is
-            looked at; "rows": an array with a value for every row, which looks at that row alone;
-            "coupled": rows meet before the end.
-        why: what couples the rows.
-        where: the operation and the line of the source where they meet.
-        notes: what is computed in every part by itself although the rows meet in it, by the
-            function's own declaration: "balance".
-        fixed: whether the rows are coupled since the loss computes for their number alone.
-        rows: where the rows are, of "rows".
+        kind: "mean" of a function of each row; "sum" of it; "additive": several such sums that
+            scale differently with the number of rows; "weighted mean": a sum over rows with
+            coefficients computed from the whole batch; "constant": independent of the rows; "rows":
+            an array with a value per row that depends on that row alone; "coupled": rows are
+            combined before the end.
+        why: reason for the coupling.
+        where: operation and source line of the coupling.
+        notes: values that couple rows but are computed per part, as their function declares:
+            "balance".
+        fixed: True if the only reason for the coupling is a fixed number of rows in the loss.
+        rows: the dim of the rows, of kind "rows".
     """
 
     kind: str
@@ -632,13 +611,24 @@ class Dependence:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The dependence of all results of a loss on the rows of the batch.
+    """The dependence of all results of a loss on the rows of its batch.
+
+    A batch may be split into parts that are computed one after the other only if no number changes.
+    That is proven for sums over rows, multiplied or divided by any value; if rows are combined
+    before the end (a contrastive loss, batch statistics), no sum over parts equals the result of
+    the whole.
+
+    >>> Rows(loss=Dependence(kind="mean")).splits
+    True
+    >>> where = "dot_general at loss.py:12"
+    >>> Rows(loss=Dependence(kind="coupled", why="rows meet other rows", where=where)).reasons
+    ('the loss: rows meet other rows (dot_general at loss.py:12)',)
 
     Attributes:
-        loss: the loss.
-        metrics: every metric, by path.
-        state: every array of the model's state that is not what it was, by path.
-        asserted: whether the user vouched for it (`rows="mean"`), so that nothing was proven.
+        loss: that of the loss.
+        metrics: that of every metric, by path.
+        state: that of every array of model state that the loss changes, by path.
+        asserted: True if the user vouched for it (`rows="mean"`), so that nothing was proven.
     """
 
     loss: Dependence
@@ -648,7 +638,7 @@ class Rows:
 
     @property
     def all(self) -> tuple[tuple[str, Dependence], ...]:
-        """Every result with what to call it."""
+        """Every result with its name in messages."""
         return (
             ("the loss", self.loss),
             *((f"metric {path!r}", dependence) for path, dependence in self.metrics),
@@ -657,7 +647,7 @@ class Rows:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reasons why the batch cannot be worked through in parts; empty where it can."""
+        """Reasons why the batch cannot be split into parts; empty if it can."""
         if self.loss.fixed:
             return (f"the loss: {self.loss}",)
         return tuple(
@@ -666,13 +656,13 @@ class Rows:
 
     @property
     def splits(self) -> bool:
-        """True if the batch can be worked through in parts with the numbers of the whole."""
+        """True if computing the batch in parts gives the same numbers."""
         return not self.reasons
 
     @property
     def by_row(self) -> tuple[tuple[str, RowDim], ...]:
-        """The results that have a value for every row, with what to call them; microbatches are put
-        together to the rows of the whole batch, which are kept until the last.
+        """Results with a value per row, with their names; those of the microbatches are
+        concatenated and kept until the last microbatch.
         """
         return tuple(
             (name, dependence.rows) for name, dependence in self.all if dependence.rows is not None
@@ -680,37 +670,36 @@ class Rows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The values that every part computes by itself, see `Dependence.notes`."""
+        """The values that every part computes separately, see `Dependence.notes`."""
         return tuple(dict.fromkeys(note for _, dependence in self.all for note in dependence.notes))
 
 
 # --------------------------------------------------------------------------------------------------
-# The problem of a plan: everything the search needs to know about a model.
+# The problem of a plan: the input of the search.
 #
-# Tracing makes a `Problem` once; searching, pricing and explaining read it. The costs come from
-# *step graphs*: what one call of value-and-gradient computes, forward and backward, one graph per
-# remat policy, with repeated layers folded into loops. The names and layouts come from the
-# *forward graph*, which is the user's loss as written.
+# Tracing makes a `Problem` once; search, pricing and reports read it. Costs come from *step
+# graphs*: one call of value-and-gradient, forward and backward, one graph per remat policy, with
+# repeated layers folded into loops. Names and layouts come from the *forward graph*, the user's
+# loss as written.
 
-#: What paths of model state begin with.
+#: Prefix of the paths of model state.
 STATE = "state"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """An array of the model: trained, or frozen, or state that the loss updates.
+    """An array of the model: trained, frozen, or state that the loss updates.
 
     Attributes:
         path: tree path, "layers.mlp.up.kernel"; that of state begins with `STATE`.
         shape: elements per dim.
         dtype: stored dtype.
-        axes: the user's logical axis per dim; None where unnamed.
-        state_bytes_per_element: bytes of optimizer state per element that have the parameter's
+        axes: the user's logical axis per dim; None for unnamed dims.
+        state_bytes_per_element: bytes per element of the optimizer state that has the parameter's
             shape (8 for Adam in float32).
-        state_arrays: how many arrays of optimizer state have the parameter's shape; 0 where nobody
-            counted them.
-        role: "trained"; "frozen" for what no step changes; "updated" for model state that the loss
-            itself changes. Only what is trained has a gradient and optimizer state.
+        state_arrays: number of arrays of optimizer state with the parameter's shape; 0 if unknown.
+        role: "trained"; "frozen" if no step changes it; "updated" for model state that the loss
+            changes. Only trained parameters have a gradient and optimizer state.
     """
 
     path: str
@@ -729,12 +718,11 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class InputDim:
-    """Ties an input of a step graph to the parameters or batch arrays it was made of.
+    """The parameters or batch arrays that an input of a step graph was made of.
 
     Attributes:
-        paths: tree paths of the arrays behind this input; several when layers written out one by
-            one were stacked.
-        stacked: whether the input has an extra leading dim over `paths`.
+        paths: tree paths of the arrays behind this input; several if unrolled layers were stacked.
+        stacked: True if the input has an extra leading dim over `paths`.
     """
 
     paths: tuple[str, ...]
@@ -747,11 +735,9 @@ class StepGraph:
 
     Attributes:
         graph: forward and backward ops; its inputs follow `inputs`. Its outputs are the loss and
-            other results first, then one gradient for each parameter input, in the order of the
-            parameter inputs.
-        inputs: for each input of the graph, which arrays it stands for.
-        gradients: value index of the gradient for each input that is a parameter, in order of the
-            inputs.
+            other results first, then one gradient per parameter input, in the order of the inputs.
+        inputs: the arrays behind each input of the graph.
+        gradients: value index of the gradient of each parameter input, in the order of the inputs.
     """
 
     graph: Graph
@@ -763,11 +749,11 @@ class StepGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCalls:
-    """The demands of a loss's calls of attention on kernels.
+    """The requirements of a loss's attention calls on kernels.
 
     Attributes:
-        without: for each kernel (`shardlib.graph`) that cannot compute some call, why not.
-        width: of the widest head, elements; 0 without any call.
+        without: for each kernel that cannot compute some call, the reason.
+        width: elements of the widest head; 0 without any call.
     """
 
     without: tuple[tuple[str, str], ...] = ()
@@ -779,20 +765,20 @@ class Problem:
     """A model, its loss and its batch, ready to be planned.
 
     Attributes:
-        model: a name for people.
+        model: name for output.
         forward: the loss as written; its inputs are parameters, then model state, then batch.
         steps: step graph per remat policy name ("none", "full", ...).
-        parameters: every array that is trained or frozen, in tree order; then floating-point state
-            that the loss updates.
+        parameters: trained and frozen arrays in tree order, then floating-point state that the loss
+            updates.
         batch: (path, shape, dtype, logical axes) of every batch array; sizes are global.
         state_bytes: bytes of other model state (replicated).
         tokens: tokens in the global batch.
-        compute_dtype: dtype of the matmuls that dominate.
-        functions: kinds of custom calls that the loss calls (`shardlib.functions`):
-            "attention", "dropless", "capacity".
-        rows: how the loss depends on the rows of the batch.
-        attention: what kernels of attention must do for it.
-        pieces: (value, dim) of the forward graph that are several things side by side
+        compute_dtype: dtype of the dominant matmuls.
+        functions: kinds of custom calls of the loss (`shardlib.functions`): "attention",
+            "dropless", "capacity".
+        rows: dependence of the loss on the rows of the batch.
+        attention: requirements on attention kernels.
+        pieces: (value, dim) of the forward graph that concatenate several tensors
             (`shardlib.propagation.colours`) -> the size of each.
     """
 
@@ -817,7 +803,7 @@ class Problem:
 # --------------------------------------------------------------------------------------------------
 # Graphs as text.
 #
-# One line per value that comes in and per op, indented by loop:
+# One line per input and per op, indented by loop:
 #
 #   %0 float32[4, 8] params.w (parameter)
 #   ...
@@ -826,7 +812,7 @@ class Problem:
 
 
 def text(graph: Graph) -> str:
-    """The graph as readable lines, the same for equal graphs."""
+    """The graph as text; equal graphs have equal text."""
     lines = [f"%{index} {_value(graph.values[index])}" for index in graph.inputs]
     lines += [
         f"%{index} {_value(value)}"

@@ -1,31 +1,26 @@
 """Framework profiles and training frameworks: the effects of the software between a model and its
 chips, as tables of facts with their sources.
 
-A traced program says what is computed. How often gradients are reduced, whether the scores of
-attention are ever written to memory, what an optimizer keeps and what hides behind what is decided
-by the software that runs it: a `FrameworkProfile`.
-
->>> FrameworkProfile(name="ours").reduction, FrameworkProfile(name="ours", scaling="rows").scaling
-('microbatch', 'rows')
-
-The profiles that shardlib knows are XLA's, and those of published training runs. `XLA` is the
-default and changes nothing; the others are data, `framework_profiles/NAME.json`.
+A traced program says what is computed. How often gradients are reduced, whether attention scores
+are written to memory, what an optimizer keeps, and which communication is hidden depend on the
+software that runs it: a `FrameworkProfile`. `XLA` is the default and changes nothing; the profiles
+of published training runs are data, `framework_profiles/NAME.json`.
 
 >>> XLA.attention, framework_profile("megatron-core").attention
 ('traced', 'fused')
 >>> megatron = framework_profile("megatron-core")
 >>> FrameworkProfile.from_json(megatron.to_json()) == megatron
 True
+>>> FrameworkProfile(name="ours").reduction, FrameworkProfile(name="ours", scaling="rows").scaling
+('microbatch', 'rows')
 
-`Abilities` of a training framework are the decisions that it can honour:
+`Abilities` are the decisions that a training framework can implement. A `Framework`,
+`shardlib/cost/frameworks/NAME.json`, has abilities and the profile that it is priced as. Profiles
+of older releases, and of frameworks without such a file, can also be named.
 
 >>> able = Abilities(axes=("data", "tensor"), zero=(0, 1), remat=("none", "full"))
 >>> able.refusals({"zero": 3, "mesh": {"data": 8}}, {"data": 8})
 ['zero=3 (it has zero 0, 1)']
-
-A `Framework`, `shardlib/cost/frameworks/NAME.json`, has its abilities and the profile that it is
-priced as. Profiles of older releases, and of frameworks that have no such file, can be named too.
-
 >>> framework("torchtitan", "nvidia").able.zero
 (0, 3)
 >>> framework("maxtext", "google").profile, framework("maxtext", "nvidia").profile
@@ -49,7 +44,7 @@ from shardlib.layout import INNER_AXES
 from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import JsonMapping, JsonObject, construct, shown
 
-#: Words that a field may have.
+#: Legal values of the fields that are words.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "blocks", "rematerialised"),
     "saves": ("traced", "operands", "eager"),
@@ -65,7 +60,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "collected": ("apart", "together"),
     "exchange": ("whole", "gathered", "ranks"),
 }
-#: Names of results of a layer (`shardlib.cost.facts`).
+#: Names of the results of a layer (`shardlib.cost.facts`).
 RESULTS: tuple[str, ...] = (
     "layer_input",
     "query",
@@ -77,7 +72,7 @@ RESULTS: tuple[str, ...] = (
     "wide",
     "narrow",
 )
-#: Fields between 0 and 1, where they are given.
+#: Fields that are between 0 and 1 if given.
 SHARES: tuple[str, ...] = (
     "gather_overlap",
     "reduce_overlap",
@@ -89,105 +84,100 @@ SHARES: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
-    """A training framework as a table of facts. None, "" and "traced" leave what the traced program
-    and the vendor's constants say.
+    """A training framework as a table of facts. None, "" and "traced" stand for the traced program
+    and the vendor's figures.
 
     Attributes:
-        name: what people call it.
-        attention: "fused" where the core of attention is one kernel that writes no scores
-            (arXiv:2205.14135); "blocks" where it is a program of XLA in blocks, whose scores are
-            written and not kept; "traced" as the model is written; "rematerialised" where its
-            scores and softmax are not saved but rematerialised (selective recomputation,
-            arXiv:2205.05198, section 5).
-        attention_block: queries and keys that a kernel of fused attention works on at once; a
-            causal mask saves whole blocks.
-        saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff
-            keeps; "operands" what layers written by hand keep, operands of matmuls and inputs of
-            non-linear functions, while the rest of an element-wise chain is rematerialised inside
-            the backward kernels (arXiv:2205.05198, section 4.1); "eager" those and both factors of
-            a product of two branches, where every op is a kernel of its own.
-        routed_saves: what experts that tokens are routed to keep: "as others" what `saves` says;
-            "rows" the rows and products that their matmuls and activations read, as
-            `shardlib.lowering.experts` does it.
-        kept: results of a layer that the forward pass keeps, by name
-            (`shardlib.cost.facts`), beside its input; all else is rematerialised. ()
-            as `saves` says.
-        offloaded: results of a layer that wait in host memory for the backward pass; two layers'
-            worth is on its way.
-        attention_copies: bytes that stay beside what the kernel of attention keeps, over those of
-            its result: buffers of which it reads a part, transposed copies.
-        gathered_inputs: with sequence parallelism, whether what was gathered along the sequence for
-            a matmul is kept, or gathered "again" (arXiv:2205.05198, section 4.2.2); "shared" where
-            one gather in the backward pass serves what is rematerialised and the gradient of the
-            weight.
-        logit_bytes: bytes of memory for every logit when the loss is computed and its gradient
-            made; None: as traced and fused.
-        early_remat: whether rematerialising the last layer starts beside the head's backward pass,
-            as in loops that XLA pipelines.
-        embedding_and_head_gathered: whether parameters outside of all layers stay gathered for the
-            whole step where parameters are stored sharded (ZeRO 3).
-        stage_gathers: whether a pipeline's stage gathers its parameters and reduces their gradients
-            at every "use" or once a "step" (ZeRO 3): then both are whole.
-        collected: whether gathers of parameters and reductions of gradients come one by one
-            ("apart"), or a combiner joins all reductions of a step into one, and one gather of a
-            parameter serves forward and backward pass ("together"): then, under ZeRO 2 and 3,
-            gradients are whole until the last is made, and under ZeRO 3 parameters are whole until
-            they make room for their gradients.
-        products: "half" where products run in half precision throughout, gradients of logits and
-            scores too (`shardlib.cost.activations`).
-        matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not
-            that of the traced program: "float8_e4m3fn". The head, the router and the core of
-            attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao
-            float8).
-        scaling: whether the largest element of an operand is found in a pass of its own before it
-            is cast to `matmul_dtype` ("current") or known from the steps before ("delayed"); "rows"
-            as "current", with a scale for each row along the contraction, so that each product
-            casts its operands anew.
-        reduction: whether gradients are reduced after every microbatch ("microbatch"), once a step
-            to the shards of the optimizer where that is sharded ("step"), or, where they are stored
-            replicated, once a step in whole, beside the backward pass of the last microbatch
-            ("last"; with ZeRO 2 and 3 after every microbatch).
+        name: its name in pins and output.
+        attention: "traced" as the model is written; "fused" for one kernel that does not write
+            scores (arXiv:2205.14135); "blocks" for a blockwise XLA program, which writes scores but
+            does not save them; "rematerialised" if scores and softmax are recomputed, not saved
+            (selective recomputation, arXiv:2205.05198, section 5).
+        attention_block: block size, in queries and keys, of a fused attention kernel; a causal mask
+            skips whole blocks.
+        saves: values that the forward pass saves for the backward pass. "traced": what JAX's
+            autodiff saves. "operands": what hand-written layers save, operands of matmuls and
+            inputs of non-linear functions; the rest of an element-wise chain is recomputed inside
+            the backward kernels (arXiv:2205.05198, section 4.1). "eager": those and both factors of
+            a product of two branches, as with one kernel per op.
+        routed_saves: the same for experts with routed tokens: "as others" follows `saves`; "rows"
+            saves the rows and products that their matmuls and activations read, as
+            `shardlib.lowering.experts` does.
+        kept: results of a layer, by name (`shardlib.cost.facts`), that the forward pass saves
+            besides the layer's input; everything else is rematerialised. (): as `saves` says.
+        offloaded: results of a layer, by name, that are offloaded to host memory until the backward
+            pass; two layers' worth is in transit.
+        attention_copies: extra bytes saved by the attention kernel, over those of its result:
+            buffers of which it reads only a part, transposed copies.
+        gathered_inputs: with sequence parallelism, whether a matmul input that was gathered along
+            the sequence is saved, or gathered "again" (arXiv:2205.05198, section 4.2.2); "shared"
+            if one gather in the backward pass serves both rematerialisation and the weight
+            gradient.
+        logit_bytes: peak bytes per logit while the loss and its gradient are computed; None: as
+            traced and fused.
+        early_remat: True if rematerialisation of the last layer overlaps with the backward pass of
+            the head, as in loops that XLA pipelines.
+        embedding_and_head_gathered: True if parameters outside of the layers stay gathered for the
+            whole step under ZeRO 3.
+        stage_gathers: whether a pipeline stage gathers its parameters and reduces their gradients
+            at every "use" or once per "step" (ZeRO 3), with parameters and gradients unsharded in
+            between.
+        collected: "apart" if parameters are gathered and gradients reduced one by one. "together"
+            if a combiner joins all reductions of a step, and one gather of a parameter serves
+            forward and backward pass: then, under ZeRO 2 and 3, gradients are unsharded until the
+            last one is computed, and under ZeRO 3 parameters are unsharded until replaced by their
+            gradients.
+        products: "half" if products run in half precision throughout, including gradients of logits
+            and scores (`shardlib.cost.activations`).
+        matmul_dtype: dtype of the products with layer weights, forward and backward, if not that of
+            the traced program: "float8_e4m3fn". The head, the router and the core of attention stay
+            as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
+        scaling: "current" if the largest element of an operand is found in a separate pass before
+            the cast to `matmul_dtype`; "delayed" if it is known from earlier steps; "rows" as
+            "current", with a scale per row along the contraction, so that each product casts its
+            operands again.
+        reduction: gradients are reduced after every "microbatch"; or once per "step" to the shards
+            of the optimizer, if that is sharded; or, if stored replicated, once per step during the
+            backward pass of the "last" microbatch (with ZeRO 2 and 3 after every microbatch).
         reduction_dtype: communication dtype of gradients; "" as traced.
-        gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that
-            of the parameter.
-        gradient_buffer: whether gradients have a buffer of their own for the whole step, with one
-            microbatch too.
-        flat: whether what ZeRO shards is one flat buffer, or padded, so that any number of devices
-            divides it; otherwise a dim of every array must be divisible.
-        state_bytes: bytes of optimizer state and master weights for every parameter; None as the
-            optimizer of the problem says.
+        gradient_dtype: dtype of gradients accumulated over microbatches; "" that of the parameter.
+        gradient_buffer: True if gradients have a separate buffer for the whole step, even with one
+            microbatch.
+        flat: True if ZeRO shards one flat or padded buffer, so that any number of devices divides
+            it; otherwise a dim of every array must be divisible.
+        state_bytes: bytes of optimizer state and master weights per parameter; None as the
+            problem's optimizer says.
         unfused_loss: bytes that kernels outside of the layers, those of the loss, move over those
-            of perfectly fused chains; the least that `Efficiency.unfused` is there.
-        balance: whether stages of a pipeline have equally many "layers", or are cut where an equal
-            part of the "work" is passed, the head's included: the block that passes it belongs to
-            the stage before.
-        embedding_and_head: whether embedding and head are "spread" over the stages of a pipeline or
-            lie with their "owners", the first and the last.
-        pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in
-            flight), "asynchronous" where a stage waits for its neighbours alone (1F1B of
+            of perfectly fused chains; a lower bound of `Efficiency.unfused` there.
+        balance: pipeline stages have equally many "layers", or equal "work", including that of the
+            head: the block that exceeds a stage's share of the work still belongs to it.
+        embedding_and_head: "spread" over all pipeline stages, or on their "owners", the first and
+            the last stage.
+        pipeline: "lockstep" if all stages advance together (one SPMD program, 2S-1 microbatches in
+            flight), "asynchronous" if a stage waits only for its neighbours (1F1B of
             arXiv:2104.04473, S in flight).
-        gather_overlap: share of compute time under which gathers of parameters hide; None as
+        gather_overlap: share of compute time that can hide gathers of parameters; None as
             `Efficiency.overlap`.
         reduce_overlap: the same for reductions of gradients.
-        tensor_overlap: share of the collectives over tensor that hides under the matmuls beside
-            them; None: nothing does.
-        expert_overlap: the same for all-to-all of experts.
-        exchange: what a rank of tensor sends to experts where the sequence is sharded over tensor:
-            the "whole" rows of its group; its own part, which is "gathered" over tensor where it
-            arrives, and scattered before it goes home; or its own part to experts of which
-            the "ranks" of tensor have different ones, so that nothing is gathered and no sums are
-            partial - the sharding of experts' width over tensor then stands for whole experts on
-            fewer ranks, whose FLOPs and bytes are the same.
-        exchange_room: bytes that tokens take on their way to experts over those of an even routing,
-            at least 1: more than 1 where messages have equal sizes and room to spare.
+        tensor_overlap: share of the tensor-parallel collectives that hides under adjacent matmuls;
+            None: nothing.
+        expert_overlap: the same for the all-to-alls of experts.
+        exchange: what a tensor rank sends to experts if the sequence is sharded over tensor.
+            "whole": all rows of its group. "gathered": its own rows, which are all-gathered over
+            tensor on arrival and reduce-scattered before they return. "ranks": its own rows, to
+            experts of which every tensor rank has different ones, so that nothing is gathered and
+            no sums are partial; sharding the experts' width over tensor then stands for whole
+            experts on fewer ranks, with the same FLOPs and bytes.
+        exchange_room: bytes of the dispatched tokens over those of an even routing, at least 1;
+            more than 1 for messages of equal, padded size.
         send_overlap: share of the messages between stages that hides under compute.
-        runtime_bytes: memory of a device that is not an array: the driver's context and buffers of
-            communication.
+        runtime_bytes: device memory that does not belong to arrays: the driver's context and
+            communication buffers.
         fragmentation: memory that the allocator takes from the device over memory of arrays.
-        sources: where the facts come from; what is assumed says so.
+        sources: sources of the facts; assumptions are marked as such.
 
     Raises:
-        PinError: a field has a word or number that it cannot have; all of them are listed.
+        PinError: a field has an illegal word or number; all of them are listed.
     """
 
     name: str
@@ -266,11 +256,10 @@ class FrameworkProfile:
             raise_all(PinError, f"framework profile {self.name!r} is not usable", failures)
 
     def gradient_bytes(self, itemsize: int) -> int:
-        """Bytes of a gradient's element where it is kept, for a parameter of `itemsize` bytes."""
+        """Bytes per element of an accumulated gradient, for a parameter of `itemsize` bytes."""
         return ITEMSIZE[self.gradient_dtype] if self.gradient_dtype else itemsize
 
     def to_json(self) -> JsonObject:
-        """The profile as plain data; `from_json` gives an equal one."""
         return {
             **self.__dict__,
             **{name: list(getattr(self, name)) for name in ("kept", "offloaded", "sources")},
@@ -278,7 +267,7 @@ class FrameworkProfile:
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> FrameworkProfile:
-        """Reads what `to_json` wrote; fields that are left out have their defaults."""
+        """Reads what `to_json` wrote; missing fields have their defaults."""
         names = {field.name for field in fields(cls)}
         unknown = [f"{name!r} is not a field" for name in data if name not in names]
         unknown += [] if "name" in data else ["'name' is missing"]
@@ -292,14 +281,14 @@ class FrameworkProfile:
         return construct(cls, data, f"framework profile {shown(data.get('name', ''))}", PinError)
 
 
-#: Rows that messages of the lowered exchange of tokens have room for, over those of an even
-#: routing; what does not fit takes another round.
+#: Rows that the messages of the lowered token exchange have space for, over those of an even
+#: routing; the remainder takes another round.
 EXCHANGE_ROOM = 1.25
 
 
 def gathers(profile: FrameworkProfile) -> tuple[str, ...]:
-    """Returns the times at which a stage of a pipeline may gather weights that are stored sharded:
-    the single programs that plans are lowered to leave that open.
+    """The legal times at which a pipeline stage may gather sharded weights; lowered single programs
+    support every one.
     """
     return (
         ("use", "once")
@@ -309,13 +298,13 @@ def gathers(profile: FrameworkProfile) -> tuple[str, ...]:
 
 
 def ends_on_all_stages(profile: FrameworkProfile) -> bool:
-    """Returns whether the devices of all stages compute embedding and head, each for a part of the
-    sequence: pipelines in one program do. Otherwise the first and the last stage do.
+    """True if all stages compute embedding and head, each for a part of the sequence, as pipelines
+    in one program do; False if the first and the last stage do.
     """
     return profile.pipeline == "lockstep" and profile.embedding_and_head == "spread"
 
 
-#: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
+#: One program of JAX, compiled by XLA: the default, exactly as traced.
 XLA = FrameworkProfile(
     name="xla",
     reduction="last",
@@ -333,7 +322,7 @@ XLA = FrameworkProfile(
 
 @lru_cache(maxsize=1)
 def framework_profiles() -> Mapping[str, FrameworkProfile]:
-    """The framework profiles that come with shardlib, by name."""
+    """The framework profiles shipped with shardlib, by name."""
     folder = resources.files("shardlib.cost") / "framework_profiles"
     loaded = [
         FrameworkProfile.from_json(json.loads(file.read_text(encoding="utf-8")))
@@ -347,7 +336,7 @@ def framework_profiles() -> Mapping[str, FrameworkProfile]:
 
 
 def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
-    """The framework profile of a name; a `FrameworkProfile` is returned as it is."""
+    """The framework profile with this name; a `FrameworkProfile` is returned unchanged."""
     if isinstance(name, FrameworkProfile):
         return name
     profiles = framework_profiles()
@@ -358,7 +347,7 @@ def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
     return profiles[name]
 
 
-#: What must hold of decisions together, by the word of a rule.
+#: Constraints between decisions, by the name of a rule.
 RULES: Mapping[str, str] = {
     "equal stages": "every chunk of every stage has equally many layers, all of one kind",
     "microbatches in groups": "the microbatches of stages are a multiple of the stages",
@@ -373,7 +362,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel": ("never", "either", "always"),
     "tensor": ("any", "all"),
 }
-#: Decisions that no framework leaves to its configuration, in the words of pins.
+#: Decisions that no framework leaves to its configuration, by pin.
 OWN: Mapping[str, str] = {
     "attention": "how attention is computed is the framework's own",
     "pipeline": "how stages are made programs is the framework's own",
@@ -392,19 +381,19 @@ class Abilities:
     """The abilities of a framework.
 
     Attributes:
-        axes: mesh axes that it has.
-        schedules: pipeline schedules, beside "none".
-        chunks: whether a stage may have several chunks of layers.
+        axes: mesh axes.
+        schedules: pipeline schedules, besides "none".
+        chunks: True if a stage may have several chunks of layers.
         zero: ZeRO stages.
-        remat: remat policies; "partly" where some layers of a stage may follow "full" and the
-            others none.
-        contexts: how keys and values meet queries along a context axis.
-        gathers: when a stage of a pipeline gathers weights that are stored sharded.
+        remat: remat policies; "partly" if some layers of a stage may follow "full" and the others
+            none.
+        contexts: values of the decision `context` (ways of context parallelism).
+        gathers: times at which a pipeline stage may gather sharded weights.
         sequence_parallel: whether tensor shards the sequence between blocks: "never", "either" (as
             the plan decides), "always".
-        tensor: whether tensor shards "all" colours of matmuls, but for those of experts, or "any".
-        offload: what can wait in host memory.
-        rules: words of `RULES` that its plans keep.
+        tensor: whether tensor shards "all" colours of matmuls except those of experts, or "any".
+        offload: kinds of arrays that can be offloaded.
+        rules: names of the `RULES` that its plans satisfy.
     """
 
     axes: tuple[str, ...] = INNER_AXES
@@ -445,17 +434,17 @@ class Abilities:
             raise_all(PinError, "what the framework can do is not usable", failures)
 
     def has(self, rule: str) -> bool:
-        """Returns whether plans keep a rule."""
+        """True if its plans satisfy a rule."""
         assert rule in RULES, f"{rule!r} is not a rule"
         return rule in self.rules
 
     @property
     def free(self) -> bool:
-        """True if it can do whatever a plan may decide."""
+        """True if it supports every plan."""
         return self == ANYTHING
 
     def refusals(self, pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
-        """Lists the pins that the framework cannot honour, in words."""
+        """The pins that the framework cannot honour, as text."""
         if self.free:
             return []
         refused = [
@@ -489,7 +478,7 @@ class Abilities:
         return refused + [f"{word} ({why})" for word, why in OWN.items() if pins.get(word)]
 
 
-#: What programs of shardlib can do.
+#: The abilities of programs that shardlib lowers.
 ANYTHING = Abilities()
 
 
@@ -498,15 +487,15 @@ class Framework:
     """A training framework.
 
     Attributes:
-        name: what people call it.
-        profile: name of the profile that it is priced as, on the chips that were asked for.
+        name: its name in output.
+        profile: name of the profile that it is priced as on the given chips.
         profiles: (vendor, profile) pairs.
-        releases: other profiles of the same framework, which can do the same.
-        emits: form of its configuration (`shardlib.report`); "" where none is written.
+        releases: profiles of other releases with the same abilities.
+        emits: format of its configuration (`shardlib.report`); "" if none is written.
         release: the release whose options are written.
-        param_dtype: dtype of stored parameters; "" as the model has them.
-        able: what it can do.
-        sources: where the facts come from.
+        param_dtype: dtype of stored parameters; "" as in the model.
+        able: its abilities.
+        sources: sources of the facts.
     """
 
     name: str
@@ -533,7 +522,7 @@ def frameworks() -> Mapping[str, Framework]:
 
 
 def framework(name: str, vendor: str) -> Framework:
-    """The framework of a name, on the chips of a vendor."""
+    """The framework with this name, for the chips of a vendor."""
     known_frameworks = frameworks()
     if name in known_frameworks:
         entry = known_frameworks[name]
@@ -571,7 +560,7 @@ def framework(name: str, vendor: str) -> Framework:
 
 
 def _others(vendor: str) -> str:
-    """Suggests what to try for a framework that does not run on the chips of a vendor."""
+    """A hint for a framework that does not run on the chips of a vendor."""
     able = [entry.name for entry in frameworks().values() if vendor in dict(entry.profiles)]
     if able:
         return " or ".join(able)
@@ -579,12 +568,12 @@ def _others(vendor: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The decisions that pricing reads, beside the mesh and the colours.
+# The decisions that pricing reads, besides mesh and colours.
 
 
 class Knobs(Protocol):
-    """Decisions of one value for all candidates of an array; `shardlib.decisions.table.Decisions`
-    has them, and so does a plan.
+    """Decisions that all candidates of an array share; `shardlib.decisions.table.Decisions` and
+    plans satisfy this protocol.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -606,17 +595,17 @@ class Knobs(Protocol):
 
     @property
     def context(self) -> str:
-        """The way that keys and values meet queries along the context axis: all of them are
-        gathered before ("all-gather"), go around beside the attention ("ring", arXiv:2310.01889),
-        or devices exchange parts of the sequence for heads ("ulysses", arXiv:2309.14509). Without a
-        context axis, one of them.
+        """Context parallelism: keys and values are all-gathered before attention ("all-gather"),
+        travel around the context axis during attention ("ring", arXiv:2310.01889), or devices
+        exchange parts of the sequence for heads by all-to-all ("ulysses", arXiv:2309.14509). Any of
+        them without a context axis.
         """
         ...
 
     @property
     def gather(self) -> str:
-        """The time at which a pipeline's stage gathers sharded weights: at every "use", or "once"
-        for all microbatches of a group.
+        """When a pipeline stage gathers sharded weights: at every "use", or "once" for all
+        microbatches of a group.
         """
         ...
 
@@ -629,5 +618,5 @@ class Knobs(Protocol):
 
     @property
     def ring(self) -> bool:
-        """True if keys and values go around the context axis."""
+        """True if keys and values travel around the context axis."""
         ...

@@ -1,24 +1,21 @@
-"""Rates that a machine reaches: seconds of kernels by the roofline, efficiencies of chips and
-links, the load of experts, and learned corrections.
+"""Seconds of kernels by the roofline: efficiencies of chips and links, the load of experts, and
+learned corrections.
 
-Learned corrections are factors on the predictions for a chip and its compiler.
-
-A correction is one factor on one quantity of a prediction, learned from programs that the real
-compiler made, and kept with the evidence behind it (`learned/*.json`, made by
-`benchmarks/learn_corrections.py`). A topology file can bring factors of its own:
+Learned corrections: a correction is one factor on one quantity of a prediction for a chip and its
+compiler, learned from programs that the real compiler made, and stored with its evidence
+(`learned/*.json`, written by `benchmarks/learn_corrections.py`). A topology file can override it:
 
     [corrections]
     temporaries = 1.15
-    compute = 1.0          # as the model says, whatever was learned
+    compute = 1.0          # no correction, whatever was learned
 
-A factor of the topology takes the place of the learned one. Which XLA is installed on the machine
-that plans does not matter: of several versions the newest learned one counts, and a verification
-says where the compiler is another.
+The version of XLA on the planning machine is ignored: the newest learned version counts, and a
+verification reports a different compiler.
 
-One factor is not a correction: the *margin*, by which a program may need more memory than
-predicted. A plan fits where its predicted peak times the margin does. It is the largest that was
-learned for the chip with any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`.
-Simulated devices have none: how much memory they share is not known so exactly.
+The *margin* is a factor of another kind: how much more memory than predicted a program may need. A
+plan fits if its predicted peak times the margin does. It is the largest learned for the chip with
+any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`. Simulated devices have none: how
+much memory they share is not known that exactly.
 
 >>> from shardlib.machines.topology import topology
 >>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), corrections=())]
@@ -32,38 +29,16 @@ Simulated devices have none: how much memory they share is not known so exactly.
 >>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), corrections=(entry,))]
 [('margin', 1.1, 0), ('temporaries', 1.2, 24)]
 
-Efficiencies are the fractions of the data sheet that a chip reaches.
+Efficiencies are the fractions of data-sheet rates that a chip reaches. The vendor's figures are the
+default, and nearly all that the framework profile "xla" uses. *Curves* override them for a chip, or
+for a chip under a framework profile (`framework_profiles/curves/CHIP.json`, `CHIP.FRAMEWORK.json`),
+with sources or with the measurements that they were fitted to. A user's own measurements override
+both.
 
-`Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default,
-and nearly all that the framework profile "xla" uses. Beside them there are *curves*: for a chip,
-and for a chip under a framework profile, files `framework_profiles/curves/CHIP.json` and
-`CHIP.FRAMEWORK.json` say what differs, with sources or with the measurements that they were fitted
-to. A user's own measurements come last.
-
->>> from shardlib.cost.roofline import efficiency_of
 >>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
 (0.8, True)
 >>> efficiency_of("h100", "nvidia", "megatron-core", {"matmul": 0.7}).matmul
 0.7
-
-`load_factor` is the load of the busiest device of an expert-parallel group, over the mean.
-
-Without a capacity, every expert takes all tokens that are routed to it, and everybody waits for the
-device whose experts got the most. Its load over the mean load is
-
-    1 + v z(n),   v^2 = (1 - 1/n) / m + s^2 / e
-
-with n devices, m assignments (tokens x experts per token) for each of them on average, e experts on
-each. The first part of v^2 is chance: m of n m throws hit a device (multinomial). The second is
-skew: in a batch some experts are more popular than others, with a coefficient of variation s, and e
-of them share a device. z(n) is the expected largest of n standard normal variables, Blom's
-approximation (Statistical Estimates and Transformed Beta-Variables, 1958): the normal quantile of
-(n - 3/8) / (n + 1/4). The normal law holds where m is not small; a device never does more than
-everything.
-
->>> many = load_factor(np.array([1e5]), np.array([8]), 1, skew=0.0)
->>> round(float(many[0]), 4), float(load_factor(np.array([100.0]), np.array([1]), 8)[0])
-(1.0042, 1.0)
 """
 
 from __future__ import annotations
@@ -91,7 +66,7 @@ from shardlib.machines.chips import Chip
 from shardlib.machines.topology import CORRECTABLE, Topology
 from shardlib.untrusted.data import JsonMapping, JsonObject, bounded, construct, shown
 
-#: The margin of a compiler that nothing was learned of.
+#: The margin if nothing was learned for the chip or its vendor.
 UNKNOWN_MARGIN = 1.1
 
 
@@ -101,9 +76,9 @@ class Evidence:
 
     Attributes:
         case: model, topology and pins in a few words.
-        family: the model; what a correction learns from one family must help the others.
-        predicted: peak bytes of a device, or seconds of kernels, without any correction.
-        compiled: the same by the compiler.
+        family: the model; a correction learned from one family must improve the others.
+        predicted: peak bytes per device, or seconds of kernels, without any correction.
+        compiled: the same according to the compiler.
     """
 
     case: str
@@ -114,19 +89,17 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A factor on one quantity, and why.
+    """A factor on one quantity, with its evidence.
 
     Attributes:
         chip: name in the catalogue.
         versions: (package, version) of the compiler that it was learned from.
         quantity: one of `shardlib.machines.topology.CORRECTABLE`.
-        factor: what the model's figure is multiplied by.
-        n: compiled programs behind it.
+        factor: multiplier of the predicted figure.
+        n: number of compiled programs behind it.
         median_error_before: median of |predicted - compiled| / compiled without the factor.
-        median_error_after: the same with it.
-        held_out_error: the same for each family of models with the factor that the other families
-            give.
-        evidence: the programs.
+        median_error_after: the same with the factor.
+        held_out_error: the same, each model family corrected by the factor fitted to the others.
     """
 
     chip: str
@@ -144,7 +117,6 @@ class Correction:
         assert 0 < self.factor < math.inf, self.factor
 
     def to_json(self) -> JsonObject:
-        """The correction as plain data."""
         return {
             **self.__dict__,
             "versions": dict(self.versions),
@@ -159,14 +131,13 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """A factor that is in an estimate.
+    """A factor that was applied to an estimate.
 
     Attributes:
         quantity: one of `CORRECTABLE`.
-        factor: what it was multiplied by.
-        n: compiled programs behind it; 0 for a factor of the topology's own.
+        n: number of compiled programs behind it; 0 if the topology brings the factor.
         versions: (package, version) of their compiler.
-        unknown: whether nothing is known of the compiler (`UNKNOWN_MARGIN`).
+        unknown: True if nothing was learned for the compiler (`UNKNOWN_MARGIN`).
     """
 
     quantity: str
@@ -176,7 +147,6 @@ class Applied:
     unknown: bool = False
 
     def to_json(self) -> JsonObject:
-        """The factor as plain data."""
         return {**self.__dict__, "versions": dict(self.versions)}
 
     @classmethod
@@ -197,7 +167,7 @@ class Applied:
 
 @lru_cache(maxsize=1)
 def learned() -> tuple[Correction, ...]:
-    """The corrections that come with shardlib."""
+    """The corrections shipped with shardlib."""
     folder = resources.files("shardlib.cost") / "learned"
     files = (
         sorted(
@@ -217,8 +187,8 @@ def learned() -> tuple[Correction, ...]:
 def applied(
     topology: Topology, corrections: Iterable[Correction] | None = None
 ) -> tuple[Applied, ...]:
-    """The factors that predictions for a topology are multiplied by, sorted by quantity; none that
-    is 1.
+    """The factors applied to predictions for a topology, sorted by quantity, without those that are
+    1.
     """
     corrections = tuple(learned() if corrections is None else corrections)
     of_chip = (
@@ -243,7 +213,7 @@ def applied(
 
 
 def margin(topology: Topology) -> float:
-    """By how much a program may need more memory than predicted: at least 1."""
+    """The memory that a program may need over the predicted memory, at least 1."""
     return next(
         (correction.factor for correction in applied(topology) if correction.quantity == "margin"),
         1.0,
@@ -251,19 +221,19 @@ def margin(topology: Topology) -> float:
 
 
 def fitting_bytes(topology: Topology) -> float:
-    """The largest predicted peak with which a plan fits on a device, bytes."""
+    """The largest predicted peak, in bytes per device, with which a plan fits."""
     return topology.chip.usable_bytes / margin(topology)
 
 
 def without_margin(topology: Topology) -> Topology:
-    """The topology with nothing held back: plans that fit by their prediction fit."""
+    """The topology with a margin of 1."""
     others = (correction for correction in topology.corrections if correction[0] != "margin")
     return replace(topology, corrections=(*others, ("margin", 1.0)))
 
 
 def _held_back(corrections: Iterable[Correction], chip: Chip) -> Applied:
-    """The margin of a chip that is not the topology's own: the largest of all compilers that made
-    programs for it, else for chips of its vendor.
+    """The learned margin of a chip: the largest of all compilers for it, else for chips of its
+    vendor.
     """
     margins = [entry for entry in corrections if entry.quantity == "margin"]
     of_chip = [entry for entry in margins if entry.chip == chip.name]
@@ -279,7 +249,7 @@ def _held_back(corrections: Iterable[Correction], chip: Chip) -> Applied:
 
 
 def _age(entry: Correction) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Sorts versions by their numbers, packages by name."""
+    """Sort key of versions: packages by name, versions by number."""
     return tuple(
         (name, tuple(map(int, re.findall(r"\d+", version))))
         for name, version in sorted(entry.versions)
@@ -293,62 +263,57 @@ Tile = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """A table of figures that separate a kernel's time from the roofline. Shares are from 0 to 1.
+    """Figures that separate the time of a kernel from the roofline. Shares are from 0 to 1.
 
     Attributes:
         matmul: share of peak FLOP/s that a large, well-shaped matmul sustains.
         vector: share of peak FLOP/s of ops that do not run on the matrix unit.
-        transcendental: additions or multiplications that take as long as an exponential.
+        transcendental: additions or multiplications that take as long as one exponential.
         memory: share of HBM bandwidth that streaming kernels sustain.
-        tile: matmul dims are padded to multiples of this, elements; used where there are no
-            `tiles`.
+        tile: matmul dims are padded to multiples of this, elements; used without `tiles`.
         overlap: share of compute time under which gathers and reductions of parameters can hide.
         step_s: fixed seconds per step for dispatch.
-        units: multiprocessors or matrix units that compute blocks of a matmul side by side.
-        tiles: blocks that a matmul may be made of; it takes the fastest. None: dims are padded to
-            `tile`.
+        units: multiprocessors or matrix units that compute blocks of a matmul in parallel.
+        tiles: possible blocks of a matmul; it takes the fastest. Empty: dims are padded to `tile`.
         depth: depth of a matmul, elements, that takes as long as filling and draining the pipeline
             of a block.
-        eight_bit: the same as `matmul` for 8-bit formats; None: as `matmul`.
+        eight_bit: `matmul` for 8-bit formats; None: the same.
         grouped: share of `matmul` that the grouped matmuls of experts reach.
         convolution: share of `matmul` that convolutions reach.
-        attention: share of peak FLOP/s of fused attention forward.
-        attention_backward: the same backward.
-        scores, scores_backward: bytes that attention moves for every score that it computes,
-            forward and backward; 0 for kernels that write none.
-        width: columns and depth of the matrix unit to which fused attention pads the elements of a
-            head, so that half of a wide unit idles with heads of half its width (scaling-book,
-            tpus.md); 1 where the shares of attention are those of the heads that were measured.
-        equal_widths: whether fused attention has one width for heads of queries and of values, to
-            which the narrower are padded.
+        attention: share of peak FLOP/s of the forward pass of fused attention.
+        attention_backward: the same for the backward pass.
+        scores, scores_backward: bytes that attention moves per score, forward and backward; 0 for
+            kernels that do not write scores.
+        width: columns and depth of the matrix unit, to which fused attention pads head sizes, so
+            that half of a wide unit idles with heads of half its width (scaling-book, tpus.md); 1
+            if the shares of attention already include the padding of the measured heads.
+        equal_widths: True if fused attention pads the heads of queries and of values to one width.
         gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
-        sort: times that a sort reads and writes its operands.
-        optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
-        misaligned: share of its speed that a matmul keeps whose columns or depth are not
-            a multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide",
-            section 3.1).
-        skew: coefficient of variation of the popularity of experts, for which all wait for the
-            busiest device (`shardlib.cost.roofline`, which has typical values); None:
-            every expert gets as many tokens as any other.
+        sort: number of times that a sort reads and writes its operands.
+        optimizer: share of HBM bandwidth of the optimizer update; None: as `memory`.
+        misaligned: share of its speed that a matmul keeps if its columns or depth are not a
+            multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section
+            3.1).
+        skew: coefficient of variation of the popularity of experts; every device waits for the
+            busiest (`load_factor`; typical values are below). None: every expert gets equally many
+            tokens.
         unfused: bytes that element-wise ops, views and reductions move over those of perfectly
-            fused chains; 1 where a compiler fuses them, more where every op is a kernel of its own.
-        fast, slow: share of `Tier.efficiency` that collectives of this stack reach on the links
-            inside and between fast domains.
-        microbatch_s: fixed seconds of every microbatch on a stage: launches that the device waits
-            for.
-        dispatch_s: seconds that the host takes for every kernel that it launches; the device waits
-            where they add up to more than the kernels take. 0 where one launch starts a whole
-            program (XLA, CUDA graphs).
-        gap_s: seconds between two kernels that are launched one by one; `Chip.launch_s` at least.
-        at_once: whether the matmul, the vector work and the memory traffic of a kernel run at the
-            same time; a core of a CPU does one after another.
-        transposed: bytes that are moved beside the operands and the result of a matmul that makes
-            the gradient of a weight, for every byte of it: copies of what lies in another order.
-        cores: times as fast as one core a device computes a kernel that is large enough for all of
-            its cores; 1 where a device has no more than one core of its own.
-        batched_cores: the same of a kernel of many matmuls (`dot_general` with batch dims).
-        fresh: time of a byte of memory that the system maps and clears when a step touches it, over
-            that of a byte that moves; 0 where programs keep their memory from step to step.
+            fused chains; 1 if the compiler fuses them, more if every op is a kernel of its own.
+        fast, slow: share of `Tier.efficiency` that the collectives of this software reach inside
+            and between fast domains.
+        microbatch_s: fixed seconds per microbatch and stage: launches that the device waits for.
+        dispatch_s: host seconds to launch one kernel; the device waits if they add up to more than
+            the kernels take. 0 if one launch starts a whole program (XLA, CUDA graphs).
+        gap_s: seconds between two kernels that are launched one by one; at least `Chip.launch_s`.
+        at_once: True if the matmul, the vector work and the memory traffic of a kernel overlap; a
+            CPU core does one after another.
+        transposed: extra bytes that a weight-gradient matmul moves per byte of the gradient: copies
+            of arrays in another layout.
+        cores: speed-up over one core of a kernel that is large enough for all cores of a device; 1
+            for a device with one core of its own.
+        batched_cores: the same for a kernel of many matmuls (`dot_general` with batch dims).
+        fresh: time of a byte of memory that the operating system maps and clears on first touch in
+            a step, over that of a moved byte; 0 if programs keep their memory from step to step.
     """
 
     matmul: float
@@ -468,7 +433,7 @@ class Efficiency:
         return self.memory if self.optimizer is None else self.optimizer
 
     def with_values(self, values: JsonMapping) -> Efficiency:
-        """These figures with some of them replaced, by name."""
+        """These figures with some replaced, by name."""
         names = {field.name for field in fields(self)}
         unknown = [f"{shown(name)} is not a figure" for name in values if name not in names]
         if unknown:
@@ -485,7 +450,6 @@ class Efficiency:
         )
 
     def to_json(self) -> JsonObject:
-        """The figures as plain data."""
         return {**self.__dict__, "tiles": [list(tile) for tile in self.tiles]}
 
     @classmethod
@@ -499,13 +463,13 @@ class Efficiency:
 #: 128-aligned shapes, less inside real layers). memory: STREAM-like kernels reach 85-92% of the
 #: data-sheet bandwidth on HBM2e/HBM3 (same chapters). vector: FLOP/s of the vector units over those
 #: of the matrix unit, from the data sheets (H100: 67 of 989 TFLOP/s; v5p: about 2-3%).
-#: transcendental: a GPU has 16 units for special functions beside 128 for multiplications in every
-#: multiprocessor (CUDA C++ programming guide, throughput of arithmetic instructions, compute
-#: capability 9.0). A TPU: the compiler's estimated cycles of a softmax's kernels over
-#: f32[4,32,2048,2048] on v5e, 6.75 ms, less the other operations in them. A CPU: XLA's polynomial
-#: of about that many terms. overlap: XLA's latency-hiding scheduler runs collectives of parameters
-#: beside the matmuls of the layer; the last tenth is start-up. The CPU backend of XLA executes
-#: collectives one after another with compute, so nothing is hidden there.
+#: transcendental: a GPU multiprocessor has 16 units for special functions and 128 for
+#: multiplications (CUDA C++ programming guide, throughput of arithmetic instructions, compute
+#: capability 9.0). A TPU: the compiler's estimated cycles of the kernels of a softmax over
+#: f32[4,32,2048,2048] on v5e, 6.75 ms, less its other operations. A CPU: XLA's polynomial of about
+#: that many terms. overlap: XLA's latency-hiding scheduler overlaps collectives of parameters with
+#: the matmuls of the layer; the last tenth is start-up. XLA's CPU backend executes collectives and
+#: compute one after another, so nothing is hidden there.
 _TABLE: dict[str, Efficiency] = {
     "nvidia": Efficiency(
         matmul=0.80, vector=0.06, transcendental=8, memory=0.88, tile=64, overlap=0.9, step_s=1e-3
@@ -520,17 +484,17 @@ _TABLE: dict[str, Efficiency] = {
 
 
 def efficiency(vendor: str) -> Efficiency:
-    """The constants of a vendor's chips ("nvidia", "google" or "cpu")."""
+    """The figures of a vendor's chips ("nvidia", "google" or "cpu")."""
     return _TABLE[vendor]
 
 
 # --------------------------------------------------------------------------------------------------
-# Curves of chips under framework profiles, and links as fast as collectives reach.
+# Curves of chips under framework profiles, and links at the rates that collectives reach.
 
 
 def linked(topology: Topology, constants: Efficiency) -> Topology:
-    """The topology with the links as fast as a stack's collectives reach; the same object where the
-    figures are 1.
+    """The topology with link rates as the collectives of this software reach them; the same object
+    if they are unchanged.
     """
     if constants.fast == constants.slow == 1:
         return topology
@@ -547,19 +511,19 @@ def linked(topology: Topology, constants: Efficiency) -> Topology:
     return replace(topology, tiers=tuple(tiers))
 
 
-#: Published runs that a fitted figure takes, for its value to say something of other runs.
+#: Least number of published runs per fitted figure for its value to generalise.
 ROWS_A_FIGURE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Facts of a chip, or of a chip under a stack, beyond its vendor's constants.
+    """Figures of a chip, or of a chip under a framework profile, that override its vendor's.
 
     Attributes:
         chip: name of the chip.
-        stack: name of the stack; "" for all but "xla".
+        stack: name of the framework profile; "" for all but "xla".
         values: (figure, value) pairs that replace those of `Efficiency`.
-        sources: a source, or a physical meaning with the word "assumed", for each of them.
+        sources: per figure a source, or a physical meaning with the word "assumed".
         evidence: measurements that values were fitted to, as plain data.
     """
 
@@ -571,7 +535,7 @@ class Curve:
 
     @property
     def rows(self) -> int:
-        """Published runs that figures were fitted to; 0 where all are sourced."""
+        """Number of published runs that figures were fitted to; 0 if all are sourced."""
         return len(json.loads(self.evidence or "{}").get("rows", ()))
 
     @property
@@ -585,7 +549,7 @@ class Curve:
 
     @property
     def pooled(self) -> tuple[str, ...]:
-        """Names of the figures that were fitted to runs of other chips or frameworks, too."""
+        """Names of the figures that were also fitted to runs of other chips or frameworks."""
         return tuple(
             name
             for name, _ in self.values
@@ -594,7 +558,7 @@ class Curve:
 
     @property
     def well_founded(self) -> bool:
-        """True if the curve rests on at least `ROWS_A_FIGURE` runs for every fitted figure."""
+        """True if there are at least `ROWS_A_FIGURE` runs per fitted figure."""
         return self.rows >= ROWS_A_FIGURE * len(self.fitted)
 
     @classmethod
@@ -610,7 +574,7 @@ class Curve:
 
 @lru_cache(maxsize=1)
 def curves() -> Mapping[tuple[str, str], Curve]:
-    """The curves that come with shardlib, by chip and stack."""
+    """The curves shipped with shardlib, by chip and framework profile."""
     folder = resources.files("shardlib.cost") / "framework_profiles" / "curves"
     loaded = [
         Curve.from_json(json.loads(file.read_text(encoding="utf-8")))
@@ -635,8 +599,8 @@ def evidence_of(stack: str) -> tuple[Curve, ...]:
 def efficiency_of(
     chip: str, vendor: str, stack: str, measured: JsonMapping | None = None
 ) -> Efficiency:
-    """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then
-    the user's own.
+    """The figures of a chip under a framework profile: the vendor's, overridden by the chip's, by
+    those of both, and by the user's own.
     """
     figures = efficiency(vendor)
     for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
@@ -647,18 +611,36 @@ def efficiency_of(
 
 Array = NDArray[np.float64]
 
-#: Coefficient of variation of the load of experts in training with a balancing loss: assumed, after
+#: Coefficient of variation of expert load in training with a balancing loss: assumed, after
 #: arXiv:2408.15664 (Wang et al., 2024), where the busiest of 64 experts takes 0.5 to 0.7 more than
 #: the mean with an auxiliary loss, which is 2.4 standard deviations, and 0.04 with their biases.
 BALANCED = 0.25
-#: The same where routing is forced to be uniform, as benchmarks do.
+#: The same if routing is forced to be uniform, as in benchmarks.
 FORCED = 0.0
 
 
 def load_factor(
     assignments: Array, devices: NDArray[np.int64], experts: float, skew: float = BALANCED
 ) -> Array:
-    """Load of the busiest device over the mean, by candidate."""
+    """Load of the busiest device of an expert-parallel group over the mean, by candidate.
+
+    Without a capacity, every expert takes all tokens that are routed to it, and every device waits
+    for the busiest. Its load over the mean load is
+
+        1 + v z(n),   v^2 = (1 - 1/n) / m + s^2 / e
+
+    with n devices, on average m assignments (tokens x experts per token) per device, and e experts
+    per device. The first part of v^2 is chance: m of n m throws hit a device (multinomial). The
+    second is skew: in a batch some experts are more popular than others, with a coefficient of
+    variation s, and e of them share a device. z(n) is the expected largest of n standard normal
+    variables, Blom's approximation (Statistical Estimates and Transformed Beta-Variables, 1958):
+    the normal quantile of (n - 3/8) / (n + 1/4). The normal approximation holds if m is not small;
+    the load of a device is capped at the total.
+
+    >>> many = load_factor(np.array([1e5]), np.array([8]), 1, skew=0.0)
+    >>> round(float(many[0]), 4), float(load_factor(np.array([100.0]), np.array([1]), 8)[0])
+    (1.0042, 1.0)
+    """
     n = np.asarray(devices, dtype=np.float64)
     chance = (1 - 1 / n) / np.maximum(assignments, 1.0)
     popularity = np.where(n > 1, skew**2 * n / experts * (1 - 1 / n), 0.0)
@@ -669,18 +651,17 @@ def load_factor(
 
 
 def dropped_share(assignments: float, experts: int, factor: float, skew: float = BALANCED) -> float:
-    """Part of the assignments that experts with a capacity are expected to drop.
+    """Expected share of the assignments that experts with a capacity drop.
 
     The load of an expert over the mean is taken as normal around 1, with v^2 = (1 - 1/e) (1/m +
-    s^2) for m assignments to each of e experts on average: the formula of `load_factor` with an
-    expert on every device. What is beyond the factor c is dropped: v phi(z) - (c - 1) (1 - Phi(z))
-    with z = (c - 1) / v, the loss function of the normal law (Zipkin, Foundations of Inventory
-    Management, 2000).
+    s^2) for m assignments to each of e experts on average: the formula of `load_factor` with one
+    expert per device. The load above the factor c is dropped: v phi(z) - (c - 1) (1 - Phi(z)) with
+    z = (c - 1) / v, the normal loss function (Zipkin, Foundations of Inventory Management, 2000).
 
     Args:
         assignments: tokens that are routed together times experts per token.
         experts: number of experts.
-        factor: load that an expert takes at most, over the mean.
+        factor: capacity of an expert over the mean load.
         skew: coefficient of variation of the popularity of experts.
 
     >>> round(dropped_share(1e6, 64, 1.25), 4), round(dropped_share(1e6, 64, 1.25, skew=0.0), 4)
@@ -695,52 +676,50 @@ def dropped_share(assignments: float, experts: int, factor: float, skew: float =
 
 @lru_cache(maxsize=1024)
 def _largest(count: int) -> float:
-    """Expected largest of so many standard normal variables."""
+    """Expected largest of `count` standard normal variables (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 # --------------------------------------------------------------------------------------------------
 # Seconds of one kernel.
 #
-# The roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel is as slow as the
-# slowest of its matmul, its vector work and its memory traffic, which run at the same time, and a
-# launch comes on top.
+# The roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel takes as long as the
+# slowest of its matmul, its vector work and its memory traffic, which overlap, plus a launch.
 #
 #     seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share))
 #               + launch
 #
-# On a CPU core, which does one after another, the sum takes the place of the maximum; a device
-# with several cores puts no more of them to work than a kernel is worth (`busy_cores`).
+# On a CPU core, which does one after another, the sum replaces the maximum; a device with several
+# cores uses only as many as the kernel is large enough for (`busy_cores`).
 #
-# A matmul is made of blocks of its result, which the units of a chip compute side by side, a
-# *wave* of them at a time; the last wave may leave units idle (NVIDIA, "Matrix Multiplication
-# Background User's Guide", sections 3.2 to 3.4). Of several kinds of blocks it takes the fastest:
+# A matmul consists of blocks of its result, which the units of a chip compute in parallel, a *wave*
+# at a time; the last wave may leave units idle (NVIDIA, "Matrix Multiplication Background User's
+# Guide", sections 3.2 to 3.4). Of several block shapes it takes the fastest:
 #
 #     matmul = min over tiles: waves x units x 2 rows columns (depth + start) / (peak x share)
 #              waves = ceil(blocks / units)
 #
-# or, where nothing is known of blocks, FLOPs x padding / (peak x share). More rows, columns, depth
-# or matmuls are never faster, whichever tile is the fastest, since every term is monotone and so
-# is the least of them (but where a curve says that misaligned dims cost time: only among aligned
-# ones); and no matmul is faster than FLOPs / (peak x share).
+# or, if no blocks are known, FLOPs x padding / (peak x share). More rows, columns, depth or matmuls
+# are never faster, since every term and so the minimum is monotone (with a penalty for misaligned
+# dims: only among aligned ones), and no matmul is faster than FLOPs / (peak x share).
 #
-# Every amount is what one device does in one execution. This file knows no mesh: the caller says
-# what an `Amount` is on one device.
+# Every amount is per device and execution. This file does not know the mesh: the caller gives the
+# local part of an `Amount`.
 
-#: Gives what one device has of an amount, by candidate.
+#: The local part of an amount, by candidate.
 Local = Callable[[Amount], Array]
 
-#: Categories of ops that compilers fuse with each other, and `Efficiency.unfused` is of.
+#: Categories of ops that compilers fuse with each other; `Efficiency.unfused` applies to them.
 CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
-#: FLOPs of a matmul, and bytes that another kernel reads and writes, for which a CPU takes another
-#: core. Measured on two cores, JAX 0.10.2 and 0.12: products of up to 2^23 FLOPs and chains of
-#: results of up to 2^17 bytes keep one busy, those of twice as much keep two (XLA counts 2^18 bytes
-#: of a result for a core: openxla/xla `xla/service/cpu/parallel_task_assignment.cc`).
+#: FLOPs of a matmul, and bytes that another kernel reads and writes, per additional CPU core.
+#: Measured on two cores, JAX 0.10.2 and 0.12: matmuls of up to 2^23 FLOPs and chains with results
+#: of up to 2^17 bytes use one, those of twice as much use two (XLA assigns 2^18 bytes of a result
+#: to a core: openxla/xla `xla/service/cpu/parallel_task_assignment.cc`).
 CORE_FLOPS, CORE_BYTES = float(1 << 23), float(3 << 17)
 
 
 def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
-    """Seconds of one execution of a kernel on one device, array [candidates]; arguments as those of
+    """Seconds of one execution of a kernel per device, array [candidates]; arguments as in
     `kernel_parts`.
     """
     vector, matrix, traffic = kernel_parts(term, local, chip, constants)
@@ -758,12 +737,9 @@ def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficienc
 
 
 def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
-    """Of a device's cores those that a kernel keeps busy, by candidate: from 1 to
-    `Efficiency.cores`, many matmuls in one kernel to `Efficiency.batched_cores`, and never so many
-    that one has less than `CORE_FLOPS` or `CORE_BYTES`.
-
-    Args:
-        term: FLOPs and bytes of the kernel.
+    """The number of a device's cores that a kernel uses, by candidate: from 1 to `Efficiency.cores`
+    (`Efficiency.batched_cores` for many matmuls in one kernel), with at least `CORE_FLOPS` or
+    `CORE_BYTES` per core.
     """
     flops = local(term.flops)
     if term.category not in ("matmul", "convolution"):
@@ -779,11 +755,8 @@ def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
 def kernel_parts(
     term: Compute, local: Local, chip: Chip, constants: Efficiency
 ) -> tuple[Array, Array, Array]:
-    """Seconds of a kernel's vector work, of the work that decides its class, and of its memory
+    """Seconds of a kernel's vector work, of its main work (`_compute_seconds`), and of its memory
     traffic, each as if it ran alone, by candidate.
-
-    Args:
-        term: FLOPs and bytes of the kernel.
     """
     flops = local(term.flops)
     zeros = np.zeros_like(flops)
@@ -814,9 +787,7 @@ def kernel_parts(
 def _compute_seconds(
     term: Compute, flops: Array, local: Local, chip: Chip, constants: Efficiency
 ) -> Array:
-    """Seconds of the work that decides a kernel's class: of the matrix unit, if it has any of
-    it.
-    """
+    """Seconds of a kernel's main work: that of the matrix unit, if it uses it."""
     peak = chip.peak(term.dtype)
     share = constants.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
@@ -864,9 +835,9 @@ def _compute_seconds(
 
 
 def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> float:
-    """FLOPs that a kernel of attention computes over its own, because of heads that it pads.
+    """FLOPs of an attention kernel with padded heads, over those without.
 
-    Forward one matmul contracts heads of queries and one makes heads of values; backward there are
+    Forward, one matmul contracts heads of queries and one makes heads of values; backward there are
     3 and 2 (arXiv:2307.08691, section 3.1).
     """
     if core is None or not core.head:
@@ -883,11 +854,8 @@ def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> fl
 
 
 def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:
-    """Load of the busiest device over the mean, of a kernel or an all-to-all of routed rows; 1
-    where the figures of a chip leave loads even.
-
-    Args:
-        routed: the rows and their experts; None for kernels of other things.
+    """Load of the busiest device over the mean, for a kernel or an all-to-all of routed rows; 1
+    without `routed`, or if the chip's figures assume even loads.
     """
     if routed is None or constants.skew is None:
         return 1.0
@@ -904,7 +872,7 @@ def matmul_seconds(
     flops_per_s: float | Array,
     constants: Efficiency,
 ) -> Array:
-    """Seconds of `batches` matmuls [rows, depth] x [depth, columns] by the fastest of the tiles."""
+    """Seconds of `batches` matmuls [rows, depth] x [depth, columns] with the fastest tile."""
 
     def by(tile: Tile) -> Array:
         high, wide, share = tile

@@ -1,9 +1,9 @@
-"""Topologies: the machine that a plan is for, its spelling, the place of mesh axes on its links,
-and its parts.
+"""Topologies: the machine that a plan is for, its spelling, the placement of mesh axes on its
+links, and machines of other sizes.
 
 A topology is one kind of chip and the link tiers that connect its devices, the outermost (slowest)
-tier first. Device numbers run through the tiers in that order, the last dim of the innermost tier
-fastest.
+tier first. Devices are numbered through the tiers in that order; the last dim of the innermost tier
+varies fastest.
 
 >>> cluster = topology("16*h100:8")
 >>> cluster.devices, [(tier.name, tier.shape) for tier in cluster.tiers]
@@ -11,88 +11,30 @@ fastest.
 >>> topology("v5e:16x8").tiers[0].wrap
 (True, False)
 
-Spelling: `chip:count` for GPUs and simulated CPU devices, `chip:AxB` or `chip:AxBxC` (in chips) for
-TPU slices, and `N*` in front for N such fast domains joined by the slow network. A path that ends
-in `.toml` describes any other cluster:
+Spelling: `chip:count` for GPUs and simulated CPU devices; `chip:AxB` or `chip:AxBxC` (in chips) for
+TPU slices; a leading `N*` for N such fast domains joined by the slow network; a leading
+`N@rate-delay*` for N machines joined by a link of that rate and delay. A path that ends in `.toml`
+describes any other cluster:
 
     chip = "h100"               # a name of the catalogue, or a table with the fields of `Chip`
     [[tiers]]                   # outermost first
     name = "RoCE"
     kind = "network"            # "torus", "mesh", "switch", "network" or "memory"
     shape = [13]
-    bytes_per_s = 25e9          # of one device, one direction; for a torus, of the link in one dim
-    latency_s = 5e-6            # may be left out, as may efficiency, wrap (torus) and sources
+    bytes_per_s = 25e9          # per device, one direction; for a torus, per link in one dim
+    latency_s = 5e-6            # optional, as are efficiency, wrap (torus) and sources
     [[tiers]]
     name = "NVLink"
     kind = "switch"
     shape = [8]
     bytes_per_s = 450e9
-    # may be left out: factors on predictions for this machine
-    # (`shardlib.cost.roofline`)
+    # optional: factors on predictions for this machine (`shardlib.cost.roofline`)
     [corrections]
     temporaries = 1.15
     margin = 1.02  # plans may fill a device to usable bytes / 1.02
-    # may be left out: figures measured on this machine (`shardlib.cost.roofline`)
+    # optional: figures measured on this machine (`shardlib.cost.roofline`)
     [efficiency]
     matmul = 0.72
-
-`spelled` reads "16*h100:8" as a chip of the catalogue and its tiers of links.
-
->>> name, chip, tiers = spelled("2*v5e:16x16")
->>> chip.name, [tier.kind for tier in tiers]
-('v5e', ['network', 'torus'])
->>> name, chip, tiers = spelled("2@10gbit-50ms*v5e:4x4")
->>> tiers[0].name, tiers[0].bytes_per_s * 16 * 8, tiers[0].latency_s
-('10 Gbit/s, 50 ms', 10000000000.0, 0.05)
-
-Smaller and larger machines of the same kind: a topology stands for its family, GPUs in fast domains
-of the same size, or slices of the same TPU. `of_size` gives the member with `n` devices, in the
-shape in which such machines are had: as many full NVLink domains as needed; the slice nearest to a
-cube (or square), and several slices beyond the largest.
-
->>> [of_size("16*h100:8", n).name for n in (4, 8, 64)]
-['h100:4', 'h100:8', '8*h100:8']
->>> of_size("v5e:16x16", 32).name, of_size("v5p:4x4x4", 8192).name
-('v5e:4x8', '2*v5p:16x16x16')
-
-Mesh axes lie on the tiers of links. The devices of a topology are numbered through its tiers; a
-mesh axis takes a part of one or several dims. `Span` is one such part: `ways` positions of a dim,
-`stride` apart. An axis is the mixed-radix product of its spans, the first the major one.
-
->>> from shardlib.machines.topology import topology
->>> spans = place(MeshShape(data=8, tensor=16), topology("16*h100:8"))
->>> spans["tensor"]
-(Span(tier=0, dim=0, ways=2, stride=1), Span(tier=1, dim=0, ways=8, stride=1))
->>> spans["data"]
-(Span(tier=0, dim=0, ways=8, stride=2),)
-
-Axes are served from the innermost (tensor) outwards, and take from the innermost tier what they
-share with it (the greatest common divisor), the rest from the next tier. On a torus an axis prefers
-whole dims, since half a ring is only a line; among equal choices it takes the fastest for a gather,
-then the last dims. This is what
-`jax.experimental.mesh_utils.create_device_mesh(allow_split_physical_axes=True)` does by
-hand-written preference.
-
-An island is one of several equal parts of a machine, whose devices are neighbours.
-
->>> from shardlib.machines.topology import topology
->>> island_of(topology("2*v5e:4x4"), 2).name, island_of(topology("16*h100:8"), 4).name
-('v5e:4x4', '4*h100:8')
->>> island_of(topology("cpu:8"), 2).name
-'cpu:4'
->>> island_of(topology("2@10gbit*16*h100:8"), 2).name, island_of(topology("4@1gbit*h100:8"), 2).name
-('16*h100:8', '2@1gbit*h100:8')
-
-`device_counts` lists the numbers of devices that a mesh may use, and `slice_of` gives the slice
-that part of a TPU machine is.
-
->>> from shardlib.machines.topology import topology
->>> slice_of(topology("v5e:2x4"), 4).name, slice_of(topology("2*v5e:4x4"), 16).name
-('v5e:2x2', 'v5e:4x4')
->>> slice_of(topology("v5e:2x4"), 2) is None
-True
->>> device_counts(topology("3*a100:2")), device_counts(topology("v5e:4x4"))
-((6, 4, 3, 2, 1), (16, 8, 4, 2, 1))
 """
 
 from __future__ import annotations
@@ -123,12 +65,20 @@ EXAMPLES = (
     "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml"
     " file"
 )
-#: Of a size, at most.
+#: Most digits of a size.
 DIGITS = 9
 
 
 def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
-    """The name, the chip and the tiers that a spelling in lower case stands for."""
+    """The name, the chip and the tiers of a lower-case spelling.
+
+    >>> name, chip, tiers = spelled("2*v5e:16x16")
+    >>> chip.name, [tier.kind for tier in tiers]
+    ('v5e', ['network', 'torus'])
+    >>> name, chip, tiers = spelled("2@10gbit-50ms*v5e:4x4")
+    >>> tiers[0].name, tiers[0].bytes_per_s * 16 * 8, tiers[0].latency_s
+    ('10 Gbit/s, 50 ms', 10000000000.0, 0.05)
+    """
     if "@" in text:
         return _apart(text)
     match = re.fullmatch(r"(?:([0-9]+)\*)?([a-z0-9.-]+):([0-9]+(?:x[0-9]+){0,7})", text)
@@ -164,7 +114,7 @@ def spelled(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
 
 
 def _apart(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
-    """The same of several machines that a slow link joins: "2@10gbit-50ms*16*h100:8"."""
+    """The same for several machines joined by a slow link: "2@10gbit-50ms*16*h100:8"."""
     number = r"([0-9]+(?:\.[0-9]+)?)"
     match = re.fullmatch(rf"([0-9]+)@{number}(g|m)bit(?:-{number}ms)?\*([^@]*)", text)
     if match is None:
@@ -187,7 +137,7 @@ def _apart(text: str) -> tuple[str, Chip, tuple[Tier, ...]]:
 
 
 def _hint(text: str) -> str:
-    """A sentence that names the nearest spelling the catalogue knows; empty where none is near."""
+    """A sentence with the nearest valid spelling; empty if none is close."""
     crossed = re.fullmatch(r"(\d+)\s*[x-]\s*([a-z].*)", text)
     if crossed and crossed[2].partition(":")[0] in CATALOG:
         return f" Did you mean '{crossed[1]}*{crossed[2]}'?"
@@ -230,11 +180,11 @@ def _domain(product: Product) -> str:
 
 
 def _wrap(product: Product, sizes: tuple[int, ...]) -> tuple[bool, ...]:
-    """Returns the dims of a TPU slice that are rings.
+    """The dims of a TPU slice that are rings, as booleans.
 
-    Scaling book, tpus.md: v5e and v6e wrap on dims of the full 16 only. On v4, v5p and TPU7x
-    optical switches close the rings of whole 4x4x4 cubes, so every dim wraps where all are
-    multiples of 4, and none does otherwise ("a 2x2x4 won't have any wraparounds").
+    Scaling book, tpus.md: on v5e and v6e only dims of the full 16 wrap. On v4, v5p and TPU7x
+    optical switches close the rings of whole 4x4x4 cubes, so every dim wraps if all are multiples
+    of 4, and otherwise none ("a 2x2x4 won't have any wraparounds").
     """
     if product.full_ring:
         return tuple(size == product.full_ring for size in sizes)
@@ -255,9 +205,9 @@ def _tier(link: Link, shape: tuple[int, ...], wrap: tuple[bool, ...] = ()) -> Ti
 
 
 # --------------------------------------------------------------------------------------------------
-# The topology that JAX devices are, by their own attributes; JAX itself is not imported.
+# The topology of JAX devices, from their attributes; JAX itself is not imported.
 #
-# The axes of a mesh say nothing here: its devices are the machine, and `pin={"mesh": mesh.shape}`
+# The axes of a `jax.sharding.Mesh` are ignored, only its devices count; `pin={"mesh": mesh.shape}`
 # fixes a mesh.
 
 
@@ -271,12 +221,12 @@ class JaxDevice(Protocol):
 
     @property
     def device_kind(self) -> str:
-        """The maker's name of the device."""
+        """The vendor's name of the device."""
         ...
 
     @property
     def process_index(self) -> int:
-        """The process that it belongs to."""
+        """The index of its process."""
         ...
 
 
@@ -285,11 +235,11 @@ class DeviceMesh(Protocol):
 
     @property
     def devices(self) -> np.ndarray:
-        """Its devices, in any shape."""
+        """The devices, in an array of any shape."""
         ...
 
 
-#: Of the catalogue -> what `device_kind` says, as JAX 0.10 to 0.12 report it.
+#: Catalogue name -> substring of `device_kind`, as JAX 0.10 to 0.12 report it.
 _KINDS = {
     "v4": r"TPU v4",
     "v5e": r"TPU v5( lite|e)",
@@ -306,9 +256,7 @@ _KINDS = {
 
 
 def devices_of(value: object) -> list[Any] | None:
-    """The devices of a mesh, or of a list or array of devices, in their order; None where the value
-    is neither.
-    """
+    """The devices of a mesh, list or array, in order; None for any other value."""
     if _is_device(value):
         return [value]
     if hasattr(value, "axis_names"):
@@ -338,7 +286,7 @@ def _is_device(value: object) -> bool:
 
 
 def spelling_of(devices: Sequence[JaxDevice]) -> str:
-    """The spelling of the topology that devices are: "cpu:8", "2*h100:8", "v5e:4x4"."""
+    """The spelling of the topology of these devices: "cpu:8", "2*h100:8", "v5e:4x4"."""
     kinds = Counter((device.platform, device.device_kind) for device in devices)
     if len(kinds) > 1:
         description = ", ".join(f"{count} of {kind}" for (_, kind), count in sorted(kinds.items()))
@@ -366,7 +314,7 @@ def spelling_of(devices: Sequence[JaxDevice]) -> str:
 
 
 def _devices_shape(name: str, devices: Sequence[JaxDevice]) -> str:
-    """The sizes of a fast domain: a count of GPUs, the sides of a box of TPU chips."""
+    """The size of a fast domain as text: a count of GPUs, or the sides of a box of TPU chips."""
     product = CATALOG[name]
     if product.dims == 1:
         return str(len(devices))
@@ -382,11 +330,11 @@ def _devices_shape(name: str, devices: Sequence[JaxDevice]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Topologies as plain data, of a TOML file or of JSON: which keys they must and may have.
+# Topologies as plain data, from TOML or JSON: required and optional keys.
 
 
 def faults_of(data: JsonMapping) -> list[str]:
-    """Lists the faults in the keys of a topology as plain data: missing, unknown, not tables."""
+    """The faults in the keys of a topology as plain data: missing, unknown, not tables."""
     failures = _key_faults(
         data, "", ("chip", "tiers"), ("name", "corrections", "efficiency", "alone")
     ) + _chip_faults(data.get("chip"))
@@ -403,7 +351,7 @@ def faults_of(data: JsonMapping) -> list[str]:
 
 
 def _tables(value: object) -> list[JsonObject] | None:
-    """The value as a list of tables; None when it is something else."""
+    """The value as a list of tables; None if it is not one."""
     items = cast("list[Any]", value) if isinstance(value, list) else None
     return items if items is not None and all(isinstance(item, Mapping) for item in items) else None
 
@@ -427,7 +375,7 @@ def _chip_faults(chip: object) -> list[str]:
 
 
 def _keys(kind: type[Chip] | type[Tier]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Required and optional keys of a value: those without and with a default."""
+    """The required and the optional fields of a class: without and with a default."""
     required = tuple(field.name for field in fields(kind) if field.name not in vars(kind))
     return required, tuple(field.name for field in fields(kind) if field.name not in required)
 
@@ -445,17 +393,17 @@ def _key_faults(
 
 
 # --------------------------------------------------------------------------------------------------
-# Clusters of unlike devices: boards, phones, cards of several generations on one network.
+# Heterogeneous clusters: boards, phones, cards of several generations on one network.
 #
-# A `Device` is some equal members of such a cluster. A TOML file lists them, with a chip of the
-# catalogue or a table with the fields of `Chip`:
+# A `Device` stands for `count` equal members of such a cluster. A TOML file lists them, each with a
+# chip of the catalogue or a table with the fields of `Chip`:
 #
 #     [[devices]]
 #     name = "board"
-#     count = 4                       # may be left out: 1
+#     count = 4                       # optional: 1
 #     link_bytes_per_s = 1.25e8       # of its port, one direction
-#     link_latency_s = 2e-4           # may be left out: from the device to the network, or back
-#     # may be left out: measured, of one layer of the model for the batch that is planned for
+#     link_latency_s = 2e-4           # optional: from the device to the network, or back
+#     # optional: measured seconds of one layer of the model, for the planned batch
 #     layer_seconds = 0.031
 #     [devices.chip]
 #     name = "board"
@@ -463,7 +411,7 @@ def _key_faults(
 #     flops_per_s = { float32 = 2.5e10 }
 #     hbm_bytes = 4_000_000_000
 #     hbm_bytes_per_s = 1.2e10
-#     # may be left out: figures measured on it, see `shardlib.cost.roofline`
+#     # optional: figures measured on it, see `shardlib.cost.roofline`
 #     [devices.efficiency]
 #     matmul = 0.6
 #     [[devices]]
@@ -474,20 +422,20 @@ def _key_faults(
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Some equal devices of a cluster.
+    """A number of equal devices of a cluster.
 
     Attributes:
-        name: what people call them.
-        chip: compute and memory of one of them.
+        name: the name in output.
+        chip: compute and memory per device.
         link_bytes_per_s: rate of its port in one direction; a message takes the rate of the slower
             of two ports.
-        count: how many there are.
+        count: number of such devices.
         link_latency_s: seconds from the device to the network, or back; a message takes that of
             both its ends.
-        layer_seconds: measured seconds of one layer, of the layer group with the most; the
-            prediction for everything on this device is scaled to meet it. None: as predicted.
-        efficiency: (figure, value) pairs measured on it, see `shardlib.cost.roofline`.
-            Any mapping is accepted.
+        layer_seconds: measured seconds of one layer of the largest layer group; all predictions for
+            this device are scaled to match it. None: as predicted.
+        efficiency: (figure, value) pairs measured on it, see `shardlib.cost.roofline`. Any mapping
+            is accepted.
 
     Raises:
         TopologyError: a figure is not positive.
@@ -523,11 +471,7 @@ class Device:
 
 
 def message_seconds(size: float, source: Device, target: Device) -> float:
-    """Seconds of a message of `size` bytes from one device to another.
-
-    Args:
-        size: bytes.
-    """
+    """Seconds of a message of `size` bytes from one device to another."""
     return (
         source.link_latency_s
         + target.link_latency_s
@@ -536,7 +480,7 @@ def message_seconds(size: float, source: Device, target: Device) -> float:
 
 
 def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
-    """The devices of a TOML file; devices are checked and returned as they are."""
+    """The devices of a TOML file; a sequence of devices is checked and returned."""
     devices = _cluster_from_file(Path(spec)) if isinstance(spec, str | Path) else tuple(spec)
     names = [device.name for device in devices]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -593,19 +537,18 @@ def _cluster_read(data: JsonMapping, source: str) -> Device:
 
 
 # --------------------------------------------------------------------------------------------------
-# The links of a machine as a small SVG: a row for each tier, the slowest first.
-#
-# A row has a box for each part that the tier connects; a box of the last row is a device.
+# The links of a machine as a small SVG: a row per tier, the slowest first, with a box for each part
+# that the tier connects; the boxes of the last row are devices.
 
 _WIDE, _LEFT, _BOX, _GAP, _ROW = 720, 190, 22, 4, 64
-#: Boxes of a row that are drawn; of more, a number says how many there are.
+#: Most boxes per row; beyond that, the total is written as a number.
 _MOST = 16
-#: Blue, orange and green of Okabe and Ito (2008), which people who see no red or green tell apart.
+#: The colour-blind-safe blue, orange and green of Okabe and Ito (2008).
 _COLOURS = ("#0072b2", "#e69f00", "#009e73")
 
 
 def links_svg(title: str, tiers: Sequence[Tier]) -> str:
-    """A complete SVG document, of some kilobytes; nothing is fetched, and there are no scripts."""
+    """A complete SVG document of some kilobytes, without external resources or scripts."""
     rows = "".join(
         "".join(_row(tier, 40 + _ROW * number, _COLOURS[number % len(_COLOURS)]))
         for number, tier in enumerate(tiers)
@@ -642,11 +585,11 @@ def _row(tier: Tier, top: int, colour: str) -> Iterator[str]:
         yield f'<text x="{end + 4}" y="{top + 28}">of {parts:,}</text>'
 
 
-#: Larger machines are refused: nobody has built one, and placing a mesh takes time with its size.
+#: Larger machines are rejected: none exists, and the time to place a mesh grows with their size.
 MOST_DEVICES = 1 << 20
 #: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved
-#: for the backward pass, of other values, and of gathered parameters; and the memory that a program
-#: may need over the memory that is predicted, which nothing is multiplied by.
+#: for the backward pass, of other values, and of gathered parameters; and the margin, the memory
+#: that a program may need over the predicted memory, which is compared but not multiplied.
 CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication", "margin")
 
 
@@ -655,15 +598,16 @@ class Topology:
     """A machine: equal devices and the tiers of links between them.
 
     Attributes:
-        name: its spelling; `topology(name)` gives it back unless it was measured.
-        chip: what each device can do.
+        name: its spelling; `topology(name)` returns an equal topology unless the machine was
+            measured.
+        chip: compute and memory per device.
         tiers: links, the outermost first, at least one.
-        efficiency: (figure, value) pairs, measured on this machine, that take the place of those of
-            `shardlib.cost.roofline`, which knows the figures and checks them. Any mapping
-            is accepted.
-        alone: how many times as fast a device computes while the others idle: simulated devices
-            share the cores and the memory of their machine; 1 where each has its own.
-        corrections: (quantity, factor) pairs that take the place of learned ones; quantities are
+        efficiency: (figure, value) pairs, measured on this machine, that replace those of
+            `shardlib.cost.roofline`, which defines the figures and checks them. Any mapping is
+            accepted.
+        alone: speed-up of a device while all others are idle: simulated devices share the cores and
+            the memory of their host; 1 for separate devices.
+        corrections: (quantity, factor) pairs that replace learned ones; quantities are
             `CORRECTABLE`. Any mapping is accepted.
     """
 
@@ -730,9 +674,9 @@ class Topology:
         return math.prod(tier.devices for tier in self.tiers)
 
     def in_use(self, devices: int) -> Topology:
-        """The machine as a program on so many of its devices finds it: what the idle ones leave of
-        what they share makes the others faster, up to `alone`. The same object where that is
-        nothing.
+        """The machine for a program that uses only some of its devices: the others leave shared
+        cores and memory idle, so each device is faster, up to `alone` times. The same object if
+        nothing changes.
 
         >>> from dataclasses import replace
         >>> shared = replace(topology("cpu:8"), alone=3.0)
@@ -740,7 +684,7 @@ class Topology:
         [1.0, 2.0, 3.0]
 
         Args:
-            devices: that are at work.
+            devices: number of devices in use.
         """
         faster = min(self.alone, self.devices / devices)
         if faster <= 1:
@@ -774,8 +718,8 @@ class Topology:
         """Reads what `to_json` wrote, or the same structure from a TOML file.
 
         Args:
-            data: "chip", a name of the catalogue or a table; "tiers", a list of tables; and what
-                may be left out: "name", "corrections", "efficiency", "alone".
+            data: "chip", a name of the catalogue or a table; "tiers", a list of tables; optionally
+                "name", "corrections", "efficiency" and "alone".
 
         Returns:
             An equal topology; without "name" it is called "custom".
@@ -808,7 +752,7 @@ class Topology:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
+    """Lists as tuples, recursively."""
     return (
         tuple(_frozen(item) for item in cast("Iterable[Any]", value))
         if isinstance(value, list | tuple)
@@ -817,7 +761,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, all the way down."""
+    """Tuples as lists, recursively."""
     return (
         [_plain(item) for item in cast("Iterable[Any]", value)]
         if isinstance(value, tuple)
@@ -825,25 +769,25 @@ def _plain(value: Any) -> Any:
     )
 
 
-#: What names a topology: a spelling or a .toml file, the value itself, or JAX devices.
+#: Ways to give a topology: a spelling or a .toml file, a `Topology`, or JAX devices.
 TopologyLike = str | Topology | DeviceMesh | Sequence[JaxDevice]
 
 
 def topology(spec: TopologyLike) -> Topology:
-    """Returns the topology of a spelling, a TOML file or JAX devices; a `Topology` as it is.
+    """The topology of a spelling, a TOML file or JAX devices; a `Topology` is returned unchanged.
 
     Args:
         spec: a spelling such as "16*h100:8" or "v5e:16x16", upper or lower case, or a path that
-            ends in ".toml"; the module's text has all forms. Or a `jax.sharding.Mesh` or a list of
-            devices, which are the machine; what the axes of the mesh are called says nothing.
+            ends in ".toml"; the docstring of this module has all forms. Or the devices of the
+            machine, as a list or a `jax.sharding.Mesh`, whose axes are ignored.
 
     Returns:
-        The topology; its rates are bytes a second and FLOP/s of one device.
+        The topology; its rates are bytes per second and FLOP/s per device.
 
     Raises:
-        TopologyError: the spelling does not parse, the catalogue does not know the chip, the
-            file is not usable, or the devices are not a whole machine.
-        MissingFileError: the file is not there.
+        TopologyError: the spelling does not parse, the catalogue does not know the chip, the file
+            is not usable, or the devices are not a whole machine.
+        MissingFileError: the file does not exist.
     """
     if isinstance(spec, Topology):
         return spec
@@ -875,7 +819,7 @@ def _topology_from_file(path: Path) -> Topology:
 
 
 def _topology_read(data: JsonMapping, name: str, source: str) -> Topology:
-    """Builds a topology from plain data, reporting every missing and unknown key at once."""
+    """The topology of plain data; every missing and unknown key is reported at once."""
     if failures := faults_of(data):
         raise_all(TopologyError, f"{source} is not usable", bounded(failures))
     chip = data["chip"]
@@ -891,12 +835,12 @@ def _topology_read(data: JsonMapping, name: str, source: str) -> Topology:
 
 
 # --------------------------------------------------------------------------------------------------
-# Devices per host, as clouds and vendors sell machines.
+# Devices per host, as clouds and vendors offer machines.
 
-#: Chips of a TPU host, of the generations whose slices have several hosts
+#: Chips per TPU host, for generations whose slices span several hosts
 #: [https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11].
 TPU_HOST_CHIPS = 4
-#: GPUs of a host where that is not 8 [nvidia GB200 NVL72: 18 trays of 4].
+#: GPUs per host, if not 8 [nvidia GB200 NVL72: 18 trays of 4].
 GPUS_PER_HOST: Mapping[str, int] = {"gb200": 4}
 #: Generations with slices of eight chips on one host [docs.cloud.google.com/tpu/docs/{v5e,v6e}:
 #: ct5lp-hightpu-8t, ct6e-standard-8t].
@@ -904,7 +848,7 @@ TPU_EIGHT = ("v5e", "v6e")
 
 
 def devices_per_host(machine: Topology) -> int:
-    """JAX devices of a host of this machine, by the kind of its chip."""
+    """JAX devices per host, by the kind of chip."""
     chip = machine.chip
     domain = machine.devices // (
         machine.tiers[0].devices if machine.tiers[0].kind == "network" else 1
@@ -919,16 +863,24 @@ def devices_per_host(machine: Topology) -> int:
     return min(domain, GPUS_PER_HOST.get(chip.name, 8)) if chip.vendor != "cpu" else domain
 
 
-#: Longest side of a slice in a pod of 4x4x4 cubes, chips: the shortest of a v5p pod of 16x20x28
-#: (jax-ml/scaling-book, tpus.md), and all of a v4 pod's.
+#: Longest side of a slice in a pod of 4x4x4 cubes, in chips: the shortest side of a v5p pod of
+#: 16x20x28 (jax-ml/scaling-book, tpus.md), and every side of a v4 pod.
 LONGEST_SIDE = 16
-#: From so many chips on, slices of three dims are made of 4x4x4 cubes, whose rings close
+#: From this many chips on, slices of three dims consist of 4x4x4 cubes, whose rings close
 #: (jax-ml/scaling-book, tpus.md).
 CUBE = 64
 
 
 def of_size(member: TopologyLike, devices: int) -> Topology:
-    """The machine of the same family with another number of devices."""
+    """The machine of the same family with another number of devices, in a shape that is offered: as
+    many full NVLink domains as needed; the TPU slice nearest to a cube (or square), and several
+    slices beyond the largest.
+
+    >>> [of_size("16*h100:8", n).name for n in (4, 8, 64)]
+    ['h100:4', 'h100:8', '8*h100:8']
+    >>> of_size("v5e:16x16", 32).name, of_size("v5p:4x4x4", 8192).name
+    ('v5e:4x8', '2*v5p:16x16x16')
+    """
     machine = topology(member)
     if devices < 1:
         raise TopologyError(f"a machine of {devices} devices was asked for; it has at least 1")
@@ -948,7 +900,9 @@ def of_size(member: TopologyLike, devices: int) -> Topology:
 
 
 def _domains(machine: Topology, product: Product, devices: int) -> str:
-    """GPUs: domains as large as the family's, or the fewest equal ones where they do not divide."""
+    """GPUs: domains of the family's size, or the fewest equal domains if that does not divide
+    `devices`.
+    """
     size = machine.tiers[-1].devices if len(machine.tiers) > 1 else product.most
     count = next(
         number for number in range(math.ceil(devices / size), devices + 1) if devices % number == 0
@@ -961,7 +915,7 @@ def _domains(machine: Topology, product: Product, devices: int) -> str:
 
 
 def _slices(product: Product, devices: int) -> str:
-    """TPUs: one slice where there is one, else the fewest equal slices."""
+    """TPUs: one slice if there is one of that size, else the fewest equal slices."""
     per_chip = product.chip.devices_per_chip
     chips, remainder = divmod(devices, per_chip)
     if remainder:
@@ -978,8 +932,8 @@ def _slices(product: Product, devices: int) -> str:
 
 
 def _family_shape(product: Product, chips: int) -> tuple[int, ...] | None:
-    """The shape of a slice nearest to a cube or square, its sides ascending; None where no slice
-    has so many chips.
+    """The slice shape nearest to a cube or square, sides ascending; None if no slice has that many
+    chips.
     """
     longest = product.full_ring or LONGEST_SIDE
     candidates = [sides for sides in _sides(chips, product.dims, longest) if chips <= product.most]
@@ -989,7 +943,7 @@ def _family_shape(product: Product, chips: int) -> tuple[int, ...] | None:
 
 
 def _sides(number: int, dims: int, longest: int, smallest: int = 1) -> Iterator[tuple[int, ...]]:
-    """Every ascending product of `dims` factors of at most `longest`."""
+    """Every ascending tuple of `dims` factors, each at most `longest`, with product `number`."""
     if dims == 1:
         if smallest <= number <= longest:
             yield (number,)
@@ -1000,7 +954,7 @@ def _sides(number: int, dims: int, longest: int, smallest: int = 1) -> Iterator[
 
 
 def _resized(machine: Topology, devices: int) -> Topology:
-    """A machine of one's own, with more or fewer of its outermost parts."""
+    """A machine outside of the catalogue with more or fewer of its outermost parts."""
     outer, inner = machine.tiers[0], machine.tiers[1:]
     domain = machine.devices // outer.devices
     if len(outer.shape) > 1 or devices % domain:
@@ -1022,14 +976,14 @@ def _resized(machine: Topology, devices: int) -> Topology:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of one dim of one tier that a mesh axis takes.
+    """The part of one dim of one tier that a mesh axis takes.
 
     Attributes:
         tier: index into `Topology.tiers`.
         dim: index into the tier's shape.
         ways: positions along the dim, at least 2.
-        stride: distance between neighbouring positions, in positions of the dim; the axes inside
-            share it.
+        stride: distance between neighbouring positions, in positions of the dim; axes further
+            inside use the positions between.
     """
 
     tier: int
@@ -1043,17 +997,31 @@ Placement = Mapping[str, tuple[Span, ...]]
 
 @lru_cache(maxsize=1 << 16)
 def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> Placement | None:
-    """Lays the axes of a mesh on the tiers of a topology.
+    """The placement of the axes of a mesh on the tiers of a topology.
+
+    An axis takes parts of one or several dims; it is the mixed-radix product of its spans, the
+    major one first. Axes are placed from the innermost (tensor) outwards. Each takes the greatest
+    common divisor of its size and what is left of the innermost tier, and the rest from the next
+    tier. On a torus an axis prefers whole dims, since half a ring is only a line; among equal
+    choices it takes the one with the fastest gather, then the last dims.
+    `jax.experimental.mesh_utils.create_device_mesh(allow_split_physical_axes=True)` does the same
+    by hand-written preference.
+
+    >>> spans = place(MeshShape(data=8, tensor=16), topology("16*h100:8"))
+    >>> spans["tensor"]
+    (Span(tier=0, dim=0, ways=2, stride=1), Span(tier=1, dim=0, ways=8, stride=1))
+    >>> spans["data"]
+    (Span(tier=0, dim=0, ways=8, stride=2),)
 
     A mesh smaller than the topology takes the innermost devices. The result is shared between
     callers and immutable.
 
     Args:
-        order: mesh axes from the one that takes the outermost links to the one that takes the
-            innermost; by default as in `MESH_AXES`.
+        order: mesh axes from the outermost links to the innermost; by default as in `MESH_AXES`.
 
     Returns:
-        The spans of every axis larger than 1, major span first; None when the mesh has more devices
+        The spans of every axis larger than 1, major span first; None if the mesh does not fit on
+        the topology.
     """
     used = used_shapes(mesh.devices, topology)
     if used is None:
@@ -1066,10 +1034,10 @@ def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> P
 
 
 def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
-    """Orders in which the axes of a mesh can take the links: the usual one, and those in which one
-    axis takes the innermost or the outermost links.
+    """Orders in which the axes of a mesh can take the links: the default, and those that move one
+    axis to the innermost or the outermost links.
 
-    The usual one comes first, as `()`; the others are as `place` takes them.
+    The default comes first, as `()`; the others are in the form that `place` takes.
 
     >>> orders(MeshShape(data=2, tensor=4))
     ((), ('tensor', 'data'))
@@ -1086,12 +1054,12 @@ def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
 def placements(
     mesh: MeshShape, topology: Topology
 ) -> tuple[tuple[tuple[str, ...], Placement], ...]:
-    """The places of a mesh on a topology that differ in what collectives cost, as (order,
-    placement), the usual one first; empty where it does not fit. Of orders that cost the same it is
-    the first in the alphabet.
+    """The (order, placement) pairs of a mesh on a topology that differ in the cost of collectives,
+    the default first; empty if the mesh does not fit. Of orders with equal cost, the first in
+    alphabetical order is kept.
 
-    How far apart the devices of a group are matters on a torus alone: a switch or a network takes
-    the same time whoever lies between them.
+    The distance between the devices of a group matters only on a torus: a switch or a network takes
+    the same time wherever they are.
     """
     distinct: dict[object, tuple[tuple[str, ...], Placement]] = {}
     flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
@@ -1111,7 +1079,7 @@ def placements(
 def device_order(
     mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()
 ) -> NDArray[np.int64] | None:
-    """Numbers of the devices at each place of the mesh; None where `place` gives None."""
+    """Device numbers at each position of the mesh; None if the mesh does not fit."""
     spans = place(mesh, topology, order)
     if spans is None:
         return None
@@ -1127,7 +1095,7 @@ def device_order(
 
 
 def _number_strides(topology: Topology) -> list[list[int]]:
-    """Returns the distance in device numbers between neighbours along each dim."""
+    """The distance in device numbers between neighbours along each dim."""
     strides: list[list[int]] = []
     step = 1
     for tier in reversed(topology.tiers):
@@ -1141,8 +1109,8 @@ def _number_strides(topology: Topology) -> list[list[int]]:
 
 @lru_cache(maxsize=4096)
 def used_shapes(devices: int, topology: Topology) -> tuple[tuple[int, ...], ...] | None:
-    """The sub-block of every tier that a mesh of so many devices uses, as full inside as can be;
-    None where no sub-block has that many.
+    """The sub-block of every tier that a mesh of this many devices uses, inner tiers filled first;
+    None if no sub-block has that many devices.
     """
     if devices > topology.devices:
         return None
@@ -1167,15 +1135,11 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
 
 
 def divisors(number: int, limit: int | None = None) -> list[int]:
-    """All divisors up to `limit`, ascending. Of what has no bound, such as a batch, only small ones
-    are of use, and to look for all takes the root of the number.
+    """All divisors of `number` (at least 1) up to `limit`, ascending. An unbounded number such as a
+    batch needs only small ones, and finding all takes time of the order of its square root.
 
     >>> divisors(12), divisors(10**12, limit=10)
     ([1, 2, 3, 4, 6, 12], [1, 2, 4, 5, 8, 10])
-
-    Args:
-        number: at least 1.
-        limit: None for the number itself.
     """
     limit = number if limit is None else limit
     small = [n for n in range(1, min(math.isqrt(number), limit) + 1) if number % n == 0]
@@ -1183,8 +1147,8 @@ def divisors(number: int, limit: int | None = None) -> list[int]:
 
 
 def _factorings(number: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to write `number` as a product with one factor at most as large as each entry of
-    `limits`.
+    """Every way to write `number` as a product with one factor per entry of `limits`, none above
+    its entry.
     """
     if len(limits) == 1:
         if number <= limits[0]:
@@ -1202,8 +1166,8 @@ def _take(
     used: tuple[tuple[int, ...], ...],
     left: tuple[tuple[int, ...], ...],
 ) -> tuple[tuple[Span, ...], tuple[tuple[int, ...], ...]]:
-    """Takes `degree` positions from what is left of each tier, innermost tier first: the spans, and
-    what is left then.
+    """The spans of `degree` positions, taken from the remaining positions of the innermost tier
+    first, and the positions that remain afterwards.
     """
     spans: list[Span] = []
     then = list(left)
@@ -1224,7 +1188,7 @@ def _take(
 def _split(
     share: int, left: tuple[int, ...], stride: tuple[int, ...], tier: Tier
 ) -> tuple[int, ...]:
-    """The part of each dim that an axis takes of one tier."""
+    """The positions of each dim of one tier that an axis takes."""
     if len(left) == 1:
         return (share,)
     options = itertools.product(
@@ -1237,7 +1201,7 @@ def _split(
 def _preference(
     parts: tuple[int, ...], left: tuple[int, ...], stride: tuple[int, ...], tier: Tier
 ) -> tuple[object, ...]:
-    """Sorts choices: fewest dims taken in part, then the fastest gather, then the last dims."""
+    """Sort key of the choices: fewest partial dims, then the fastest gather, then the last dims."""
     in_part = sum(1 for part, size in zip(parts, tier.shape, strict=True) if 1 < part < size)
     rate = sum(
         (1 + (tier.wrap[d] and part * stride[d] == tier.shape[d])) / stride[d]
@@ -1249,7 +1213,18 @@ def _preference(
 
 
 def island_of(machine: Topology, islands: int) -> Topology:
-    """The machine that each of so many islands has; all of them are at work."""
+    """The machine of one island: one of several equal parts of a machine whose devices are
+    neighbours. All islands are in use.
+
+    >>> island_of(topology("2*v5e:4x4"), 2).name, island_of(topology("16*h100:8"), 4).name
+    ('v5e:4x4', '4*h100:8')
+    >>> island_of(topology("cpu:8"), 2).name
+    'cpu:4'
+    >>> island_of(topology("2@10gbit*16*h100:8"), 2).name
+    '16*h100:8'
+    >>> island_of(topology("4@1gbit*h100:8"), 2).name
+    '2@1gbit*h100:8'
+    """
     if islands == 1:
         return machine
     outer = machine.tiers[0]
@@ -1277,9 +1252,7 @@ def island_of(machine: Topology, islands: int) -> Topology:
 
 
 def used_by(machine: Topology, islands: int, devices: int) -> Topology:
-    """The machine of the devices that islands use: where some of each idle, the others alone, so
-    that what islands lie on stays what joins them.
-    """
+    """The machine without the devices that islands leave idle; the links between islands stay."""
     island = island_of(machine, islands)
     if devices == island.devices:
         return machine
@@ -1298,14 +1271,12 @@ def used_by(machine: Topology, islands: int, devices: int) -> Topology:
 
 
 def _of(outer: Tier, left: int, *, inner: bool) -> tuple[Tier, ...]:
-    """Returns an island's part of the outermost tier; nothing of a network that it does
-    not cross.
-    """
+    """An island's part of the outermost tier; empty if the island does not cross it."""
     return () if left == 1 and inner else (replace(outer, shape=(left,)),)
 
 
 def _spelled(machine: Topology, left: int) -> str:
-    """The spelling of an island that has so many places of the outermost tier."""
+    """The spelling of an island with `left` parts of the outermost tier."""
     joined, star, inner = machine.name.partition("*")
     if "@" in joined:
         return inner if left == 1 else f"{left}@{joined.partition('@')[2]}{star}{inner}"
@@ -1315,14 +1286,19 @@ def _spelled(machine: Topology, left: int) -> str:
     return domain if left == 1 else f"{left}*{domain}"
 
 
-#: Machines of no more devices may be used with any number of them.
+#: Machines of at most this many devices may be used with any number of them.
 SMALL = 64
 
 
 def slice_of(machine: Topology, devices: int) -> Topology | None:
-    """The slice of a TPU machine that so many devices are, where a mesh leaves others idle: a
-    program runs on that, and the compiler takes no part of a slice. None where all are used, or
-    where it knows no slice of that size (its hosts have 2 x 2 chips).
+    """The slice of a TPU machine that a mesh of fewer devices runs on, since the compiler does not
+    compile for part of a slice. None if the mesh uses all devices, or if the compiler has no slice
+    of that size (its hosts have 2 x 2 chips).
+
+    >>> slice_of(topology("v5e:2x4"), 4).name, slice_of(topology("2*v5e:4x4"), 16).name
+    ('v5e:2x2', 'v5e:4x4')
+    >>> slice_of(topology("v5e:2x4"), 2) is None
+    True
     """
     used = used_shapes(devices, machine) if machine.chip.vendor == "google" else None
     torus_tiers = [i for i, tier in enumerate(machine.tiers) if tier.kind == "torus"]
@@ -1343,13 +1319,15 @@ def slice_of(machine: Topology, devices: int) -> Topology | None:
 
 
 def device_counts(topology: Topology, batch: int = 1) -> tuple[int, ...]:
-    """Numbers of devices that meshes are tried on, the largest first: on a small machine all that
-    have a place on its links, on a large one those that divide all of them, and the largest product
-    of a divisor of the batch and a power of two. Part of a TPU slice that does not divide it is
-    none, but where it is a slice of its own, which the compiler knows.
+    """The numbers of devices that meshes may use, largest first. On a small machine, every number
+    that has a placement on the links; on a large one, the divisors of the total and the largest
+    product of a divisor of the batch and a power of two. On a TPU slice, a number that does not
+    divide the total counts only if the compiler has a slice of that size.
 
-    The numbers do not depend on pins, so that what pins leave is part of what is searched without
-    them.
+    The numbers do not depend on pins, so a pinned search covers a subset of the unpinned one.
+
+    >>> device_counts(topology("3*a100:2")), device_counts(topology("v5e:4x4"))
+    ((6, 4, 3, 2, 1), (16, 8, 4, 2, 1))
     """
     total = topology.devices
     torus = any(tier.kind == "torus" for tier in topology.tiers)
