@@ -110,9 +110,9 @@ class FrameworkProfile:
         attention_copies: extra bytes saved by the attention kernel, over those of its result:
             buffers of which it reads only a part, transposed copies.
         gathered_inputs: with sequence parallelism, whether a matmul input that was gathered along
-            the sequence is saved, or gathered "again" (arXiv:2205.05198, section 4.2.2); "shared"
-            if one gather in the backward pass serves both rematerialisation and the weight
-            gradient.
+            the sequence is "kept" for the backward pass, or gathered "again" (arXiv:2205.05198,
+            section 4.2.2); "shared" if one gather in the backward pass serves both
+            rematerialisation and the weight gradient.
         logit_bytes: peak bytes per logit while the loss and its gradient are computed; None: as
             traced and fused.
         early_remat: True if rematerialisation of the last layer overlaps with the backward pass of
