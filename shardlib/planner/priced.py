@@ -1,5 +1,5 @@
-"""A space of plans, priced: candidates under choices of colours, on the places that their axes can
-have, by branch and bound with lower bounds.
+"""Prices a space of plans by branch and bound: candidates under choices of colours, on every
+placement of their axes.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ from shardlib.propagation.colours import Choice
 from shardlib.rules import Rules
 
 Array = np.ndarray
-#: Rows (a candidate under a choice) that are priced at once, about.
+#: Approximate number of rows (a candidate under a choice) that are priced at once.
 ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed(BoundedTable):
-    """Pairs on places.
+    """Placed pairs.
 
     Attributes:
         block: the candidates.
         at: number of the candidate.
         choices: number of the choice.
-        kinds: bounds by kind of plans, as far as they are known.
+        kinds: bounds by kind of plan, where they are known.
     """
 
     block: Block
@@ -82,7 +82,7 @@ class Placed(BoundedTable):
     kinds: Mapping[Kind, Array]
 
     def alone(self) -> Placed:
-        """The same, of a block that has no other candidates."""
+        """The same pairs in a block without other candidates."""
         used, positions = np.unique(self.at, return_inverse=True)
         block = replace(
             self.block,
@@ -94,12 +94,12 @@ class Placed(BoundedTable):
 
 @dataclass(frozen=True, kw_only=True)
 class PairPricer(Setting):
-    """Prices pairs: candidates, each under a choice of colours, on their places.
+    """Prices pairs (a candidate under a choice of colours) on their placements.
 
     Attributes:
         cuttable: colours that some choice shards.
-        best: takes the results.
-        rows: takes the places, where a ranking speaks of them.
+        best: receives the results.
+        rows: receives the places, where there is a ranking.
     """
 
     cuttable: tuple[str, ...]
@@ -115,13 +115,13 @@ class PairPricer(Setting):
         *,
         usual: bool = False,
     ) -> None:
-        """Prices pairs on every place that their axes can have, or on the usual one."""
+        """Prices pairs on every placement of their axes, or on the usual one."""
         if (placed := self.placed(entries, pairs, usual=usual)) is not None:
             self.price_placed(entries, placed, reach, ranking)
 
     def placed(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> Placed | None:
-        """Pairs on every place that their axes can have, or on the usual one; None where they have
-        none.
+        """Pairs on every placement of their axes, or on the usual one; None if there is no
+        placement.
         """
         block, places = self._block(entries, pairs, usual)
         if block is None:
@@ -136,8 +136,8 @@ class PairPricer(Setting):
         )
 
     def near(self, entries: Entries, pairs: Pairs) -> Placed | None:
-        """Pairs on every place, with bounds that know the links of each, but not the choice, as far
-        as they are below the fastest plan, the least first; None where they have no place.
+        """Pairs on every placement, sorted by bounds that use the links of each but not the choice;
+        those not below the fastest plan are dropped. None if there is no placement.
         """
         placed = self.placed(entries, pairs)
         if placed is None or self.space.apart:
@@ -146,8 +146,8 @@ class PairPricer(Setting):
         return replace(placed, least=bounds).below(self.best.limit).alone()
 
     def bounded(self, entries: Entries, placed: Placed) -> Placed:
-        """Pairs on places with bounds that know the choice, too, as far as they are below the
-        fastest plan, the least first.
+        """Placed pairs, sorted by bounds that use the choice too; those not below the fastest plan
+        are dropped.
         """
         if self.space.apart or not len(placed):
             return placed
@@ -159,14 +159,14 @@ class PairPricer(Setting):
     def price_placed(
         self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
     ) -> None:
-        """Prices pairs on places."""
+        """Prices placed pairs."""
         seen = Seen(self.best, self.rows, placed.block, self.capacity, reach, ranking)
         self._priced(entries, placed, seen)
         seen.close()
 
     def _priced(self, entries: Entries, placed: Placed, seen: Seen) -> None:
-        """Prices candidates of a block, each under a choice; those under the same choice on the
-        same shape have the same quantities.
+        """Prices the candidates of a block, each under a choice. Those with the same choice and
+        shape share their quantities, so they are sorted by both.
         """
         order = np.lexsort((placed.block.c.shape[placed.at], placed.choices))
         pricer = self._row_pricer(entries)
@@ -174,7 +174,9 @@ class PairPricer(Setting):
             pricer.price(self._rows(entries, placed.take(part)), seen)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
-        """Prices rows of some entries; layer groups apart, where the space has such plans."""
+        """A pricer for rows of the given entries, with a `GroupPricer` where layer groups may
+        differ.
+        """
         load, space, pricer, capacity = self.load, self.space, self.pricer, self.capacity
         groups = None
         if space.apart:
@@ -248,8 +250,8 @@ class PairPricer(Setting):
     def _block(
         self, entries: Entries, pairs: Pairs, usual: bool
     ) -> tuple[Block | None, list[list[int]]]:
-        """The candidates of some pairs on their places, and the positions of those of each pair;
-        nothing where there are none.
+        """The candidates of some pairs on their placements, and the positions of each pair's
+        candidates; (None, []) where there are none.
         """
         rows_of_entry: dict[int, list[int]] = {}
         places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
@@ -277,7 +279,7 @@ class PairPricer(Setting):
         return block, [rows_of_entry[int(entry)] for entry in pairs.entries]
 
     def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
-        """The places of a mesh; with `usual`, one of them."""
+        """The placements of a mesh; with `usual`, one of them."""
         pinned, topology = self.space.pins.axis_order, self.pricer.topology
         if pinned is not None:
             order = mesh.in_order(pinned)
@@ -292,22 +294,19 @@ class PairPricer(Setting):
 # --------------------------------------------------------------------------------------------------
 # Candidates in the order of their bounds, and in growing blocks.
 
-#: Each block is so many times as large as the one before, since a better plan to compare with
-#: leaves fewer to look at.
+#: Growth factor of the blocks: a better incumbent leaves fewer candidates to price.
 IN_ORDER_GROWTH = 12
 
 
 def ascending(bounds: Array, limit: float) -> Array:
-    """Positions of the bounds below a limit, the least first."""
+    """Positions of the bounds below a limit, sorted by bound."""
     below = np.flatnonzero(bounds < limit)
     return below[np.argsort(bounds[below], kind="stable")]
 
 
 def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple[int, int]]:
-    """Begin and end of growing blocks of so many in all.
-
-    Args:
-        largest: of a block; None for no limit.
+    """(start, end) of growing blocks that cover `count` items; `largest` limits the size of a
+    block.
     """
     start, size = 0, first
     while start < count:
@@ -316,20 +315,16 @@ def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple
 
 
 # --------------------------------------------------------------------------------------------------
-# Lower bounds from the step on one device where nothing is sharded: over n devices no plan takes
-# less than an n-th of it.
+# Lower bounds from the unsharded step on one device: a plan on n devices takes at least 1/n of it.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uncut:
-    """Bounds of the step on one device.
+    """Bounds from the step on one device.
 
     Attributes:
-        load: the model.
-        space: the space.
-        pricer: the machine.
-        values: measures on shapes of which the last is that of one device, where they have been
-            evaluated; otherwise they are evaluated on this shape alone.
+        values: measures on shapes, the last of which is that of one device, if evaluated already;
+            otherwise they are evaluated on that shape alone.
     """
 
     load: Workload
@@ -339,8 +334,8 @@ class Uncut:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the kernels; spread equally, no plan beats them, since the largest kernels are
-        the most efficient.
+        """Seconds of the kernels. Divided equally they are a lower bound for any plan, since the
+        largest kernels are the most efficient.
         """
         totals = [
             self.pricer.corrected(self._total((policy, routes), routes=routes))[:, Q.COMPUTE, 0]
@@ -351,13 +346,13 @@ class Uncut:
         return float(seconds.min(0).sum() if self.space.apart else seconds.sum(1).min())
 
     def slower(self, devices: int, limit: float) -> bool:
-        """Returns whether no plan on so many devices is faster than a limit in seconds."""
+        """True if no plan on this many devices is faster than a limit in seconds."""
         return bool(np.isfinite(limit)) and self.seconds / devices >= limit
 
     @cached_property
     def resting_bytes(self) -> float:
-        """Bytes of parameters; however they are sharded, the device that has the most has at least
-        its share.
+        """Bytes of parameters; however they are sharded, the fullest device has at least an equal
+        share.
         """
         total = self._total(None, routes=False)[:, :, 0].sum(0)
         return float(total[Q.PARAMETERS] + total[Q.FROZEN]) * min(
@@ -365,7 +360,7 @@ class Uncut:
         )
 
     def _total(self, key: tuple[str, bool] | None, *, routes: bool) -> Array:
-        """Quantities of what rests, or of a program: array [segments, rows, 1]."""
+        """Quantities of the stored arrays, or of a program: array [segments, rows, 1]."""
         values = (
             self.pricer.values(self.load.ledger.book, ONE) if self.values is None else self.values
         )
@@ -382,35 +377,32 @@ class Uncut:
 # --------------------------------------------------------------------------------------------------
 # Explores a space of plans for the fastest plan that fits, and for the minimum-memory plan.
 #
-# The cost is a sum over items that each depend on few colours (`cost/items.py`), so a plan's
-# cost is a sum of tallies that are made once for a model (`planner/workload.py`). Meshes
-# with microbatches, and then each of them under every choice of colours
-# (`planner/bounds.py`), are taken in the order of a lower bound of their step time; when
-# the bound of the next is not below the fastest plan found, no plan of the rest can be faster, and
-# the search ends with a proof. Where a machine has far more devices than the batch has rows, the
-# meshes of all numbers of devices are taken together.
+# The cost is a sum over items that each depend on few colours (`cost/items.py`), so a plan's cost
+# is a sum of tallies that are computed once per model (`planner/workload.py`). Entries, and then
+# pairs (`planner/bounds.py`), are explored in the order of a lower bound on their step time; when
+# the next bound is not below the incumbent, no remaining plan can be faster, and the search ends
+# with a proof. Where a machine has far more devices than the batch has rows, the meshes of all
+# numbers of devices are explored together.
 #
-# Each bound is asked of fewer candidates than the one before: the kernels of the uncut step,
-# equally spread; the fastest plan that could fit (`planner/bounds.py`) with
-# each component of the colours cut as is best for it; the same under one choice; and that on the
-# links of each place that the axes can have. Only what none of them excludes is priced.
+# Each bound is computed for fewer candidates than the one before: the kernels of the unsharded
+# step, divided equally; the fastest plan that could fit (`planner/bounds.py`) with each component
+# of the colours sharded as is best for it; the same under one choice; and that on the links of each
+# placement. Only what none of them excludes is priced.
 
-#: Entries whose memory is bounded first, and of which a first block is priced.
+#: Entries in the first block whose memory is bounded, and in the first block that is priced.
 AHEAD, FIRST = 1024, 1024
-#: Most entries that are placed at once, and pairs on places of them that are bounded first.
+#: Most entries that are placed at once, and placed pairs in the first block that is bounded.
 PLACED, FEW = 8192, 4096
-#: Pairs that are priced on all their places at first; each time so many times as many as before,
-#: and many times as many after those that gave no better plan to compare with.
+#: Pairs priced on all their placements in the first block; growth factor of the blocks; and the
+#: factor after a block that gave no better incumbent.
 BRANCH_AND_BOUND_NEAREST, BRANCH_AND_BOUND_MORE, MANY_PAIRS = 128, 4, 16
-#: Entries whose quickest choice is priced before all others where every entry has one place, so
-#: that there is a plan to compare with.
+#: Entries whose quickest choice is priced first, as incumbent, where every entry has one placement.
 SEEDS = 4
-#: Parameters, gradients and the state of an optimizer over parameters, about.
+#: Approximate ratio of parameters, gradients and optimizer state to parameters.
 TIGHT = 4
-#: Where there are no more entries than so many, the pairs with the least bounds, so many of them,
-#: are the plans to compare with.
+#: With at most `SMALL` entries, the `QUICKEST` pairs with the least bounds are priced first.
 SMALL, QUICKEST = 512, 32
-#: A space with no more entries is explored alone, if it is the first.
+#: Most entries of a first space that is explored alone.
 MODERATE = 4096
 #: Numbers of devices that are searched together.
 Counts = tuple[int, ...]
@@ -420,16 +412,13 @@ class Explorer:
     """Prices the plans of one space on one topology.
 
     Args:
-        load: the model.
-        space: the space.
-        topology: the machine.
-        capacity: usable bytes of a device.
-        before: an explorer of the same model in other dtypes, whose results this one adds to.
-        any_plan: whether the first plan that fits is enough.
+        capacity: usable bytes per device.
+        before: an explorer of the same model in other dtypes, to whose results this one adds.
+        any_plan: True to stop at the first plan that fits.
 
     Attributes:
-        best: what has been seen.
-        rows: places of the candidates that a ranking speaks of.
+        best: the best plans so far.
+        rows: the places of the candidates of a ranking.
     """
 
     def __init__(
@@ -475,21 +464,21 @@ class Explorer:
 
     @property
     def limit(self) -> float:
-        """Seconds from which on a plan is of no interest."""
+        """Seconds from which on a plan is discarded."""
         return 0.0 if self._any_plan and self.best.fastest is not None else self.best.limit
 
     def run(
         self, counts: Counts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
     ) -> None:
-        """Prices the plans on some numbers of devices."""
+        """Prices the plans on the given numbers of devices."""
         reach = 1 if ranking is None else slack
         for entries in self._entries(counts, reach):
             if id(entries) not in self._done:
                 self._explore(entries, reach, ranking)
 
     def seed(self, counts: Counts) -> None:
-        """Prices the entry of the least bound on each of some numbers of devices, among those that
-        shard neither sequences nor experts, so that there is a plan to compare with.
+        """Prices, on each number of devices, the entry with the least bound among those that shard
+        neither sequences nor experts: a first incumbent.
         """
         if not (self.space.choices and self.space.routes):
             return
@@ -503,14 +492,14 @@ class Explorer:
             self.pairs.price(entries, pairs.firsts(), 1, None)
 
     def _few(self, devices: int) -> dict[str, Array]:
-        """Sizes of meshes of the simplest entries on some number of devices."""
+        """Mesh sizes of the simplest entries on some number of devices."""
         sizes = self.space.mesh_sizes(self.load.colouring, devices)
         plain = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
         return {axis: size[plain] for axis, size in sizes.items()}
 
     def too_large(self, counts: Counts) -> bool:
-        """Returns whether bounds say that no plan on some numbers of devices fits; not asked of a
-        model that is far smaller than their memory.
+        """True if bounds show that no plan on the given numbers of devices fits; False, without
+        computing them, for a model far smaller than their memory.
         """
         if TIGHT * self._uncut.resting_bytes / max(counts) < self._most:
             return False
@@ -518,36 +507,33 @@ class Explorer:
         return not any((entries.fewest_bytes <= self._most).any() for entries in all_entries)
 
     def least_seconds(self, counts: Counts) -> float:
-        """Seconds that no plan on some numbers of devices beats; infinite where a good plan to
-        compare with is not looked for.
+        """Lower bound on the step time on the given numbers of devices; infinite where large spaces
+        are not searched together.
         """
         searchable = self.space.choices and self.space.routes and not self.flat
         return self._uncut.seconds / max(counts) if searchable else np.inf
 
     def large(self, counts: Counts, limit: float) -> list[Entries]:
-        """Entries on some numbers of devices that may have a plan faster than a limit, where they
-        are many.
-
-        Args:
-            limit: seconds.
-        """
+        """Sets of more than `SMALL` entries that may have a plan faster than `limit` seconds."""
         if self.least_seconds(counts) >= limit:
             return []
         return [entries for entries in self._entries(counts, 1) if len(entries) > SMALL]
 
     def is_small(self, counts: Counts) -> bool:
-        """Returns whether the entries on some numbers of devices are soon looked through."""
+        """True if the entries on the given numbers of devices are few enough to explore alone."""
         return all(len(entries) <= MODERATE for entries in self._entries(counts, 1))
 
     def leave_out(self, counts: Counts, done: Container[int]) -> None:
-        """Leaves out entries on some numbers of devices, by identity."""
+        """Skips entries on the given numbers of devices that were explored already (`done`: by
+        identity).
+        """
         self._done |= {
             id(entries) for entries in self._explored.get(counts, []) if id(entries) in done
         }
 
     def _entries(self, counts: Counts, reach: float) -> list[Entries]:
-        """The entries on some numbers of devices, with experts treated in each way; without those
-        on which no plan is fast enough.
+        """The entries on the given numbers of devices, for each treatment of experts; without
+        device counts on which no plan is fast enough.
         """
         if counts in self._explored:
             return self._explored[counts]
@@ -570,7 +556,7 @@ class Explorer:
         return made_entries
 
     def _of(self, mesh_sizes: Sequence[dict[str, Array]]) -> list[Entries]:
-        """The entries of some meshes with microbatches, with experts treated in each way."""
+        """The entries of some meshes with microbatches, for each treatment of experts."""
         if not mesh_sizes:
             return []
         sizes = {
@@ -582,11 +568,11 @@ class Explorer:
         self._uncut = replace(self._uncut, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
-            for routes in sorted(self.space.routes, reverse=True)  # hardly ever slower
+            for routes in sorted(self.space.routes, reverse=True)  # routed is hardly ever slower
         ]
 
     def _scope(self, routes: bool) -> Scope:
-        along = self.load.colouring.sequence_colour  # where nothing shards it, it costs nothing
+        along = self.load.colouring.sequence_colour  # costs nothing where no axis shards it
         if routes not in self._scopes:
             self._scopes[routes] = Scope(
                 load=self.load,
@@ -614,7 +600,9 @@ class Explorer:
     def _fitted(
         self, entries: Entries, selected: Array, reach: float, ranking: Ranking[Candidate] | None
     ) -> None:
-        """Prices those of some entries that could fit, in the order of a bound of what does."""
+        """Prices the given entries that could fit, in the order of their bounds for plans that
+        fit.
+        """
         bounds = entries.seconds(selected)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
         order = ascending(bounds, self.limit * reach)
@@ -625,7 +613,7 @@ class Explorer:
 
     @property
     def flat(self) -> bool:
-        """True if all links are alike, so that a mesh has one place."""
+        """True if all links are alike, so that a mesh has one placement."""
         return len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
 
     def _in_order(
@@ -648,7 +636,7 @@ class Explorer:
             )
 
     def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
-        """Prices entries that no bound excludes on every place that they can have."""
+        """Prices entries that no bound excludes, on every placement."""
         small = len(entries) <= SMALL
         for start, end in blocks(FIRST, len(order), PLACED):
             pairs = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
@@ -657,7 +645,7 @@ class Explorer:
                     self._settle(entries, near.after(begin).first(until - begin).below(self.limit))
 
     def _settle(self, entries: Entries, near: Placed) -> None:
-        """Prices pairs on places in the order of their bounds, until no other can be faster."""
+        """Prices placed pairs in the order of their bounds, until no other can be faster."""
         placed, size = self.pairs.bounded(entries, near), BRANCH_AND_BOUND_NEAREST
         while len(placed := placed.below(self.limit)):
             limit, count = self.limit, min(size, len(placed))
@@ -673,8 +661,8 @@ class Explorer:
                 yield from self._explored.get(counts) or self._made(counts, counts)
 
     def minimum_memory(self) -> None:
-        """Finds the minimum-memory plan, in the order of the least bytes that an entry can take;
-        memory does not depend on places.
+        """Finds the minimum-memory plan, in the order of the entries' lower bounds on bytes; memory
+        does not depend on placement.
         """
         best = self.best
         for entries in self._leanest_first():
@@ -693,28 +681,28 @@ class Explorer:
 
 
 def _devices(sizes: Mapping[str, Array]) -> Array:
-    """Devices of each mesh."""
+    """Number of devices of each mesh."""
     return np.prod([sizes[axis] for axis in MESH_AXES], axis=0)
 
 
 # --------------------------------------------------------------------------------------------------
-# Explores several large spaces together, the plans with the least bounds first.
+# Explores several large spaces together, in the order of their bounds.
 #
-# Bounds of entries, of pairs and of pairs on places come one after the other, each for what the
-# one before leaves below a limit that all spaces share. Where nothing is left below it the limit
-# grows, up to the seconds of the fastest plan; then no other plan is faster. What is above the
-# limit waits, so nothing is bounded or priced twice, and hardly more than what no bound excludes.
+# Entries, pairs and placed pairs are bounded in turn, each only where the bound before is below a
+# limit that all spaces share. When nothing is left below the limit it grows, up to the seconds of
+# the fastest plan; then no other plan is faster. What is above the limit waits, so nothing is
+# bounded or priced twice, and hardly more is priced than what no bound excludes.
 
-#: Each limit is so many times the one before: at first, and once something is below it.
+#: Growth factors of the limit: at first, and once something is below it.
 GROWTH, STEP = 1.5, 1.2
-#: Entries that may fit with the least bounds that are enough for a first limit, and entries none of
-#: which fits that end the search for them.
+#: Number of entries that may fit below the first limit; and number of entries below it, none of
+#: which fits, at which `explore` gives up.
 ENOUGH, HOPELESS = 32, 4096
-#: No limit is larger than so many times the least bound of all, where nothing is below it.
+#: Largest limit, in multiples of the least bound of all, while too few entries are below it.
 FARTHEST = 1000.0
-#: Entries that are bounded on their places at once.
+#: Entries that are placed and bounded at once.
 AT_ONCE = 4096
-#: Rows that are priced at first; each time so many times as many.
+#: Rows in the first block that is priced, and growth factor of the blocks.
 NEAREST, MORE = 64, 8
 
 
@@ -723,12 +711,10 @@ class Front:
     """The part of a space that waits to be bounded or priced.
 
     Attributes:
-        entries: of the space.
-        pricer: prices its pairs.
-        best: what has been seen.
-        seen, waiting: which entries have a bound of what fits, and those of them that wait.
-        seconds: these bounds.
-        near, placed: pairs on places that wait, without and with bounds that know the choice.
+        seen: mask of the entries that have a bound for plans that fit.
+        waiting: those of them that wait.
+        seconds: the bounds of `waiting`.
+        near, placed: placed pairs that wait, with bounds that ignore or use the choice.
     """
 
     entries: Entries
@@ -745,8 +731,8 @@ class Front:
         self.waiting, self.seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
 
     def new(self, limit: float) -> tuple[Array, float]:
-        """Entries that may have a plan below a limit and have not been taken, and their least
-        bound.
+        """Waiting entries that may have a plan below a limit, and the least bound of all that
+        wait.
         """
         fresh, _ = self.entries.below(limit)
         fresh = fresh[~self.seen[fresh]]
@@ -757,11 +743,7 @@ class Front:
         return self.waiting[self.seconds < limit], float(self.seconds.min(initial=np.inf))
 
     def advance(self, new: Array, limit: float) -> None:
-        """Prices what is below a limit.
-
-        Args:
-            limit: seconds.
-        """
+        """Prices what is below `limit` seconds."""
         later = self.seconds >= limit
         self.waiting, self.seconds = self.waiting[later], self.seconds[later]
         for start in range(0, len(new), AT_ONCE):
@@ -779,7 +761,7 @@ class Front:
                 self._price(self.pricer.bounded(self.entries, placed.first(ready)), limit)
 
     def _price(self, placed: Placed, limit: float) -> None:
-        """Prices what is below a limit, the least bounds first; the rest waits."""
+        """Prices what is below a limit, sorted by bound; the rest waits."""
         size = NEAREST
         while len(placed := placed.below(self.best.limit)):
             count = min(size, int((placed.least < limit).sum()))
@@ -798,8 +780,9 @@ class Front:
 
 
 def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
-    """Prices all plans of large spaces on some numbers of devices that no bound excludes, where
-    some are soon found that may fit; explorers then leave them out.
+    """Prices all plans of large spaces that no bound excludes; explorers then skip them.
+
+    Does nothing where no entry that may fit is found soon.
     """
     limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
     if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
@@ -835,8 +818,8 @@ def _below(fronts: Mapping[int, Front], limit: float) -> int:
 def _new(
     explorers: Sequence[Explorer], counts: Counts, fronts: dict[int, Front], limit: float
 ) -> list[tuple[float, int, Array]]:
-    """(least bound, identity of the space, entries) of what is below a limit; spaces of which
-    something may be are added to the fronts.
+    """(least bound, identity of the space, entries) of what is below a limit; adds fronts for
+    spaces that may have something below it.
     """
     for explorer in explorers:
         for entries in explorer.large(counts, limit):
@@ -852,13 +835,12 @@ def _new(
 
 
 # --------------------------------------------------------------------------------------------------
-# A priced space: its fastest plan, and the pins of it.
+# A priced space.
 
-#: Rate of links inside of a part over that of links between parts from which on the parts are
-#: searched first.
+#: Ratio of bandwidth inside a part to that between parts above which one part is searched first.
 FAR_SLOWER = 100
-#: On more than so many times as many devices as rows, and on more than so many devices, all numbers
-#: of devices are searched together, since no bound says beforehand how many of them help.
+#: With more than `MANY_PER_ROW` devices per row, or more than `MANY` in all, all device counts are
+#: searched together, since no bound shows beforehand how many of them help.
 MANY_PER_ROW, MANY = 8, 200_000
 
 
@@ -868,10 +850,9 @@ class PricedSpace:
 
     Attributes:
         space: the space; of several, the last.
-        best: what was seen.
         rules: pinned rules, in the colours of the model.
-        rows: the places of candidates that a ranking speaks of.
-        devices: the most that a mesh of the space has.
+        rows: the places of the candidates of a ranking.
+        devices: the most devices of any mesh of the space.
     """
 
     space: Space
@@ -882,7 +863,7 @@ class PricedSpace:
     _points: list[Priced] = field(default_factory=list[Priced], init=False, repr=False)
 
     def landscape(self, count: int) -> tuple[Priced, ...]:
-        """Returns the priced plans, thinned; made once, at the first call."""
+        """The priced plans, thinned; cached at the first call."""
         if not self._points:
             self._points.extend(
                 Priced.of(point.what, point.seconds, point.peak_bytes, fits=point.fits)
@@ -895,7 +876,7 @@ class PricedSpace:
         return entry.what.on(*self.rows[entry.index])
 
     def simplicity(self, what: Candidate, index: int) -> tuple[object, ...]:
-        """Sorts equally fast entries of the ranking."""
+        """Sort key for equally fast entries of the ranking."""
         return what.on(*self.rows[index]).simplicity()
 
 
@@ -928,11 +909,13 @@ def priced_space(
             if part:
                 explore([explorer for devices, explorer in runs if devices == part], (part,))
             together = [explorer for devices, explorer in runs if 0 < devices == largest]
-            if together and together[0].is_small((largest,)):  # its plan may exclude all others
+            if together and together[0].is_small(
+                (largest,)
+            ):  # its plan may exclude all other spaces
                 explore(together[:1], (largest,))
                 together = together[1:]
             explore(together, (largest,))
-        # with all, plans are fastest, unless a slow link joins them
+        # plans on all devices are usually fastest, unless a slow link joins them
         for devices, explorer in sorted(runs, key=lambda run: (run[0] != part, -run[0])):
             if devices:
                 explorer.run((devices,), ranking, slack)
@@ -956,7 +939,7 @@ def priced_space(
 def _price_together(
     counts_by_explorer: Mapping[Explorer, Counts], ranking: Ranking[Candidate] | None, slack: float
 ) -> None:
-    """Prices spaces on all numbers of devices at once, after a simple plan for each number."""
+    """Prices spaces on all numbers of devices at once, after a seed plan for each number."""
     for explorer, counts in counts_by_explorer.items():
         if explorer.best.fastest is None:
             explorer.seed(counts)
@@ -975,8 +958,9 @@ def _price_together(
 
 
 def within_slow_links(topology: Topology) -> int:
-    """Devices of each part of a machine whose parts hang on far slower links than are inside of
-    them; 0 where there is none. A plan within one part is soon found, and others are hardly faster.
+    """Devices per part of a machine whose parts are joined by far slower links than those inside
+    them; 0 where there is none. A plan within one part is quick to find, and others are hardly
+    faster.
     """
     first, *others = topology.tiers
     slow = others and first.bytes_per_s * FAR_SLOWER < min(tier.bytes_per_s for tier in others)
@@ -993,7 +977,7 @@ def _explorers(
     any_plan: bool,
     all_devices: bool,
 ) -> tuple[list[Space], list[tuple[int, Explorer]]]:
-    """The spaces, one for each way to compute attention in each dtype, and an explorer for each
+    """The spaces, one for each attention strategy and dtype combination, and an explorer for each
     number of devices that a plan may use; 0 devices where a space has no plan.
     """
     able = load.framework.able if load.framework is not None else ANYTHING
@@ -1031,7 +1015,7 @@ def _explorers(
 
 
 def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules | None:
-    """Returns whether model and machine can have what is pinned.
+    """Raises if the model or the machine does not support what is pinned.
 
     Returns:
         Pinned rules, in the colours of the model; None where none are pinned.
@@ -1065,7 +1049,7 @@ def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules |
 
 
 def _require_able(framework: Framework | None, pins: Pins) -> None:
-    """Returns whether the framework that runs the plan can do what is pinned."""
+    """Raises if the framework that runs the plan does not support what is pinned."""
     if framework is None:
         return
     axes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
@@ -1076,8 +1060,8 @@ def _require_able(framework: Framework | None, pins: Pins) -> None:
 
 
 def _counts(space: Space, load: Workload, topology: Topology, device_count: int) -> Iterator[int]:
-    """Numbers of devices that a plan may use, the largest first; where none of those that are
-    tried has a mesh, the most that one has.
+    """Numbers of devices that a plan may use, the largest first; where none of the usual ones has a
+    mesh, the largest number that has one.
     """
 
     def some(devices: int) -> bool:

@@ -1,5 +1,5 @@
-"""The search: best-first branch and bound over the space, and its results: the fastest plan that
-fits, a ranking, or the error where nothing fits.
+"""The search for a plan: best-first branch and bound over the space, and its results (the fastest
+plan that fits, a ranking, or the error where nothing fits).
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ from shardlib.planner.workload import Workload, batch_size, most_specific_first,
 from shardlib.report.elements import TIE, ratio_text
 
 # --------------------------------------------------------------------------------------------------
-# Dimensions beyond those of which every set is tried, one after the other in the fastest plans.
+# Left-out dimensions (beyond those of which every set is tried), added one by one to the fastest
+# plans.
 
-#: How much faster a plan is at least for another dimension to be sharded.
+#: Least relative speedup for which another dimension is sharded.
 GAIN = 1e-3
-#: Meshes whose fastest plans are tried beside the fastest of all, and how many times its seconds
-#: they may take.
+#: Number of other meshes whose fastest plans are tried too, and their largest step time in
+#: multiples of that of the fastest plan.
 MESHES, REACH = 3, 1.25
 
 
 def fastest_with_left_out(
     load: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
 ) -> tuple[Candidate, float]:
-    """The fastest of the best plans of a search, in each of which the dimensions are sharded, too,
-    that it left out, where that is faster and fits; and its seconds of a step.
+    """The fastest plan, and its seconds, after adding left-out dimensions to the best plans of a
+    search wherever that is faster and fits.
 
     Args:
-        seconds: of a step of that.
+        seconds: step time of `candidate`.
     """
     if not space.space.left_out:
         return candidate, seconds
@@ -81,8 +82,8 @@ def fastest_with_left_out(
 def with_left_out(
     load: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
 ) -> tuple[Candidate, float]:
-    """A plan with the dimensions sharded, too, that the search left out, where that is faster and
-    fits; see `fastest_with_left_out`.
+    """A plan with each left-out dimension sharded where that is faster and fits, and its
+    seconds.
     """
     degree, colours = candidate.mesh["tensor"], load.colouring.colours
     for name in space.space.left_out if degree > 1 else ():
@@ -98,9 +99,9 @@ def with_left_out(
 
 
 # --------------------------------------------------------------------------------------------------
-# Equally fast plans: where memory is nearly full, the one with more room.
+# Of equally fast plans, where memory is nearly full, the one that leaves more free.
 
-#: Part of the memory that a plan may take from which on room is worth more than simplicity.
+#: Share of the usable memory above which free memory counts for more than simplicity.
 NEARLY = 0.9
 
 
@@ -112,11 +113,11 @@ def with_more_room(
     candidate: Candidate,
     seconds: float,
 ) -> Candidate:
-    """A plan that nearly fills the memory, with the ZeRO stage that leaves the most room among
-    those that are as fast, the lowest of these.
+    """A plan that nearly fills the memory, with the ZeRO stage that needs the least memory among
+    those that are as fast; the lowest of these.
 
     Args:
-        seconds: of a step of it.
+        seconds: step time of `candidate`.
     """
     decisions = candidate.decisions
     if pins.zero is not None or not (1 <= decisions.zero < 3):
@@ -139,12 +140,12 @@ def with_more_room(
 # --------------------------------------------------------------------------------------------------
 # Stages in one program or as per-stage programs, where a pin leaves that open.
 #
-# `pipeline="any"` searches both and takes the faster; a tie goes to one program. Per-stage
-# programs take one process that has all devices, so nobody gets them without having asked: a plan
-# that was tried on simulated devices would not be what several hosts run.
+# `pipeline="any"` searches both and takes the faster; a tie goes to one program. Per-stage programs
+# (MPMD) need one process that has all devices, so they are never chosen unasked: a plan tried on
+# simulated devices would not be what several hosts run.
 
 T = TypeVar("T")
-#: What whoever leaves the form open should know of per-stage programs.
+#: The finding for per-stage programs that the planner chose.
 ONE_PROCESS = Finding(
     code="one-process",
     severity="info",
@@ -152,12 +153,12 @@ ONE_PROCESS = Finding(
     message="per-stage programs are called by one process, which has to have all devices",
     hint="pipeline=lockstep, which runs in any number of processes",
 )
-#: What stages may be, the simpler first.
+#: Forms of a pipeline, the simpler first.
 FORMS = ("lockstep", "programs")
 
 
 def left_open(load: Workload, pins: Pins) -> bool:
-    """Returns whether the planner decides how stages run: only where shardlib makes the
+    """True if the planner decides how stages run, which is only where shardlib makes the
     programs.
     """
     return pins.pipeline == ANY and load.profile.name == XLA.name
@@ -191,10 +192,10 @@ def forms_in_order(
     slack: float = math.inf,
     front: bool = False,
 ) -> Iterator[Ranked]:
-    """Plans of both forms, the fastest first.
+    """Plans of both forms, fastest first.
 
     Args:
-        slack: up to how many times the seconds of the fastest.
+        slack: largest step time, in multiples of that of the fastest.
     """
     fewest_bytes, limit = math.inf, math.inf
     for entry in heapq.merge(*_of_both(pins, ranked), key=lambda entry: entry.seconds):
@@ -221,22 +222,19 @@ def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Matmuls over tensor in loops: where they are pinned, or left to the planner and faster.
+# Collective matmuls over tensor as loops: where pinned, or where left to the planner and faster.
 
-#: Most plans that are priced with loops over tensor, where the planner decides for them.
+#: Most plans that are priced with loops over tensor, where the planner decides on loops.
 MOST_LOOPS = 32
-#: Largest tensor axis whose best plan is looked for on its own to be priced with loops.
+#: Largest tensor axis whose best plan is searched for separately to be priced with loops.
 MOST_TENSOR = 32
 
 
 def with_loops(
     load: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
 ) -> tuple[Candidate, float]:
-    """The candidate with matmuls over tensor in loops, where that is pinned, or left to the planner
-    and predicted to be faster; and its seconds of a step.
-
-    Args:
-        step_seconds: predicted for the candidate.
+    """The candidate, with collective matmuls over tensor as loops where that is pinned, or left to
+    the planner and predicted to be faster; and its step time.
     """
     if pins.collective_matmul not in ("loop", "any") or (
         pins.collective_matmul == "any" and not hides(load, topology, candidate.mesh)
@@ -253,8 +251,8 @@ def with_loops(
 
 
 def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
-    """Returns whether loops over tensor can be faster on a mesh: in a program of JAX without
-    stages, and where links work beside compute, which those of simulated devices do not.
+    """True if loops over tensor can be faster on a mesh: in a JAX program without stages, and where
+    links work concurrently with compute, which those of simulated devices do not.
     """
     return (
         load.profile.name == XLA.name
@@ -267,12 +265,13 @@ def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
 def with_any_loops(
     load: Workload, topology: Topology, pins: Pins, space: PricedSpace
 ) -> tuple[Candidate, float, float]:
-    """The fastest candidate with or without loops over tensor, its seconds of a step, and seconds
-    that none can beat.
+    """The fastest candidate with or without loops over tensor, its step time, and a lower bound for
+    all plans.
 
-    The fastest plan for each size of the tensor axis is priced with loops. With all collectives
-    over tensor hidden, every plan is at least as fast as with loops: others are priced in the order
-    of that bound, until it is no less than the seconds of the best plan, or `MOST_LOOPS` have been.
+    The fastest plan for each size of the tensor axis is priced with loops. A plan with all
+    collectives over tensor hidden is at least as fast as with loops, so its price is a lower bound:
+    other plans are priced in the order of that bound, until it is no less than the step time of the
+    best plan, or `MOST_LOOPS` have been priced.
     """
     assert space.best.fastest is not None
     best = with_loops(load, topology, space.best.fastest, pins, space.best.seconds)
@@ -304,8 +303,8 @@ def with_any_loops(
 
 
 def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[PricedSpace]:
-    """The priced spaces of every size of the tensor axis and no stages in which a plan fits, where
-    pins leave that open.
+    """The priced spaces without stages, for every size of the tensor axis for which a plan fits,
+    where pins leave the size open.
     """
     fixed = dict(pins.axes)
     if pins.mesh is not None or "tensor" in fixed or pins.staged:
@@ -324,14 +323,14 @@ def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[Price
 # The fastest plan that fits.
 #
 # The search prices every legal plan that no lower bound excludes, so its answer is optimal within
-# the cost model: gap 0, or the gap that it says. The space is defined in `planner/space.py`, its
-# prices in `planner/priced.py`. Of a model with more dimensions to shard over tensor than it tries
-# all sets of, the others are tried one after the other in the fastest plans. Ties go to the simpler
-# plan, and where memory is nearly full to the ZeRO stage with more room.
+# the cost model: gap 0, or the gap that the certificate states. The space is defined in
+# `planner/space.py`, its prices in `planner/priced.py`. Dimensions beyond `MAX_TENSOR_COLOURS` are
+# added one by one to the fastest plans. Ties go to the simpler plan, and where memory is nearly
+# full to the ZeRO stage that needs less.
 
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200
-#: Most points of the landscape that it holds.
+#: Most points of the landscape in a certificate.
 MOST_POINTS = 240
 
 
@@ -375,12 +374,10 @@ def prepared(
     profile: FrameworkProfile | str | None,
     pins: Pins,
 ) -> Workload:
-    """The problem prepared for a machine and a framework profile, or `load` itself where that is
-    it.
+    """The problem prepared for a machine and a framework profile; `load` itself if it already is.
 
     Args:
-        load: prepared before; None for nothing.
-        profile: framework profile or its name; None for JAX and XLA.
+        profile: framework profile or its name; None for that of `load`, or else of JAX and XLA.
     """
     chosen_profile = (
         framework_profile(profile)
@@ -389,11 +386,11 @@ def prepared(
         if load is not None
         else XLA
     )
-    if pins.pipeline == "programs":  # they wait for nothing but their neighbours
+    if pins.pipeline == "programs":  # stages wait only for their neighbours
         chosen_profile = replace(chosen_profile, pipeline="asynchronous")
     elif (
         pins.pipeline is not None and chosen_profile.name == XLA.name
-    ):  # the load may be that of a plan whose stages are such programs
+    ):  # `load` may come from a plan of per-stage programs
         chosen_profile = replace(chosen_profile, pipeline=XLA.pipeline)
     if (
         load is not None
@@ -408,9 +405,7 @@ def prepared(
 def _in_order(
     load: Workload, topology: Topology, pins: Pins, slack: float, front: bool
 ) -> Iterator[Ranked]:
-    """All plans that fit, the fastest first, without their sources; none is built before it is
-    asked for.
-    """
+    """All plans that fit, fastest first, without their sources; each is built lazily."""
     started = time.perf_counter()
     if pins.exchange.islands > 1:
         island = island_of(topology, pins.exchange.islands)
@@ -476,8 +471,8 @@ def _plan(
 def _certificate(
     space: PricedSpace, candidate: Candidate, step_seconds: float, seconds: float, bound: float
 ) -> Search:
-    """The certificate of a search for one of its plans, with the seconds that none can beat; the
-    gap of the fastest is 0.
+    """The certificate of a search for one of its plans, with a lower bound on the step time; the
+    gap of the fastest plan is 0.
     """
     best = space.best
     candidates = best.counts["priced"] + best.counts["bound"]
@@ -494,8 +489,8 @@ def _certificate(
 
 
 def _rejected(best: Best, chosen: Candidate) -> tuple[Rejected, ...]:
-    """The best plan of each other mesh that was priced, and meshes for which nothing fits; the
-    fastest and those of the least memory.
+    """The best plan of each other mesh that was priced (fastest first), then meshes for which
+    nothing fits (least memory first).
     """
     rejected = [
         Rejected(
@@ -535,23 +530,23 @@ def _infeasible(
 
 
 # --------------------------------------------------------------------------------------------------
-# Batches about as large that divide better.
+# Batches of a similar size that divide better.
 #
 # A batch of 255 rows on 256 chips leaves every axis that splits it at 1: the chips share the
-# sequence or the layers, or stay idle. Batches about as large that divide better are priced by the
-# same graphs, whose amounts are those of the rows that were traced.
+# sequence or the layers, or stay idle. Batches of a similar size that divide better are priced with
+# the same graphs, whose costs are those of the rows that were traced.
 
-#: Batches that are tried have at most so much more or less than the batch, as a part of it.
+#: Largest relative difference in size between the batch and those that are tried.
 NEAR = 0.25
-#: How many are tried, and the most of the time per row that a step with one may take to be faster.
+#: How many are tried, and the relative time per row below which one counts as faster.
 BATCH_MOST, FASTER = 2, 0.9
-#: Divisors of the number of devices above this are not looked at.
+#: Largest divisor of the number of devices that is considered.
 LARGEST = 1 << 20
 
 
 def nearby(rows: int, devices: int) -> tuple[int, ...]:
-    """Batches near one that divide over more devices, the nearest first, each further one over
-    still more.
+    """Batch sizes near `rows` that divide over more devices, the nearest first, each further one
+    over still more.
 
     >>> nearby(255, 256), nearby(100, 64), nearby(512, 256), nearby(64, 3)
     ((256,), (96,), (), (63,))
@@ -575,7 +570,9 @@ def nearby(rows: int, devices: int) -> tuple[int, ...]:
 def divided_badly(
     plan: Plan, load: Workload, topology: Topology, pins: Pins
 ) -> tuple[Finding, ...]:
-    """A finding where the batch does not divide over the devices, and one near it is faster."""
+    """A finding where the batch does not divide over the devices, and one of a similar size is
+    faster.
+    """
     rows = batch_size(load.problem, load.colouring)
     if rows == 1:
         return ()
@@ -607,7 +604,7 @@ def divided_badly(
 
 
 def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
-    """The problem with the limits of a batch of other rows, and the amounts of its own."""
+    """The problem with the batch size of `new_rows` and the costs of the traced one."""
     name = load.colouring.batch_colour
 
     def shape(path: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -626,24 +623,23 @@ def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
 # --------------------------------------------------------------------------------------------------
 # Settings of the process during a search.
 #
-# Garbage: tracing and searching make many small objects that live until the end, and hardly any
-# cycles. Each full collection walks all of them, and all that JAX has made before: it took a fifth
-# of the time to plan. The threshold is a number of objects, so memory stays bounded.
+# Garbage: tracing and searching allocate many small objects that live until the end, and hardly any
+# cycles. Each full collection walks all of them, and all that JAX allocated before: it took a fifth
+# of the planning time. The threshold is a number of objects, so memory stays bounded.
 #
 # Threads of BLAS: the matrix products of a search are small. More threads took up to twice the
 # processor time for the same, and longer where other work ran on the machine.
 
-#: Thresholds of the three generations (`gc.set_threshold`), at least: new objects, and collections
-#: of the generation before.
+#: Minimum thresholds of the three generations (`gc.set_threshold`): new objects, and collections of
+#: the generation before.
 THRESHOLDS: tuple[int, int, int] = (100_000, 20, 100)
 
 
 class ForAllThreads:
-    """A setting of the process: the first thread to enter changes it, the last to leave restores
-    it.
+    """A process-wide setting: the first thread to enter changes it, the last to leave restores it.
 
     Args:
-        change: changes the setting, and gives what restores it.
+        change: changes the setting and returns a function that restores it.
     """
 
     def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
@@ -652,7 +648,7 @@ class ForAllThreads:
 
     @contextmanager
     def __call__(self) -> Generator[None]:
-        """A context, or with the brackets a decorator."""
+        """A context manager, which also works as a decorator: `@setting()`."""
         with self._lock:
             if not self._inside:
                 self._restore = self._change()
@@ -667,7 +663,7 @@ class ForAllThreads:
 
 
 def _raise_thresholds() -> Callable[[], None]:
-    """A collector that is switched off by its thresholds stays so."""
+    """Raises the thresholds of garbage collection; where it is switched off (0) it stays off."""
     before = gc.get_threshold()
     if before[0]:
         gc.set_threshold(*map(max, before, THRESHOLDS))
@@ -676,7 +672,7 @@ def _raise_thresholds() -> Callable[[], None]:
 
 @cache
 def _controller() -> threadpoolctl.ThreadpoolController:
-    return threadpoolctl.ThreadpoolController()  # looks through the libraries of the process
+    return threadpoolctl.ThreadpoolController()  # scans the libraries loaded in the process
 
 
 def _limit_threads() -> Callable[[], None]:
@@ -684,9 +680,9 @@ def _limit_threads() -> Callable[[], None]:
     return own.restore_original_limits
 
 
-#: Garbage in cycles is hardly collected.
+#: Garbage in cycles is collected rarely.
 garbage_put_off = ForAllThreads(_raise_thresholds)
-#: Matrix products of NumPy run on the thread that asks for them.
+#: Matrix products of NumPy run on the calling thread alone.
 one_thread = ForAllThreads(_limit_threads)
 
 
@@ -695,13 +691,12 @@ class Prepared:
     """A prepared problem under some pins: the source of all plans for it.
 
     Attributes:
-        load: the prepared problem.
         topology: the machine of the plan.
-        pins: the pins it was made under.
-        on_islands: the problem of one of so many islands, each with its part of the rows; None
-            where the model is not at hand.
-        written: (plan, mode of its mesh axes) -> a file of plain JAX; None where the model is not
-            at hand.
+        pins: the pins under which the plan was made.
+        on_islands: number of islands -> the problem of one island, with its share of the rows; None
+            where the model is not available.
+        written: (plan, mode of its mesh axes) -> source of a plain JAX file; None where the model
+            is not available.
     """
 
     load: Workload
@@ -720,8 +715,8 @@ class Prepared:
         return replace(self, pins=pins)
 
     def search(self, topology: Topology, pins: Pins) -> Plan:
-        """The best plan for the same problem; all questions end here or in `ranked`. The same
-        question is not searched again.
+        """The best plan for the same problem; cached by topology and pins. All questions end here
+        or in `ranked`.
         """
         if (topology, pins) not in self._answers:
             self._answers[topology, pins] = search(
@@ -732,16 +727,16 @@ class Prepared:
     def ranked(
         self, topology: Topology, *, slack: float = math.inf, front: bool = False
     ) -> Iterator[Ranked]:
-        """Plans for the same problem under the same pins, the fastest first; all up to `slack`
-        times the fastest.
+        """Plans for the same problem under the same pins, fastest first, up to `slack` times the
+        step time of the fastest.
         """
         return ranked(
             self.load.problem, topology, self.pins, load=self.load, slack=slack, front=front
         )
 
     def on_all_devices(self) -> Plan:
-        """The best plan for the same problem that leaves no device idle, under the same pins but
-        for those of the mesh.
+        """The best plan for the same problem that leaves no device idle, under the same pins
+        without those of the mesh.
         """
         pins = self.pins.but(mesh=None, axes=())
         plan = _fastest(self.load, self.topology, pins, all_devices=True)
@@ -775,8 +770,8 @@ def search(
     """Finds the fastest plan that fits; it carries its source.
 
     Args:
-        profile: framework profile, or its name: the software that will run it; by default that of
-            `load`, or one program of JAX ("xla").
+        profile: profile (or its name) of the framework that will run the plan; by default that of
+            `load`, or one JAX program ("xla").
     """
     started = time.perf_counter()
     source = _source(problem, topology, pin, load, profile)
@@ -789,8 +784,8 @@ def search(
 
 
 def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
-    """A problem prepared for a training framework, with parameters stored as it stores them; to
-    search it is to plan within what the framework can do.
+    """A problem prepared for a training framework, with parameters in the dtype in which that
+    stores them; a search for it stays within what the framework supports.
     """
     vendor = topology.chip.vendor
     chosen = framework(name, vendor)
@@ -810,7 +805,7 @@ def ranked(
     profile: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
-    """All plans that fit, the fastest first, each with its source."""
+    """All plans that fit, fastest first, each with its source."""
     started = time.perf_counter()
     source = _source(problem, topology, pin, load, profile)
     preparing = time.perf_counter() - started
@@ -823,7 +818,7 @@ def _made(entry: Ranked, source: Source, preparing: float) -> Plan:
 
 
 def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:
-    """The plan with its source; preparing the problem counts as searching."""
+    """The plan with its source; its search time includes the time to prepare the problem."""
     return replace(
         plan, source=source, search=replace(plan.search, seconds=plan.search.seconds + preparing)
     )
