@@ -1,13 +1,11 @@
 """Answers to questions about a plan, as values: alternatives, constraints, kernels, shadow prices,
 the cost of a run, and the move to another machine.
 
-`Shards` says which device holds which part of an array, and so what must be sent when the layout
-changes.
-
-A layout divides every dim of an array into equal shards; the place of a device on the mesh says
-which part of each dim it holds. Two layouts on two sets of devices are compared device by device:
-what a device needs and does not hold, it must receive. A part that no device holds any more is
-lost, and must come from a checkpoint.
+`Shards` maps an array to devices, and so gives what must be sent when the layout changes. A layout
+divides every dim of an array into equal shards; the position of a device on the mesh selects its
+part of each dim. Two layouts on two sets of devices are compared device by device: a device
+receives what it needs and does not have. A part that no surviving device has is lost, and must come
+from a checkpoint.
 
 >>> old = Shards((8,), Layout("data"), MeshShape(data=4), np.arange(4))
 >>> new = Shards((8,), Layout("data"), MeshShape(data=2), np.arange(2))
@@ -50,7 +48,7 @@ from shardlib.report.elements import (
 from shardlib.untrusted.data import JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# An alternative: a plan that was not chosen, and its different decisions.
+# Alternatives: plans that were not chosen, and the decisions in which they differ.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +56,13 @@ class Alternative:
     """A plan that was not chosen.
 
     Attributes:
-        place: 1 for the best of them.
-        mesh: its mesh.
-        summary: its other decisions in a few words.
-        step_seconds: predicted time of a step.
+        place: rank, 1 for the best.
+        summary: its decisions other than the mesh, in a few words.
+        step_seconds: predicted step time.
         peak_bytes: predicted bytes per device.
-        ratio: its time over the chosen plan's.
-        differs: what it decides differently, "remat dots -> full".
-        ties: further plans that are predicted to be equally fast.
+        ratio: its step time over the chosen plan's.
+        differs: decisions that differ from the chosen plan's, such as "remat dots -> full".
+        ties: number of further plans that are predicted to be equally fast.
     """
 
     place: int
@@ -83,7 +80,7 @@ class Alternative:
 
 
 def alternatives_text(alternatives: Iterable[Alternative]) -> str:
-    """The alternatives as a table for people."""
+    """The alternatives as a text table."""
     rows = [("", "step", "time", "memory", "mesh", "other decisions")]
     rows += [
         (
@@ -106,7 +103,7 @@ def alternatives_text(alternatives: Iterable[Alternative]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Constraints of a plan: memory, pins, and sizes that divide no further.
+# Constraints of a plan: memory, pins, and sizes that do not divide further.
 
 #: Rows of the table of plans that do not fit.
 _MOST_ROWS = 8
@@ -114,15 +111,16 @@ _MOST_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfReach:
-    """A plan that is faster and does not fit; none that needs less memory is as fast, unless it
-    recomputes a part of the layers only.
+    """A faster plan that does not fit.
+
+    No plan that needs less memory is as fast, except ones that rematerialise only some of the
+    layers.
 
     Attributes:
-        mesh: its mesh.
-        summary: its other decisions in a few words.
-        step_seconds: predicted time of a step.
+        summary: its decisions other than the mesh, in a few words.
+        step_seconds: predicted step time.
         peak_bytes: predicted bytes per device.
-        short_bytes: bytes that a device lacks for it.
+        short_bytes: bytes per device that it lacks.
     """
 
     mesh: MeshShape
@@ -144,7 +142,7 @@ class Binding:
         kind: "memory", "pin" or "size".
         what: the memory of the chip, the pin, or the colour whose size it is.
         message: one sentence.
-        step_seconds: time of the best plan without it; 0 where it is not known.
+        step_seconds: step time of the best plan without the constraint; 0 where unknown.
     """
 
     kind: str
@@ -159,12 +157,12 @@ class Binding:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """The limits that hold a plan back.
+    """The limits that keep a plan from being faster.
 
     Attributes:
-        step_seconds: time of the plan.
-        binding: the constraints, the one that costs most first.
-        staircase: faster plans that do not fit, the one that lacks least first; each is faster than
+        step_seconds: step time of the plan.
+        binding: the constraints, the most expensive first.
+        staircase: faster plans that do not fit, by increasing lack of memory; each is faster than
             all before it.
     """
 
@@ -208,10 +206,10 @@ class Constraints:
 
 
 # --------------------------------------------------------------------------------------------------
-# The kernels of a step beside the roofline of their chip.
+# The kernels of a step on the roofline of their chip.
 #
-# The *intensity* of a kernel is its FLOPs over the bytes that it moves. Under the ridge, where the
-# peak rate meets the rate of the memory, memory limits it; above, the matrix units do (Williams,
+# The *intensity* of a kernel is its FLOPs over the bytes that it moves. Below the ridge point (peak
+# FLOP/s = memory bandwidth) a kernel is memory-bound; above it, compute-bound (Williams,
 # Waterman, Patterson, CACM 52(4), 2009).
 
 KERNEL_HEAD = ("kernel", "phase", "count", "FLOP", "FLOP/byte", "time", "of roofline")
@@ -224,14 +222,14 @@ class KernelTime:
     """Equal kernels of a step, on one device.
 
     Attributes:
-        name: where in the model it is, and what it computes.
-        kind: JAX's primitive.
+        name: place in the model, and what is computed.
+        kind: JAX primitive.
         phase: "forward", "backward" or "rematerialised".
-        dtype: of its operands.
-        count: executions in a step.
-        flops: of all of them.
-        bytes: that all of them move.
-        seconds: predicted, of all of them.
+        dtype: of the operands.
+        count: executions per step.
+        flops: of all executions.
+        bytes: memory traffic of all executions.
+        seconds: predicted, for all executions.
     """
 
     name: str
@@ -245,19 +243,19 @@ class KernelTime:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of a step on one device, and the roofline that they are under.
+    """The kernels of a step on one device, and their roofline.
 
     Attributes:
-        chip: its name.
-        peak_flops_per_s: by dtype, of the dtypes that kernels have.
-        bytes_per_s: of its memory.
-        kernels: the slowest first.
+        chip: name of the chip.
+        peak_flops_per_s: by dtype, for the dtypes of the kernels.
+        bytes_per_s: memory bandwidth.
+        kernels: slowest first.
     """
 
     chip: str
@@ -269,11 +267,13 @@ class Kernels:
 
     @property
     def seconds(self) -> float:
-        """Of all kernels in a step."""
+        """Seconds of all kernels per step."""
         return sum(kernel.seconds for kernel in self.kernels)
 
     def bound(self, kernel: KernelTime) -> float:
-        """Seconds of a kernel on the roofline: at the peak, or at the rate of memory."""
+        """Roofline seconds of a kernel: at peak FLOP/s or at memory bandwidth, whichever is
+        longer.
+        """
         peak = dict(self.peak_flops_per_s)[kernel.dtype]
         return max(kernel.flops / peak, kernel.bytes / self.bytes_per_s)
 
@@ -300,7 +300,7 @@ class Kernels:
 
 
 def kernel_rows(kernels: Kernels, limit: int) -> Sequence[tuple[str, ...]]:
-    """A row for each of the slowest kernels."""
+    """A table row for each of the slowest kernels."""
     return [
         (
             clip(kernel.name, 36),
@@ -322,14 +322,13 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """An array that is spread over devices.
+    """An array that is sharded over devices.
 
     Attributes:
         shape: elements per dim.
         layout: mesh axes per dim.
         mesh: sizes of the mesh axes.
-        order: number of the device at each place of the mesh, places counted with the last axis
-            fastest.
+        order: device number at each mesh position, in row-major order (last axis fastest).
     """
 
     shape: tuple[int, ...]
@@ -338,7 +337,7 @@ class Shards:
     order: Ints
 
     def ranges(self, device: int) -> Ranges | None:
-        """The part that a device holds; None where it is not on the mesh."""
+        """The shard of a device; None where it is not on the mesh."""
         (places,) = np.nonzero(self.order == device)
         if not len(places):
             return None
@@ -350,7 +349,7 @@ class Shards:
         )
 
     def starts(self, devices: int) -> tuple[Ints, Ints]:
-        """First element per dim and device, and the size of a part per dim."""
+        """First element per dim and device, and the shard size per dim."""
         sizes = np.array(self._sizes(), np.int64)
         first = np.full((len(self.shape), devices), -1, np.int64)
         first[:, self.order] = self._parts() * sizes[:, None]
@@ -360,7 +359,7 @@ class Shards:
         return self.layout.local_shape(self.shape, self.mesh)
 
     def _parts(self) -> Ints:
-        """Number of the part of each dim, by place: integers of shape (dims, places)."""
+        """Shard number of each dim by mesh position: integers of shape (dims, positions)."""
         sizes = tuple(self.mesh[axis] for axis in MESH_AXES)
         places = dict(
             zip(MESH_AXES, np.unravel_index(np.arange(math.prod(sizes)), sizes), strict=True)
@@ -379,7 +378,7 @@ class Shards:
 
 
 def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
-    """Elements that each device must receive to go from one layout to another."""
+    """Elements that each device receives when the layout changes."""
     reach = int(new.order.max()) + 1
     want, want_sizes = new.starts(reach)
     old_starts, held_sizes = old.starts(
@@ -399,7 +398,7 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
 
 
 def lost_elements(old: Shards, survivors: Ints) -> int:
-    """Elements that no surviving device holds."""
+    """Elements that no surviving device has."""
     first, sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
     starts = first[:, survivors[np.isin(survivors, old.order)]]
     cells = np.zeros(starts.shape[1], np.int64)
@@ -417,17 +416,16 @@ _MOST_PARTS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One parameter, or its optimizer state, on its way from one layout to another.
+    """One parameter, or its optimizer state, with its old and new layout.
 
     Attributes:
         path: tree path of the parameter.
-        what: "parameter", "optimizer state" or, of islands, "outer state".
+        what: "parameter", "optimizer state" or, with islands, "outer state".
         bytes: bytes of the whole array.
-        old, new: the layouts.
-        received_bytes: bytes that all devices receive together.
-        most_bytes: bytes that the device receives which receives most.
-        lost_bytes: bytes that are on no surviving device.
-        before, after: where its parts lie, by device.
+        received_bytes: bytes that all devices together receive.
+        most_bytes: the most bytes that one device receives.
+        lost_bytes: bytes that no surviving device has.
+        before, after: the old and new shards, by device.
     """
 
     path: str
@@ -442,15 +440,15 @@ class Part:
     after: Shards = field(compare=False, repr=False)
 
     def ranges(self, device: int, survivors: Sequence[int]) -> tuple[Ranges | None, Ranges | None]:
-        """The part of the array that a device of the new machine holds before and after, first and
-        end per dim; None where it holds none.
+        """The old and new shard of a device of the new machine, (first, end) per dim; None where it
+        has none.
         """
         return (
             self.before.ranges(survivors[device]) if device < len(survivors) else None
         ), self.after.ranges(device)
 
     def to_json(self) -> JsonObject:
-        """The part as plain data, without the places of its shards."""
+        """The part as plain data, without the positions of its shards."""
         return {
             "path": self.path,
             "what": self.what,
@@ -465,18 +463,17 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Replan:
-    """A plan for another machine, and the way there.
+    """A plan for another machine, and what must move to get there.
 
     Attributes:
-        old: the plan as it was.
+        old: the plan for the old machine.
         plan: the plan for the new machine.
-        survivors: old device number of the new devices 0, 1, ..., as many as were there before.
-        moved_bytes_per_device: bytes that each device of the new machine must receive.
+        survivors: old device numbers of the new devices 0, 1, ..., for those that existed before.
+        moved_bytes_per_device: bytes that each device of the new machine receives.
         parts: every parameter and its optimizer state.
-        changed: decisions that differ, "microbatches 8 -> 16".
-        notes: what had to be given up or should be known, a sentence each.
-        machine: the new machine.
-        elsewhere: whether its chips are others, so that no device of it held anything before.
+        changed: decisions that differ, such as "microbatches 8 -> 16".
+        notes: sentences about pins that were dropped and other caveats.
+        elsewhere: True if its chips are different ones, so that no device has any data yet.
     """
 
     old: Plan
@@ -493,18 +490,18 @@ class Replan:
 
     @property
     def slowdown(self) -> float:
-        """Predicted time of a step over that of the old plan."""
+        """Predicted step time over that of the old plan."""
         return self.plan.estimate.step_seconds / self.old.estimate.step_seconds
 
     @property
     def lost_bytes(self) -> int:
-        """Bytes that are on no surviving device."""
+        """Bytes that no surviving device has."""
         return sum(part.lost_bytes for part in self.parts)
 
     @property
     def moving_seconds(self) -> float:
-        """Time that the device which receives most needs, if every byte comes over one of the
-        slowest links of the machine.
+        """Time for the device that receives most, if every byte comes over one of the slowest links
+        of the machine.
         """
         return max(self.moved_bytes_per_device, default=0) / min(
             tier.reached_bytes_per_s for tier in self.machine.tiers
@@ -512,7 +509,7 @@ class Replan:
 
     @property
     def text(self) -> str:
-        """The change for people."""
+        """The change as text."""
         return replan_text(self)
 
     def __str__(self) -> str:
@@ -539,7 +536,7 @@ class Replan:
 
 
 def replan_text(change: Replan) -> str:
-    """A change of machine for people."""
+    """The text of a change of machine."""
     old, new = change.old, change.plan
     moved = np.array(change.moved_bytes_per_device, np.int64)
     lines = [
@@ -571,7 +568,7 @@ def replan_text(change: Replan) -> str:
 
 
 def _whence(change: Replan, needed: int) -> str:
-    """Names the sources of the bytes that the new machine needs."""
+    """The sources of the bytes that the new machine needs, as a sentence."""
     if change.elsewhere:
         return (
             f"No device of the new machine holds any of {bytes_text(needed)}: they come from a"
@@ -589,7 +586,7 @@ def _whence(change: Replan, needed: int) -> str:
 
 
 def _part_lines(parts: Sequence[Part]) -> list[str]:
-    """The parts that move most, equal ones folded."""
+    """Text lines for the parts that move most, with equal ones folded."""
 
     def pattern(path: str) -> str:
         return ".".join("*" if word.isdigit() else word for word in path.split("."))
@@ -627,9 +624,9 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # The cost of a whole training run: days, devices, money, energy, and failures.
 #
-# Failures come at random, M seconds apart on average (a Poisson process). A run saves every tau
-# seconds, which holds it up for C, and a failure costs R to start again and what was done since
-# the last save. The expected time of T seconds of work is
+# Failures are a Poisson process, M seconds apart on average. A run saves every tau seconds, which
+# blocks it for C seconds; a failure costs the restart time R and the work since the last save. The
+# expected time of T seconds of work is
 #
 #     M exp(R / M) (exp((tau + C) / M) - 1) T / tau
 #
@@ -638,7 +635,7 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
 # least: about sqrt(2 C M) (J. W. Young, "A first order approximation to the optimum checkpoint
 # interval", CACM 17, 1974).
 
-#: Seconds between two saves at least: storage takes its time, beside training.
+#: Least seconds between two saves: storage is slow, although writing overlaps with training.
 LEAST_EVERY_S = 300.0
 DAY = 86400.0
 
@@ -648,17 +645,14 @@ class RunCost:
     """Time, money and energy of a training run.
 
     Attributes:
-        tokens: of the run.
-        steps: optimizer steps.
-        devices: that work.
-        work_seconds: of all steps, as planned.
-        wall_seconds: with saves, failures and starts.
-        save_seconds: that a save holds training up: the state's way to the host.
-        every_seconds: between two saves; None where nothing fails.
-        mtbf_seconds: between two failures of the whole machine; None where nothing fails.
+        work_seconds: all steps, as planned.
+        wall_seconds: with saves, failures and restarts.
+        save_seconds: time that a save blocks training (copying the state to the host).
+        every_seconds: interval between saves; None without failures.
+        mtbf_seconds: mean time between failures of the whole machine; None without failures.
         restart_seconds: from a failure to the next step.
-        price: of a device and hour, in the user's own money; None where it was not said.
-        watts: of a device's board at most; None where the vendor published none.
+        price: per device-hour, in the user's currency; None if not given.
+        watts: maximum board power per device; None where the vendor published none.
     """
 
     tokens: float
@@ -675,12 +669,12 @@ class RunCost:
 
     @property
     def goodput(self) -> float:
-        """Share of the time that is work."""
+        """Share of the wall time that is work."""
         return self.work_seconds / self.wall_seconds
 
     @property
     def device_hours(self) -> float:
-        """Hours of devices."""
+        """Device-hours of the run."""
         return self.devices * self.wall_seconds / 3600
 
     @property
@@ -690,7 +684,7 @@ class RunCost:
 
     @property
     def kilowatt_hours(self) -> float | None:
-        """Energy of the boards at most; None where their power is not published."""
+        """Maximum energy of the boards; None where their power is not published."""
         return None if self.watts is None else self.watts * self.device_hours / 1000
 
     def to_json(self) -> JsonObject:
@@ -754,10 +748,10 @@ def run_cost(
     mtbf: float | None = None,
     restart: float = RESTART_S,
 ) -> RunCost:
-    """Returns time, money and energy of a run of `tokens` tokens.
+    """Time, money and energy of a run of `tokens` tokens.
 
     Args:
-        mtbf: seconds between two failures of the whole machine; None where nothing fails.
+        mtbf: seconds between two failures of the whole machine; None without failures.
         restart: seconds from a failure to the next step.
     """
     arguments: dict[str, object] = {
@@ -806,8 +800,8 @@ def run_cost(
 
 
 def save_seconds(plan: Plan, topology: Topology) -> float:
-    """Seconds that a save holds training up: a device's share of parameters and optimizer state
-    goes to the host; writing goes on beside training (`docs/checkpoints.md`).
+    """Seconds that a save blocks training: each device copies its share of parameters and optimizer
+    state to the host; writing overlaps with training (`docs/checkpoints.md`).
     """
     device_bytes = plan.estimate.device_bytes
     rate = topology.chip.host_bytes_per_s or topology.chip.hbm_bytes_per_s
@@ -817,7 +811,7 @@ def save_seconds(plan: Plan, topology: Topology) -> float:
 def expected_seconds(
     work: float, interval: float, save: float, mtbf: float, restart: float
 ) -> float:
-    """Expected seconds of a run, see above.
+    """Expected seconds of a run (formula above).
 
     Args:
         work: seconds of all steps.
@@ -829,14 +823,14 @@ def expected_seconds(
 
 
 def best_interval(save: float, mtbf: float) -> float:
-    """Seconds of work between two saves with the least expected time.
+    """Seconds of work between two saves that minimise the expected time.
 
     The derivative of the expected time is 0 where exp(-(tau + C) / M) = 1 - tau / M, which has one
     solution below M.
 
     Args:
-        save: seconds that a save takes.
-        mtbf: seconds between two failures.
+        save: seconds that a save blocks training (C).
+        mtbf: seconds between two failures (M).
     """
     low, high = 0.0, mtbf
     for _ in range(200):
@@ -849,7 +843,7 @@ def best_interval(save: float, mtbf: float) -> float:
 
 
 def _long(seconds: float) -> str:
-    """Seconds in the unit that people say."""
+    """Seconds in a readable unit."""
     for size, name in ((DAY, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= size:
             return f"{seconds / size:.3g} {name}"
@@ -857,25 +851,25 @@ def _long(seconds: float) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Shadow prices: the value of more of a resource, and the cost of a wrong figure.
+# Shadow prices: the value of one unit more of a resource, and the cost of a wrong figure.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """The value of more of a resource.
+    """The shadow price of a resource.
 
     Attributes:
         resource: "memory", or the name of a link tier.
-        kind: of the tier; "hbm" for the memory of a device.
-        unit: what one more of it is: bytes of memory, or bytes per second.
-        amount: how much of it there is now: usable bytes of a device, or peak bytes per second.
-        saved_seconds: seconds of a step that one unit more saves; the best plan is chosen anew.
+        kind: kind of the tier; "hbm" for device memory.
+        unit: size of one unit more, in bytes or bytes per second.
+        amount: current amount: usable bytes per device, or peak bytes per second.
+        saved_seconds: seconds per step that one unit more saves, with the best plan for it.
         break_amount: amount from which on another plan is the best; 0 where there is none.
         break_mesh: mesh of that plan.
-        break_changes: what it decides differently.
-        break_seconds: its time of a step at the break point.
-        limit: of a link, the largest rate that was looked at; of memory, an amount at which no
-            other plan is faster yet.
+        break_changes: decisions in which it differs.
+        break_seconds: its step time at the break point.
+        limit: for a link, the largest rate that was tried; for memory, an amount at which no other
+            plan is faster yet.
     """
 
     resource: str
@@ -900,15 +894,15 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True)
 class Shock:
-    """The change of the best plan if a figure of the machine is a tenth lower than was thought.
+    """The change of the best plan if a figure of the machine is 10% lower than assumed.
 
     Attributes:
         what: the figure.
-        factor: what is left of it.
-        plan_seconds: time of a step of this plan.
-        best_seconds: time of a step of the plan that is then the best.
-        best_mesh: its mesh.
-        changes: what it decides differently; empty where this plan is still the best.
+        factor: the share of it that remains.
+        plan_seconds: step time of this plan.
+        best_seconds: step time of the plan that is best then.
+        best_mesh: mesh of that plan.
+        changes: decisions in which it differs; empty where this plan is still the best.
     """
 
     what: str
@@ -920,7 +914,7 @@ class Shock:
 
     @property
     def regret_seconds(self) -> float:
-        """Seconds of a step lost by having chosen this plan."""
+        """Seconds per step lost by having chosen this plan."""
         return max(0.0, self.plan_seconds - self.best_seconds)
 
     def to_json(self) -> JsonObject:
@@ -938,8 +932,8 @@ class Sensitivity:
     """The sensitivity of a plan to changes of its machine.
 
     Attributes:
-        step_seconds: time of a step of the plan as it is.
-        best_seconds: time of the best plan of the search; the same unless the plan was made in
+        step_seconds: step time of the plan.
+        best_seconds: step time of the best plan of the search; the same unless the plan was made in
             another way.
         prices: shadow prices, memory first, then link tiers from the outermost inwards.
         shocks: every figure lowered by a tenth, one at a time.
@@ -966,7 +960,7 @@ class Sensitivity:
 
 
 def sensitivity_text(sensitivity: Sensitivity) -> str:
-    """Prices and shocks for people."""
+    """The text of prices and shocks."""
     lines = [
         "What more would buy",
         *aligned(
@@ -997,12 +991,12 @@ SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
 
 
 def link_name(name: str, kind: str) -> str:
-    """A link tier for people; one that is the memory of a host is not a memory of a device."""
+    """The display name of a link tier; host-memory links are told apart from device memory."""
     return f"{name} links" if kind == "memory" else name
 
 
 def shock_row(shock: Shock) -> tuple[str, ...]:
-    """A shock under `SHOCK_HEAD`."""
+    """A table row of a shock under `SHOCK_HEAD`."""
     return (
         f"{shock.what} -{percent_text(1 - shock.factor)}",
         seconds_text(shock.plan_seconds),
@@ -1013,7 +1007,7 @@ def shock_row(shock: Shock) -> tuple[str, ...]:
 
 
 def price_row(price: Price) -> tuple[str, str, str, str]:
-    """Resource, how much there is, one more of it, and what that saves."""
+    """A table row: resource, current amount, one unit more, and what that saves."""
     if price.kind == "hbm":
         return (
             "memory of a device",
@@ -1030,7 +1024,7 @@ def price_row(price: Price) -> tuple[str, str, str, str]:
 
 
 def break_text(price: Price) -> str:
-    """Says at which figure another plan becomes the best, as a sentence."""
+    """A sentence that names the amount at which another plan becomes the best."""
 
     name = price.resource if price.kind == "hbm" else link_name(price.resource, price.kind)
 
@@ -1054,14 +1048,13 @@ def break_text(price: Price) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Answers to the questions that were asked about a plan; None for the others.
+    """Answers to questions about a plan; None for those that were not requested.
 
     Attributes:
-        alternatives: the plans that come next.
-        constraints: what holds the plan back.
-        sensitivity: what more memory and faster links are worth, and the regret if a figure is
-            lower.
-        kernels: of a step, beside the roofline.
+        alternatives: the next-best plans.
+        constraints: what keeps the plan from being faster.
+        sensitivity: shadow prices of memory and links, and the regret if a figure is lower.
+        kernels: kernels of a step on the roofline.
     """
 
     alternatives: tuple[Alternative, ...] | None = None

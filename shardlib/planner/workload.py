@@ -1,5 +1,5 @@
-"""The workload: a problem prepared for pricing, coloured and split into items, for the compiler of
-one vendor's chips. Shared by all searches of it.
+"""The workload: a problem prepared for pricing on one vendor's chips, with its colours and its cost
+items. Shared by all searches of the problem.
 """
 
 from __future__ import annotations
@@ -31,29 +31,27 @@ from shardlib.propagation.colours import Choice, Colouring, colour
 from shardlib.propagation.ties import stack_dims
 
 # --------------------------------------------------------------------------------------------------
-# Limits of a model, whatever is pinned: sizes of its batch and its sequence, its layers and
-# experts, the colours that the tensor axis may shard, and the abilities of its framework.
+# Limits of a model, whatever is pinned.
 
-#: Largest number of colours whose subsets are all tried for the tensor axis: those that take part
-#: in the most FLOPs.
+#: Most colours of which all subsets are tried for the tensor axis: those with the most FLOPs.
 MAX_TENSOR_COLOURS = 6
-#: Largest number of gradient accumulation steps that is tried.
+#: Most microbatches that are tried.
 MAX_MICROBATCHES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a model, and of the framework that runs it, beside its colours.
+    """Limits of a model, and of the framework that runs it, other than its colours.
 
     Attributes:
-        batch: examples in the batch.
-        sequence: positions; 1 where there is no sequence.
+        batch: examples per batch.
+        sequence: positions; 1 without a sequence.
         layers: layers of the largest class; 0 without layers.
-        experts: experts; 1 without.
-        splits: whether the batch can be worked through in parts with the numbers of the whole.
-        staged: whether microbatches can go through pipeline stages.
-        groups: layer groups.
-        able: what the framework can do.
+        experts: number of experts; 1 without.
+        splits: True if microbatches give the same numbers as the whole batch.
+        staged: True if microbatches can go through pipeline stages.
+        groups: number of layer groups.
+        able: abilities of the framework.
     """
 
     batch: int
@@ -67,15 +65,15 @@ class Limits:
 
 
 def experts_form(problem: Problem) -> str:
-    """The tokens that the experts of a model take: all of them ("dropless"), or as many as there is
-    room for ("capacity").
+    """How a model's experts take tokens: all of them ("dropless") or up to a capacity
+    ("capacity").
     """
     return "capacity" if "capacity" in problem.functions else "dropless"
 
 
 def batch_size(problem: Problem, colouring: Colouring) -> int:
-    """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is
-    named a batch.
+    """Greatest common divisor of the batch dims of the batch arrays, in examples; 1 where no dim is
+    named batch.
     """
     name = colouring.batch_colour
     sizes = [
@@ -88,8 +86,8 @@ def batch_size(problem: Problem, colouring: Colouring) -> int:
 
 
 def sequence_size(problem: Problem, colouring: Colouring) -> int:
-    """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is
-    none.
+    """Greatest common divisor of the sequence dims of the batch arrays, in positions; 1 where there
+    is none.
     """
     name = colouring.sequence_colour
     sizes = [
@@ -102,8 +100,8 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
 
 
 def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
-    """Describes the sequences of a model in a message: their lengths, which some number of parts
-    does not divide, or why there is none to shard.
+    """The part of a message that gives a model's sequence lengths, which `parts` do not divide, or
+    the reason why there is no sequence to shard.
     """
     name = colouring.named_sequence
     if name is None:
@@ -123,8 +121,8 @@ def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Colours whose subsets are all tried for the tensor axis, the most specific first, and those
-    beyond `MAX_TENSOR_COLOURS`, those of the most FLOPs first.
+    """Colours of which all subsets are tried for the tensor axis, the most specific first; and
+    those beyond `MAX_TENSOR_COLOURS`, by decreasing FLOPs.
     """
     by_use = sorted(
         colouring.shardable, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name)
@@ -141,23 +139,21 @@ def most_specific_first(names: Iterable[str], colouring: Colouring) -> tuple[str
 
 
 # --------------------------------------------------------------------------------------------------
-# Programs of a model: every way to run its step, in items that have a price.
+# Programs of a model: every way to run its step, as cost items.
 
-#: Most layer groups that each follow a remat policy of their own; with more, all follow one.
+#: Most layer groups that may follow different remat policies; with more, all follow one.
 MAX_CLASSES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One way to run a step, as items that have a price.
+    """One way to run a step, as cost items.
 
     Attributes:
-        facts: of its step graph.
-        step: that graph, as the software runs it.
+        step: the step graph as the framework runs it.
         guesses: choices under which memory may peak.
-        profile: the software.
-        apart: whether layer groups can follow policies of their own.
-        work: work items.
+        apart: True if layer groups can follow different remat policies.
+        work: items of computation and communication.
     """
 
     facts: Facts
@@ -178,7 +174,7 @@ class Program:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """Memory by moment of the step, where layer groups can follow policies of their own."""
+        """Memory by moment of the step, where layer groups can follow different policies."""
         return self._peaks.moments
 
     @property
@@ -203,7 +199,7 @@ def program_of(
     policy: str,
     routes: bool,
 ) -> Program:
-    """One way to run a step, in items."""
+    """One way to run a step, as cost items."""
     step, names = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
         step, names = localised(step, names, colouring.batch_colour)
@@ -234,7 +230,7 @@ def program_of(
 
 
 def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
-    """Returns the traits of the compiler under a framework profile."""
+    """The traits of the compiler under a framework profile."""
     vendor_traits = traits(vendor)
     return (
         replace(vendor_traits, shares_gathers=True)
@@ -244,8 +240,8 @@ def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
 
 
 def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
-    """Hypothetical choices, to find the points where memory may peak; with experts where tokens are
-    routed to those of a colour.
+    """Hypothetical choices, used to find the points where memory may peak; `expert` is the colour
+    of the experts to which tokens are routed.
     """
     tensor, _ = tensor_colours(colouring)
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
@@ -267,14 +263,16 @@ def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Remat policies of a plan, alike for all layers or by layer group.
+# Remat policies of a plan, the same for all layers or by layer group.
 
 
 def policies_of_groups(
     problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
 ) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
-    """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the
-    policy of each layer group; those that it leaves out rematerialise nothing.
+    """The pins with `remat_classes` resolved, and the policy of each layer group.
+
+    Where all groups follow one policy it becomes `remat` and `remat_layers`, and there is no policy
+    by group. Groups that are not named rematerialise nothing.
     """
     pinned = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
     if not pinned or pins.remat_classes == ANY_GROUP:
@@ -296,7 +294,9 @@ def policies_of_groups(
 def _require_groups(
     problem: Problem, pinned: Mapping[str, tuple[str, int | None]], names: Sequence[str]
 ) -> None:
-    """Raises where `remat_classes` names an unknown layer group, or a policy that none can have."""
+    """Raises if `remat_classes` names an unknown layer group or a policy that no group can
+    follow.
+    """
     if not names:
         raise PinError(
             f"remat_classes names {', '.join(map(repr, pinned))}, and {problem.model} has no layer"
@@ -335,12 +335,12 @@ def policies_of_space(
         )
     return (
         ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
-    )  # the layers that rematerialise nothing
+    )  # the other layers rematerialise nothing
 
 
 def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Names of layer groups, by the paths of their parameters: what these begin with, or the
-    place among the classes.
+    """Names of layer groups: the common prefix of the paths of their parameters, or "layers" with
+    the index of the group.
 
     >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
     ('encoder.layers', 'decoder.layers')
@@ -355,7 +355,7 @@ def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _shared_path(paths: Sequence[str]) -> str:
-    """The parts of dotted paths that all begin with."""
+    """The common prefix of dotted paths, without their last parts."""
     shared: list[str] = []
     for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
         if len(set(parts)) > 1:
@@ -367,22 +367,21 @@ def _shared_path(paths: Sequence[str]) -> str:
 # --------------------------------------------------------------------------------------------------
 # Costs of a program under every choice of colours, before shapes and links are known.
 #
-# Items that depend on the same colours form a group. Colours that no op ties together do not know
-# of each other: what cutting one costs does not depend on whether another is sharded. So the
+# Items that depend on the same colours form a group. Colours that no op ties together are
+# independent: the cost of sharding one does not depend on whether another is sharded. So the
 # colours fall into *components*, every group belongs to one of them or to none, and the tally of a
-# choice is a sum over components, each of which has few ways to be sharded. Two things follow, and
-# both are exact:
+# choice is a sum over components, each of which has few ways to be sharded. Hence, exactly:
 #
-# - the least that a choice can cost is the sum of the least that each component can cost;
+# - the minimum cost of a choice is the sum of the minimum costs of the components;
 # - the tallies of all choices are sums of the few tallies of components, which do not depend on
-#   shapes either: they are made once for a model (`shardlib.cost.tables`).
+#   shapes either: they are computed once per model (`shardlib.cost.tables`).
 
 Array = np.ndarray
 
 
 class Group:
-    """Items that depend on the same colours of a choice, with the rows of a tally that they add
-    to.
+    """Items that depend on the same colours of a choice, with the rows of the tally to which they
+    add.
     """
 
     def __init__(self, colours: frozenset[str], charged: Charged) -> None:
@@ -392,7 +391,7 @@ class Group:
         self._entries: dict[Choice, list[Entry]] = {}
 
     def entries(self, choice: Choice) -> list[Entry]:
-        """Lists the entries of all items under a choice: (row, number of the measure, amount)."""
+        """(row, number of the measure, amount) of all items under a choice."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
             self._entries[key] = list(self._charged.entries(key, self.items))
@@ -402,8 +401,8 @@ class Group:
 def grouped(
     lists: Sequence[Iterable[Item]], relevant: frozenset[str], charged: Charged
 ) -> tuple[Group, ...]:
-    """Items of some lists by the relevant colours that they depend on; the segments of each list
-    come after those of the list before.
+    """Items grouped by the relevant colours on which they depend; the segments of each list follow
+    those of the list before.
     """
     groups: dict[frozenset[str], Group] = {}
     for number, items in enumerate(lists):
@@ -418,8 +417,8 @@ def grouped(
 def components(
     groups: Iterable[frozenset[str]], colours: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Colours that some group ties together, directly or through others; each component in the
-    order of `colours`, and those that can be cut in the fewest ways first.
+    """Connected components of the colours that groups tie together; each in the order of `colours`,
+    and those that can be sharded in the fewest ways first.
     """
     tied_sets: list[set[str]] = [{name} for name in colours]
     for group in groups:
@@ -449,10 +448,10 @@ class Account:
 
     Attributes:
         lists: number of lists.
-        segments: of each list.
-        groups: of all items.
-        parts: components of the colours; `()` stands for what depends on no colour that could be
-            sharded over tensor.
+        segments: number of segments of each list.
+        groups: groups of all items.
+        parts: components of the colours; `()` stands for items that depend on no colour that the
+            tensor axis could shard.
     """
 
     lists: int
@@ -475,8 +474,8 @@ class Account:
     def of(
         self, part: tuple[str, ...], choice: Choice
     ) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
-        """The tally of a component under a choice, and what it is known by: choices that cut the
-        component alike have the same.
+        """The tally of a component under a choice, and its cache key; choices that shard the
+        component alike share both.
         """
         request = part, choice
         if request not in self._asked:
@@ -509,7 +508,7 @@ class Account:
 
 @dataclass(kw_only=True)
 class OnShapes:
-    """An account on some shapes of `values`, by number `at`; components are evaluated once."""
+    """An account on the shapes of `values` numbered `at`; components are evaluated once."""
 
     account: Account
     values: Values
@@ -523,8 +522,8 @@ class OnShapes:
         return self.columns([(choice, np.arange(len(self.at)))])
 
     def columns(self, choices: Sequence[tuple[Choice, Array]]) -> Array:
-        """Quantities under some choices, each on some of the shapes by position, one after the
-        other: array [lists, segments, rows, columns].
+        """Quantities under choices, each at some positions of `at`, concatenated: array [lists,
+        segments, rows, columns].
         """
         account = self.account
         quantities = np.zeros(
@@ -549,9 +548,9 @@ class Accounts:
     """The accounts of a model.
 
     Attributes:
-        rest: of what rests.
-        work: of computation and communication, by remat policy and by whether tokens are routed.
-        points: of memory, one list for each point where it may peak, likewise.
+        rest: stored arrays.
+        work: computation and communication, by (remat policy, True where tokens are routed).
+        points: memory, one list per point where it may peak, by the same keys.
     """
 
     rest: Account
@@ -560,16 +559,15 @@ class Accounts:
 
 
 class Ledger:
-    """The accounts of a model, made as they are asked for.
+    """The accounts of a model, computed lazily.
 
     Args:
-        work: work items by remat policy and by whether tokens are routed.
-        points: gives the memory items of each point, likewise.
-        rest: items of stored parameters.
-        classes: of layers.
-        profile: the software.
-        fixed: colours beside those of a choice's tensor axis that items may depend on.
-        beside: shares its measures, and the tallies of lists of items that are in both.
+        work: work items by (remat policy, True where tokens are routed).
+        points: returns the memory items of each point, by the same keys.
+        resting: items of stored parameters.
+        classes: number of layer classes.
+        fixed: colours other than those of a choice's tensor axis on which items may depend.
+        beside: a ledger to share measures with, and the groups of lists of items that are in both.
     """
 
     def __init__(
@@ -596,18 +594,17 @@ class Ledger:
         return self._charged.book
 
     def uncut(self, key: tuple[str, bool] | None) -> Account:
-        """The account of the work of a program where the tensor axis shards nothing, or of what
-        rests.
+        """The account without tensor sharding of a program's work, or of stored arrays.
 
         Args:
-            key: remat policy, and whether tokens are routed; None for what rests.
+            key: (remat policy, True where tokens are routed); None for stored arrays.
         """
         items = self._rest if key is None else self._work[key]
         groups = self._grouped([items], self._fixed)
         return Account(lists=1, segments=self._segments, groups=groups, parts=())
 
     def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
-        """The accounts where the tensor axis may shard some colours."""
+        """The accounts where the tensor axis may shard the given colours."""
         if cuttable not in self._known:
             relevant = self._fixed | set(cuttable)
             points = self._points()
@@ -635,9 +632,7 @@ class Ledger:
         return self._known[cuttable]
 
     def _grouped(self, lists: Sequence[list[Item]], relevant: frozenset[str]) -> tuple[Group, ...]:
-        """See `grouped`; the same lists are grouped once, and kept, as their identity is what they
-        are known by.
-        """
+        """See `grouped`; cached by the identity of the lists, which are therefore kept alive."""
         key = relevant, tuple(map(id, lists))
         if key not in self._groups:
             self._groups[key] = lists, grouped(lists, relevant, self._charged)
@@ -649,18 +644,15 @@ class Workload:
     """A problem prepared for pricing.
 
     Attributes:
-        problem: the model.
-        vendor: of the chips that the kernels are for.
-        colouring: its colours.
-        frozen: (path, dim) that count layers.
-        expert: colour of experts that tokens can be routed to; None without.
-        programs: by remat policy and by whether tokens are routed.
+        vendor: vendor of the chips.
+        frozen: (path, dim) of parameter dims that count layers.
+        expert: colour of experts to which tokens can be routed; None without.
+        programs: by (remat policy, True where tokens are routed).
         rest: items of stored parameters.
         model: layers, and bytes of the batch.
-        profile: the software.
-        framework: what it is the profile of, and can do; None for programs of shardlib.
-        beside: the same problem under a profile that computes attention otherwise, whose tallies
-            are shared.
+        framework: the framework of the profile, with its abilities; None for programs of shardlib.
+        beside: the same problem under a profile with another attention kernel, whose tallies are
+            shared.
     """
 
     problem: Problem
@@ -679,7 +671,7 @@ class Workload:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The tallies of all programs, made as they are asked for and shared by all searches."""
+        """The tallies of all programs, computed lazily and shared by all searches."""
         work = {key: program.work for key, program in self.programs.items()}
 
         def points() -> dict[tuple[str, bool], tuple[list[Item], ...]]:
@@ -702,13 +694,13 @@ class Workload:
 
     @property
     def _fixed(self) -> frozenset[str]:
-        """Colours that other axes than tensor shard."""
+        """Colours that axes other than tensor shard."""
         return frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
 
     @cached_property
     def moments(self) -> Ledger:
-        """The tallies of every program's moments, by moment what is saved and then its points; its
-        measures are in the book of `ledger`.
+        """The tallies of every program's moments: for each moment what is saved, then its points.
+        Its measures are in the book of `ledger`.
         """
         return self._of(
             {
@@ -721,8 +713,8 @@ class Workload:
 
     @cached_property
     def stacks(self) -> Ledger:
-        """The tallies of what every program's loops over layers have saved when the forward pass
-        ends; its measures are in the book of `ledger`.
+        """The tallies of the activations that every program's loops over layers have saved at the
+        end of the forward pass. Its measures are in the book of `ledger`.
         """
         return self._of(
             {key: (program.moments[0].stacks,) for key, program in self.programs.items()}
@@ -735,17 +727,15 @@ class Workload:
 
     @cached_property
     def by_class(self) -> bool:
-        """True if layer groups can follow remat policies of their own: where there are several, and
-        all programs have the same loops.
+        """True if layer groups can follow different remat policies: there are several, and all
+        programs have the same loops.
         """
         loops = {program.loops for program in self.programs.values()}
         return len(loops) == 1 and () not in loops
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the layer groups for people: the common beginning of the paths of their
-        parameters, or their place among the groups.
-        """
+        """Display names of the layer groups; see `names_of_classes`."""
         first = next(iter(self.programs.values()))
         segments = parameter_segments(first.facts)
         return names_of_classes(
@@ -756,10 +746,8 @@ class Workload:
         )
 
     def under(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
-        """The same model as other decisions change what is computed, prepared once.
-
-        Args:
-            dtypes: in other dtypes (`shardlib.planner.stored`).
+        """The same model in other dtypes (`shardlib.planner.stored`) or with another attention
+        kernel; cached.
         """
         kind = (
             "traced"
@@ -783,9 +771,7 @@ class Workload:
         return self._under[dtypes, kind]
 
     def attending(self, kind: str) -> Workload:
-        """The same model whose attention is computed by another kernel, in whose memory alone it
-        differs.
-        """
+        """The same model with another attention kernel, which changes its memory alone."""
         profile = replace(self.profile, attention=kind)
         programs = {
             key: replace(program, profile=profile) for key, program in self.programs.items()
@@ -798,7 +784,7 @@ class Workload:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Layers of each class."""
+        """Number of layers of each class."""
         return self.model.counts
 
 
@@ -812,7 +798,7 @@ def prepare(
     """Colours a problem and splits its cost into items.
 
     Args:
-        framework: what the profile is of; None for programs of shardlib.
+        framework: the framework of the profile; None for programs of shardlib.
     """
     colouring = colour(problem) if beside is None else beside.colouring
     frozen = frozenset(stack_dims(problem)) if beside is None else beside.frozen
@@ -855,8 +841,8 @@ def prepare(
 
 
 def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
-    """The largest share that one array has of the parameters outside of all layers: about 1/2 with
-    an embedding and a head, 1 where one array is both.
+    """The largest share of one array in the parameters outside the layers: about 1/2 with an
+    embedding and a head, 1 where one array is both.
     """
     sizes = [
         float(math.prod(parameter.shape))
@@ -867,7 +853,7 @@ def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
 
 
 def _working(problem: Problem) -> float:
-    """Bytes of a parameter as matmuls read it, over those as stored."""
+    """Ratio of the bytes of parameters in the compute dtype to their bytes as stored."""
     elements = [float(math.prod(parameter.shape)) for parameter in problem.parameters]
     stored_bytes = sum(
         size * ITEMSIZE[parameter.dtype]
@@ -877,7 +863,7 @@ def _working(problem: Problem) -> float:
 
 
 def _head_layers(facts: Facts) -> float:
-    """Work of the matmuls of weights outside of all layers, over that of the layers' mean."""
+    """FLOPs of the weight matmuls outside the layers, over those of a mean layer."""
     flops = [0.0, 0.0]
     for op in facts.graph.ops:
         if op.category == "matmul" and (
@@ -889,8 +875,8 @@ def _head_layers(facts: Facts) -> float:
 
 
 def _reduction(profile: FrameworkProfile, problem: Problem) -> float:
-    """Bytes of a gradient in communication under a profile over those as traced, in the dtype of
-    the matmuls.
+    """Ratio of the bytes of a gradient in communication under a profile to those in the compute
+    dtype.
     """
     return (
         ITEMSIZE[profile.reduction_dtype] / ITEMSIZE[problem.compute_dtype]
