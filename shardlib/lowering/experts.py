@@ -1,9 +1,7 @@
-"""Expert parallelism: tokens are dispatched to experts on other devices, and their results
-combined.
+"""Expert parallelism: tokens are dispatched to experts on other devices, and the results combined.
 
-All of it is for functions that are manual over the axes (`jax.shard_map`): arrays are what one
-device holds. Every form is exact: results, gradients and drops are those of
-`shardlib.functions.experts` on one device.
+All functions are manual over the axes (`jax.shard_map`): arrays are one device's shards. Every form
+is exact: results, gradients and drops are those of `shardlib.functions.experts` on one device.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ from shardlib.machines.topology import topology
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.tracing.rewriting import recomputes
 
-#: Earlier names of its parts are found by `shardlib._moved`.
+#: Earlier names of its parts are resolved by `shardlib._moved`.
 __path__: list[str] = []
 
 # --------------------------------------------------------------------------------------------------
-# A matmul of rows with the matrix of their group.
+# A grouped matmul: rows times the matrix of their group.
 #
-# `jax.lax.ragged_dot` is a kernel of its own on TPU. On CPU and GPU it is expanded to a product of
-# all rows with all matrices, with a copy of the rows for every group (JAX 0.10 and 0.12 as they
-# are set by default; compiled for H100 ahead of time). Blocks of rows do without it: every group's
-# rows are cut into blocks, which are multiplied with its matrix one after another (the order of
-# work of MegaBlocks, arXiv:2211.15841), so that the FLOPs are those of the rows and of less than a
-# block a group, whatever the number of groups.
+# `jax.lax.ragged_dot` has a kernel on TPU. On CPU and GPU it is expanded to a product of all rows
+# with all matrices, with a copy of the rows for every group (JAX 0.10 and 0.12 with default
+# settings; compiled for H100 ahead of time). Blocks of rows avoid this: every group's rows are
+# divided into blocks, which are multiplied by its matrix one after another (the order of work of
+# MegaBlocks, arXiv:2211.15841). The FLOPs are those of the rows plus less than a block per group,
+# whatever the number of groups.
 
 _Carry = TypeVar("_Carry")
-#: Gradients of all groups, [G, D, F]; the sums of one, [D, F]; which one.
+#: Gradients of all groups, [G, D, F]; the sums of the current group, [D, F]; its index.
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -55,7 +53,7 @@ class Grouped:
 
     Attributes:
         kind: "ragged" for `jax.lax.ragged_dot`, "blocks" for blocks of rows.
-        block: rows of a block.
+        block: rows per block.
     """
 
     kind: str = "ragged"
@@ -72,7 +70,7 @@ class Grouped:
         """Products of rows with the matrix of their group.
 
         Args:
-            rows: [M, D], in the order of the groups; what is beyond the last group is not read.
+            rows: [M, D], in the order of the groups; rows beyond the last group are ignored.
             weights: [G, D, F].
             sizes: rows of every group, int32 [G].
 
@@ -81,7 +79,7 @@ class Grouped:
         """
         if self.kind == "blocks":
             return _in_blocks(self.block, rows, weights, sizes)
-        # What a kernel leaves beyond the last group is not defined.
+        # The kernel's output beyond the last group is undefined.
         real = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
         grouped_rows = jnp.where(real, rows, 0)
         if weights.shape[0] == 1:  # libtpu 0.0.42 makes no program of a kernel for one group
@@ -91,15 +89,15 @@ class Grouped:
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Blocks of the rows of every group, in order; a block begins where its group does or where the
+    """Blocks of the rows of every group, in order; a block starts where its group starts or the
     block before ends, and the last one of a group may be short.
 
     Attributes:
         count: number of blocks.
-        last: number of blocks up to each group, [G].
-        starts, ends: rows of each group, [G].
-        rows: rows of all groups, and those beyond.
-        block: rows of a block.
+        last: number of blocks up to and including each group, [G].
+        starts, ends: first row and end of each group, [G].
+        rows: number of rows, including those beyond the last group.
+        block: rows per block.
     """
 
     count: jax.Array
@@ -118,11 +116,13 @@ class _Steps:
         )
 
     def at(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(group, first row that is read, which of the rows read are of the block [block, 1])."""
+        """(group, first row that is read, mask of the rows read that belong to the block
+        [block, 1]).
+        """
         group = jnp.sum(self.last <= step)
         before = jnp.where(group > 0, self.last[group - 1], 0)
         begin = self.starts[group] + (step - before) * self.block
-        # The last blocks would end beyond the rows.
+        # The last blocks could extend beyond the rows.
         first = jnp.minimum(begin, self.rows - self.block)
         row = first + jnp.arange(self.block)
         return group, first, ((row >= begin) & (row < self.ends[group]))[:, None]
@@ -136,7 +136,7 @@ class _Steps:
         )
 
     def read(self, array: jax.Array, first: jax.Array) -> jax.Array:
-        """Rows of an array [M, ...] from a first one on."""
+        """The rows of a block of an array [M, ...], from a first one on."""
         return jax.lax.dynamic_slice_in_dim(array, first, self.block)
 
 
@@ -173,8 +173,8 @@ def _outer(
 ) -> jax.Array:
     """The gradient of the weights: sums over the rows of each group.
 
-    The sums of one group are float32, and what is kept of all has the dtype of the weights: blocks
-    of a group follow each other, and the last one leaves the whole sum.
+    The sums of one group are float32, and the stored sums have the dtype of the weights: blocks of
+    a group are consecutive, and the last one stores the whole sum.
     """
     steps = _Steps.of(sizes, rows.shape[0], block)
 
@@ -225,7 +225,7 @@ _in_blocks.defvjp(_grouped_forward, _grouped_backward)
 # --------------------------------------------------------------------------------------------------
 # Mesh axes of experts and tokens, and the forms of exchange and matmul.
 
-#: Rows of a message are a multiple of it.
+#: Rows of a message are a multiple of this number.
 ROWS = 8
 
 
@@ -234,18 +234,18 @@ class Where:
     """Experts on a mesh.
 
     Attributes:
-        expert: mesh axes that share the experts, the major one first; empty where every device has
-            all of them.
-        ways: devices that share the experts: the product of the sizes of these axes.
+        expert: mesh axes that shard the experts, the major one first; empty if experts are
+            replicated.
+        ways: number of shards of the experts: the product of the sizes of these axes.
         tensor: mesh axes that shard the hidden width of an expert.
-        every: mesh axes that shard the tokens, the major one first; those of `expert` are among
-            them, if tokens are not to be multiplied twice.
+        every: mesh axes that shard the tokens, the major one first; must include those of `expert`,
+            or tokens would be multiplied twice.
         exchange: "dense" exchanges messages of equal size (`jax.lax.all_to_all`, on every
-            platform), "ragged" what is to be sent and no more (`jax.lax.ragged_all_to_all`, on TPU
-            and GPU).
-        grouped: how rows are multiplied with the matrix of their expert.
-        slack: rows that there is room for in a round over those of an even routing; what does not
-            fit takes another round.
+            platform), "ragged" only the rows there are (`jax.lax.ragged_all_to_all`, on TPU and
+            GPU).
+        grouped: the form of the grouped matmul.
+        slack: room for rows in a round, relative to even routing; rows beyond it take another
+            round.
 
     Raises:
         LayoutError: values that do not fit.
@@ -276,7 +276,7 @@ class Where:
         return tuple(dict.fromkeys((*self.every, *self.expert, *self.tensor)))
 
     def local(self, count: int) -> int:
-        """Experts of one device, of `count` in all."""
+        """Experts per device, of `count` in all."""
         if count % self.ways:
             raise LayoutError(
                 f"{count} experts cannot be shared by {'x'.join(self.expert)}={self.ways}"
@@ -285,36 +285,35 @@ class Where:
         return count // self.ways
 
     def room(self, assignments: int) -> int:
-        """Rows of the message to one device in a round, for so many assignments of the tokens of a
-        device.
+        """Rows of the message to one device in a round, given the number of assignments of a
+        device's tokens.
         """
         if self.ways == 1:
             return assignments
         return min(assignments, -(-math.ceil(self.slack * assignments / self.ways) // ROWS) * ROWS)
 
     def window(self, assignments: int) -> int:
-        """Rows that arrive at a device in a round of the ragged exchange, for so many assignments
-        of the tokens of each.
+        """Rows that a device receives in a round of the ragged exchange, given the number of
+        assignments of each device's tokens.
         """
         return min(assignments * self.ways, -(-math.ceil(self.slack * assignments) // ROWS) * ROWS)
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows from place to place, with gathers alone in both directions.
+# Permutation of rows, with gathers alone in both directions.
 #
-# The gradient of a gather is a scatter that adds, which is slow where rows are wide. Where it is
-# known which row every place takes and which places every row goes to, the gradient is a gather as
-# well.
+# The gradient of a gather is a scatter-add, which is slow for wide rows. Since the permutation is
+# known in both directions, the gradient is written as a gather as well.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
-    """Copies of rows in their places.
+    """Copies of rows, permuted.
 
     Args:
         rows: [N, D].
-        there: number of the copy that is in each of M places, int [M]; -1 for none.
-        back: place of every copy, int [N copies]; -1 where it has none. The reverse of `there`.
+        there: index of the copy in each of M places, int [M]; -1 for none.
+        back: place of every copy, int [N copies]; -1 if it has none. The inverse of `there`.
 
     Returns:
         [M, D], zeros where there is no copy.
@@ -323,11 +322,11 @@ def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> ja
 
 
 def taken(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array:
-    """Rows by the numbers of their copies, zeros for -1.
+    """Rows by the indices of their copies, zeros for -1.
 
     Args:
         rows: [N, D].
-        numbers: of copies, int [M]; -1 for none.
+        numbers: indices of copies, int [M]; -1 for none.
 
     Returns:
         [M, D].
@@ -364,24 +363,22 @@ moved.defvjp(_permute_forward, _permute_backward)
 # --------------------------------------------------------------------------------------------------
 # Assignments of tokens to experts: their order, their destinations, and those that are dropped.
 #
-# Assignment i K + j is the j-th choice of the i-th token of the device. Assignments wait in the
-# order of their experts, which is that of the devices that hold them; those that are dropped come
-# last.
+# Assignment i K + j is the j-th choice of the i-th token of the device. Assignments are sorted by
+# expert, which is also the order of the devices that hold the experts; dropped ones come last.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """The assignments of a device.
+    """The assignments of a device's tokens, sorted.
 
     Attributes:
-        expert: of every assignment, int32 [A]; E where it is dropped.
-        order: assignments as they wait, int32 [A].
-        rank: place of every assignment among them, int32 [A].
-        starts: place of the first assignment of every expert, and their end, int32 [E + 1].
-        counts: assignments of every device of the expert axes for every expert, int32 [X, E].
-        rounds: how often devices exchange rows until all have been everywhere; the same number on
-            all devices.
+        expert: expert of each assignment, int32 [A]; E if dropped.
+        order: assignments in sorted order, int32 [A].
+        rank: place of each assignment in that order, int32 [A].
+        starts: place of the first assignment of each expert, and the end, int32 [E + 1].
+        counts: assignments of each device of the expert axes for each expert, int32 [X, E].
+        rounds: number of exchange rounds for all assignments; the same on all devices.
     """
 
     expert: jax.Array
@@ -426,17 +423,15 @@ def queue_of(
 
 
 def _sorted(keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(order, rank, start of each key and the end of all [count + 1]) of keys, those that are equal
-    in the order that they have.
-    """
+    """(order, rank, start of each key and the end of all [count + 1]) of a stable sort of keys."""
     order = jnp.argsort(keys).astype(jnp.int32)
     starts = jnp.searchsorted(jnp.take(keys, order), jnp.arange(count + 1, dtype=keys.dtype))
     return order, jnp.argsort(order).astype(jnp.int32), starts.astype(jnp.int32)
 
 
 def _rounds(axes: Where, counts: jax.Array, assignments: int) -> jax.Array:
-    """Rounds until the longest message between two devices, or all that arrives at one, has
-    passed.
+    """Number of rounds for the longest message between two devices (dense), or for the most rows
+    that a device receives (ragged).
     """
     rows_per_message = axes.room(assignments)
     if axes.ways == 1 or (axes.exchange == "dense" and rows_per_message >= assignments):
@@ -448,8 +443,8 @@ def _rounds(axes: Where, counts: jax.Array, assignments: int) -> jax.Array:
 
 
 def _kept(form: ExpertForm, axes: Where, chosen: jax.Array, count: int) -> jax.Array:
-    """Returns which assignments [N, K] an expert takes: the first of all devices' tokens, which are
-    in the order of the devices; all first choices are before all second ones.
+    """Mask of the assignments [N, K] within the experts' capacity: first come, first served over
+    the tokens of all devices in order; all first choices precede all second ones.
     """
     tokens, per_token = chosen.shape
     keys = (chosen + count * jnp.arange(per_token, dtype=jnp.int32)).T.reshape(-1)
@@ -473,11 +468,11 @@ def _kept(form: ExpertForm, axes: Where, chosen: jax.Array, count: int) -> jax.A
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows are dispatched to the devices of their experts and combined, in rounds of limited room.
+# Dispatch of rows to the devices of their experts and combine, in rounds of limited room.
 #
-# In the dense exchange every device sends a message of the same size to every other one, and a
-# round takes the next rows of each. In the ragged one a round takes the next rows of those that
-# arrive at a device, whoever sent them, and no others are sent.
+# In a round of the dense exchange every device sends messages of the same size to all devices. In a
+# round of the ragged exchange every device receives its next rows, from whichever devices have
+# them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,13 +480,12 @@ class Round:
     """One round.
 
     Attributes:
-        there: assignment in every place where tokens are, int32 [H]; -1 for none.
-        back: place of every assignment, int32 [A]; -1 where it is not sent.
-        expert: which expert of the device a row that arrives is for, int32 [M]; the number of its
-            experts for none.
-        dispatch: rows where their tokens are [H, D] -> rows that arrive [M, D].
-        combine: rows that arrived [M, D] -> rows where their tokens are [H, D].
-        ordered: whether what arrives is in the order of the experts.
+        there: assignment in each place of the send buffer, int32 [H]; -1 for none.
+        back: place of each assignment there, int32 [A]; -1 if it is not sent.
+        expert: local expert of each received row, int32 [M]; the number of local experts for none.
+        dispatch: rows in the send buffer [H, D] -> received rows [M, D].
+        combine: received rows [M, D] -> rows in the send buffer [H, D].
+        ordered: whether received rows are in the order of the experts.
     """
 
     there: jax.Array
@@ -503,7 +497,7 @@ class Round:
 
 
 def round_of(axes: Where, queue: Queue, number: Index) -> Round:
-    """The round of a number, from 0."""
+    """The round with an index, from 0."""
     if axes.ways == 1:
         return _without_exchange(queue)
     return (_dense if axes.exchange == "dense" else _ragged)(axes, queue, number)
@@ -558,7 +552,7 @@ def _dense(axes: Where, queue: Queue, number: Index) -> Round:
 
 
 def _for_me(axes: Where, queue: Queue) -> jax.Array:
-    """Assignments of every device for every expert of this one, [X, L]."""
+    """Assignments of every device for every local expert, [X, L]."""
     local = axes.local(queue.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
         queue.counts, jax.lax.axis_index(axes.expert) * local, local, axis=1
@@ -569,7 +563,7 @@ def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
     assignments, local = queue.order.shape[0], axes.local(queue.counts.shape[1])
     window = axes.window(assignments)
     from_to = queue.counts.reshape(axes.ways, axes.ways, local).sum(2)
-    # What a device sends to the first devices waits first.
+    # Rows for the first devices are sent first.
     waiting = jnp.cumsum(from_to, axis=1) - from_to
     arrivals = jnp.cumsum(from_to, axis=0) - from_to  # what the first devices send arrives first
     start = jnp.clip(number * window - arrivals, 0, from_to)
@@ -591,8 +585,8 @@ def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
     )
 
 
-#: One direction of an exchange, int32 [X] each: place of the first row that is sent to each device,
-#: rows sent, where they arrive there, and rows that each sends here.
+#: One direction of an exchange, int32 [X] each: offset of the rows sent to each device, their
+#: number, their offset on the receiver, and the number of rows received from each device.
 _Pieces = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -600,11 +594,11 @@ _Pieces = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def _sent(
     axes: tuple[str, ...], room: tuple[int, int], there: _Pieces, back: _Pieces, rows: jax.Array
 ) -> jax.Array:
-    """Rows where they are sent; zeros in places that no row goes to.
+    """Rows after an exchange; zeros in places that receive no row.
 
     Args:
-        room: rows that there is room for where they arrive, and where they come from.
-        back: the exchange that sends them back.
+        room: sizes of the receive buffer and of the send buffer, rows.
+        back: the reverse exchange.
     """
     out = jnp.zeros((room[0], rows.shape[1]), rows.dtype)
     return jax.lax.ragged_all_to_all(rows, out, *there, axis_name=axes)
@@ -621,32 +615,26 @@ _sent.defvjp(
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokens visit experts in rounds: one where routing is about even, more where it is skewed.
+# Tokens visit experts in rounds: one if routing is roughly even, more if it is skewed.
 #
-# The first round is differentiated as it is written. The further ones are a loop, which usually
-# has no turn: its backward pass is a loop of its own that does every round again, so that nothing
-# of them is in memory but one round. Skewed routing costs time and neither memory nor results.
+# The first round is differentiated by JAX. Further ones are a loop, usually with zero iterations:
+# its backward pass is a loop of its own that recomputes every round, so that only one round of them
+# is in memory. Skewed routing costs time, but no memory, and does not change results.
 #
-# Of the first round the backward pass finds what it cannot make from its neighbours without
-# another matmul or message (`KEPT`): rows as they are multiplied, the products that activations
-# read, results that have come home, and where everything went. Activations, and rows on their way,
-# are made again.
+# The backward pass of the first round saves what it cannot recompute without another matmul or
+# message (`KEPT`): rows as they are multiplied, inputs of activation functions, combined results,
+# and the permutations. Activations, and rows in the send buffers, are recomputed.
 
-#: Operations of further rounds have it in their names.
+#: Prefix in the names of operations of further rounds.
 OVERFLOW = "shardlib_overflow"
-#: What the first round keeps for the backward pass is called so
+#: Name of the values that the first round saves for the backward pass
 #: (`jax.ad_checkpoint.checkpoint_name`).
 KEPT = "shardlib_expert_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of devices in a round.
-
-    Attributes:
-        form: what experts compute.
-        where: on which axes.
-    """
+    """The dispatch, expert computation and combine of one call."""
 
     form: ExpertForm
     where: Where
@@ -654,7 +642,7 @@ class Work:
     def all(
         self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
     ) -> jax.Array:
-        """Weighted results [N, D] of the assignments of all rounds; partial sums where the hidden
+        """Weighted results [N, D] of the assignments of all rounds; partial sums if the hidden
         width is sharded.
 
         Args:
@@ -676,12 +664,7 @@ class Work:
         weights: jax.Array,
         parameters: tuple[jax.Array, ...],
     ) -> jax.Array:
-        """The same of the assignments of one round.
-
-        Args:
-            x: this device's tokens [N, D].
-            weights: of the chosen experts, [N, K].
-        """
+        """`all`, for the assignments of one round."""
         per_token = weights.shape[1]
         now = round_of(self.where, queue, number)
         there, back, expert = (kept(places) for places in (now.there, now.back, now.expert))
@@ -706,7 +689,7 @@ class Work:
         *,
         ordered: bool,
     ) -> jax.Array:
-        """Results [M, D] of rows [M, D] for the experts [M] of this device."""
+        """Results [M, D] of rows [M, D] for the local experts [M]."""
         if ordered:
             return self._multiplied(rows, expert, parameters)
         order = kept(jnp.argsort(expert))
@@ -721,7 +704,7 @@ class Work:
     def _multiplied(
         self, rows: jax.Array, expert: jax.Array, parameters: tuple[jax.Array, ...]
     ) -> jax.Array:
-        """The same, for rows in the order of their experts."""
+        """`_experts`, for rows in the order of their experts."""
         up, down, *gate = (array.astype(rows.dtype) for array in parameters)
         sizes = jnp.diff(
             jnp.searchsorted(expert, jnp.arange(up.shape[0] + 1, dtype=expert.dtype))
@@ -733,7 +716,7 @@ class Work:
 
 
 def kept(array: jax.Array) -> jax.Array:
-    """An array that the backward pass finds."""
+    """An array that is saved for the backward pass."""
     return checkpoint_name(array, KEPT)
 
 
@@ -741,10 +724,10 @@ def kept(array: jax.Array) -> jax.Array:
 def _further(
     work: Work, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """Results of all rounds but the first, and the other arguments as they are.
+    """Results of all rounds but the first, and the other arguments unchanged.
 
-    The first round takes them from here, so that its gradients come back through here and those of
-    further rounds are added where they are.
+    The first round reads the arguments returned here, so that its gradients come back through this
+    function, which adds those of further rounds to them in place.
     """
 
     def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -792,16 +775,15 @@ _further.defvjp(_further_forward, _further_backward)
 
 
 # --------------------------------------------------------------------------------------------------
-# Names of the values that the backward pass of a function keeps.
+# Names of the values that a function saves for its backward pass.
 
 
 def saving(run: Function, *names: str) -> Function:
-    """A function of which the backward pass finds the arguments and what has one of the names
+    """A function that saves its arguments and the values with one of the names
     (`jax.ad_checkpoint.checkpoint_name`), and nothing else, under any policy of a `jax.checkpoint`
     around it.
 
-    Left to `jax.checkpoint` alone, a policy around it that saves everything would save the rest as
-    well.
+    With `jax.checkpoint` alone, an outer policy that saves everything would save the rest as well.
     """
     lean = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
     call = jax.custom_vjp(run)
@@ -810,7 +792,7 @@ def saving(run: Function, *names: str) -> Function:
 
 
 # --------------------------------------------------------------------------------------------------
-# Dispatch, computation and combination of tokens on the devices of their experts.
+# Dispatch, computation and combine of tokens on the devices of their experts.
 
 
 def routed(
@@ -823,16 +805,15 @@ def routed(
     down: jax.Array,
     gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `shardlib.functions.experts.visit` computes, inside of a region that is manual
-    over the axes of `axes`.
+    """`shardlib.functions.experts.visit`, inside a region that is manual over the axes of `axes`.
 
-    Rows of features travel to their experts and home, weights of experts and tokens do not. It is
-    differentiated from outside of the region, as `jax.shard_map` does it: gradients of what devices
-    hold copies of are summed there.
+    Rows of tokens are sent to their experts and back; weights of experts are not moved. It is
+    differentiated from outside the region, by `jax.shard_map`, which sums gradients of replicated
+    arguments.
 
     Args:
-        up, down, gate: the same for the experts of this device, [E / X, ...] with hidden dims of
-            F / T: device i of the X that share them has the i-th part.
+        up, down, gate: matrices of the experts of this device, [E / X, ...] with hidden dims of
+            F / T: the i-th of the X devices that share experts has the i-th part.
     """
     per_token = chosen.shape[-1]
     queue, dropped = queue_of(form, axes, chosen.reshape(-1, per_token), up.shape[0] * axes.ways)
@@ -847,22 +828,21 @@ def routed(
 
 
 # --------------------------------------------------------------------------------------------------
-# A call of `shardlib.functions.experts.visit`, over devices that have parts of the tokens and of
-# the experts each.
+# A call of `shardlib.functions.experts.visit` with tokens and experts sharded.
 
-#: What the matrices of experts, and tokens that tensor shards, are called where they are whole.
+#: Names of the gathered matrices of experts, and of gathered tokens that tensor shards.
 GATHERED = "shardlib_gathered"
-#: Which dim of an expert's matrices [E, D, F] (up, gate) or [E, F, D] (down) is the hidden one.
+#: Hidden dim of an expert's matrices [E, D, F] (up, gate) and [E, F, D] (down).
 _HIDDEN = {"up": 2, "down": 1, "gate": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """Layout and use of one operand of experts.
+    """Layout of one operand of experts.
 
     Attributes:
-        rest: how it is sharded as it comes.
-        gathered: mesh axes by dim that it is gathered over before use, the minor ones.
+        rest: its sharding on entry.
+        gathered: by dim, the (minor) mesh axes that it is gathered over before use.
     """
 
     rest: Cuts
@@ -876,12 +856,12 @@ class Matrices:
         compute: Cuts,
         machine: Machine,
     ) -> Matrices:
-        """An operand that is a parameter, or a layer of it, comes as that rests; another one as it
-        is wanted.
+        """An operand that is a parameter, or a layer of it, enters in its stored sharding; another
+        operand in the compute sharding.
 
         Args:
-            parameter: layouts of it; None for an operand that is none.
-            dims: dim of the parameter that each dim of the operand is; None where it is none.
+            parameter: its layouts; None for an operand that is not a parameter.
+            dims: for each dim of the operand, the dim of the parameter, or None.
         """
         stored: Cuts = (
             {}
@@ -907,8 +887,8 @@ class Matrices:
         )
 
     def whole(self, array: jax.Array, machine: Machine) -> jax.Array:
-        """The operand as it is used; inside of the region. Its gradient is scattered as other
-        gradients are (`shardlib.lowering.weights`).
+        """The operand in its compute sharding; inside the region. Its gradient is reduce-scattered
+        as others are (`shardlib.lowering.weights`).
         """
         back = Reduction(
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()
@@ -929,15 +909,13 @@ class Matrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """The sharding of a call.
+    """The shardings of a call.
 
     Attributes:
-        form: what experts compute.
-        where: on which axes.
         tokens: mesh axes that shard batch and sequence of the tokens.
-        over: mesh axes that shard the hidden width, over which results are added up.
-        scattered: whether they shard the sequence of tokens and results outside.
-        matrices: up, down, and gate where there is one.
+        over: mesh axes that shard the hidden width, over which results are summed.
+        scattered: whether these shard the sequence of tokens and results outside.
+        matrices: up, down, and gate if there is one.
     """
 
     form: ExpertForm
@@ -955,7 +933,7 @@ class Placed:
         chosen: jax.Array,
         *parameters: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns what one device does, inside of the manual region."""
+        """The computation of one device, inside the manual region."""
 
         def run(
             x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
@@ -964,15 +942,15 @@ class Placed:
                 checkpoint_name(matrices.whole(array, machine), GATHERED)
                 for matrices, array in zip(self.matrices, parameters, strict=True)
             ]
-            # Gathered here, and not on the way in, tokens are gathered in their own dtype, the
-            # backward pass keeps shards of them, and their gradient is scattered.
+            # Gathered here, and not on entry, tokens are gathered in their own dtype, the backward
+            # pass saves shards of them, and their gradient is reduce-scattered.
             if self.scattered:
                 x = checkpoint_name(jax.lax.all_gather(x, self.over, axis=1, tiled=True), GATHERED)
             return routed(self.form, self.where, x, weights, chosen, *used)
 
         # The backward pass gathers matrices and tokens again, since those of all layers are the
-        # whole model; but for a layer that is rematerialised, of which it finds what that has
-        # gathered.
+        # whole model; except in a rematerialised layer, where those gathered by the recomputed
+        # forward pass are reused.
         result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(
             x, weights, chosen, *parameters
         )
@@ -992,16 +970,16 @@ def on_their_devices(
     placements: Mapping[tuple[str, int], Layout],
     machine: Machine,
 ) -> Callable[..., Sequence[jax.Array]] | None:
-    """Returns what takes the place of a call of experts; None where that is left to automatic
-    partitioning, which gathers all tokens.
+    """The replacement of a call of experts; None if it is left to automatic partitioning, which
+    gathers all tokens.
 
     Args:
-        parameters: layouts of the parameters that the operands are; None for others.
+        parameters: layouts of the operands that are parameters; None for others.
     """
     layout, grouped = placements.get(site.key(0)), _grouped(plan, machine)
     if (
         plan.mesh.devices == plan.mesh["stage"] and grouped.kind == "blocks"
-        # one device has all of a layer; as it is written, the call would multiply all rows with all
+        # one device has all of a layer; as it is written, the call would multiply all rows by all
         # matrices
     ):
         return lambda *arrays: list(
@@ -1027,8 +1005,8 @@ def on_their_devices(
     )
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
-        # In the dtype of use matrices are gathered, and their gradients added up, as those of other
-        # weights are.
+        # Matrices are gathered, and their gradients summed, in the compute dtype, as for other
+        # weights.
         return list(run(*arrays[:3], *(array.astype(arrays[0].dtype) for array in arrays[3:])))
 
     return call
@@ -1041,9 +1019,7 @@ def _placed(
     grouped: Grouped,
     machine: Machine,
 ) -> Placed:
-    """Returns how a call is sharded, see `on_their_devices`; `tokens` is the layout of its
-    tokens.
-    """
+    """The shardings of a call, see `on_their_devices`; `tokens` is the layout of its tokens."""
     form = site.call.form
     shared, hidden = _axes_of_matrices(site, parameters[3], machine)
     # Capacities count tokens in the order of the whole sequence.
@@ -1098,9 +1074,7 @@ def _axes_of_matrices(
 
 
 def _grouped(plan: Plan, machine: Machine) -> Grouped:
-    """Returns how rows are multiplied with the matrices of their groups: TPUs have a kernel for
-    it.
-    """
+    """The form of the grouped matmul: TPUs have a kernel for it."""
     try:
         tpu = topology(plan.topology).chip.vendor == "google"
     except ShardlibError:  # a topology of the user's

@@ -991,7 +991,7 @@ def _contribution(
 
 
 def _require_scale(run: Run, guards: Guards | None) -> None:
-    """Raises if the loss is scaled and gradients are kept for the next step, which are not."""
+    """Raises if the loss has a changing scale and the exchange keeps remainders of gradients."""
     if run.kept is not None and guards is not None and guards.scale is not None:
         raise PlanError(
             "a gradient exchange that keeps what it does not send cannot be scaled with a loss"

@@ -183,7 +183,7 @@ class Evaluation:
         return EvaluationProgram(call=call, batch=sharded, findings=(*laid_out.findings, *findings))
 
     def _unchanging(self, params: Tree, state: Tree, batch: Tree) -> Any:
-        """The loss, without the model state that it returns."""
+        """The loss, with the model state returned unchanged."""
         value, (metrics, _) = self.loss(params, state, batch)
         return value, (metrics, state)
 
@@ -369,7 +369,7 @@ class Checked:
 def checked(
     guards: Guards, state: GuardState, loss: Value, gradients: Tree, shardings: Tree
 ) -> Checked:
-    """Checks a step."""
+    """Unscales, checks and clips the gradients of a step."""
     if state.scale is not None:
         loss = loss / state.scale
         gradients = jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients)

@@ -33,22 +33,22 @@ from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import bind
 
 # --------------------------------------------------------------------------------------------------
-
-# --------------------------------------------------------------------------------------------------
 # Frozen weights that are stored sharded.
 #
-# It is gathered where it is used, as trained ones are (`shardlib.lowering.weights`), and has no
-# gradient: the backward pass gathers it again for the gradient of the activation. What is kept
-# between the two are its pieces alone; the activation is not kept for it.
+# They are gathered where they are used, as trained ones are, and have no gradient: the backward
+# pass gathers them again for the gradient of the activation. Only their shards are kept between the
+# two; the activation is not saved for them.
 
 
 def by_operands(use: Use, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of (activation, weight, ...) as one of the operands in their order."""
+    """A function of (activation, weight, ...) as one of the operands in their own order."""
     return lambda *operands: run(use.kept(operands[1 - use.operand]), operands[use.operand])
 
 
 def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Value]:
-    """An operation whose weight is frozen: gathered forward, and again backward."""
+    """An operation whose weight is frozen: gathered in the forward and again in the backward
+    pass.
+    """
     if use.equation.name == "gather":
         return lambda table, *others: use.run((gathered(use.moved(table)), *others))
 
@@ -76,16 +76,16 @@ def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Va
 # --------------------------------------------------------------------------------------------------
 # Weights gathered where they are used.
 #
-# A weight that is stored sharded is gathered where it is used, in the dtype of use, and again in
-# the backward pass: what is kept between the two are its shards.
+# A weight that is stored sharded is gathered where it is used, in its compute dtype, and again in
+# the backward pass: only its shards are kept between the two.
 
 
 def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Value], Value]:
-    """Gathers an operand that is stored sharded, as the plan has its parameter in use.
+    """Gathers an operand from its stored sharding to its compute sharding in the plan.
 
-    Where the stored shards are not pieces of the operand, the compiler is left to find a way. An
-    operand that is the parameter transposed is gathered as the parameter lies: compilers gather a
-    table that is used both ways once.
+    If the stored shards are not pieces of the operand, the compiler chooses how. An operand that is
+    the transposed parameter is gathered in the parameter's own order of dims, so that compilers
+    gather a table that is used both ways once.
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand
@@ -107,7 +107,7 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
 
 
 def _in_order(cuts: Cuts, order: Sequence[int]) -> Cuts:
-    """Returns how a value is sharded whose dims are put in another order."""
+    """The sharding of a value after a permutation of its dims."""
     return {position: cuts[dim] for position, dim in enumerate(order) if dim in cuts}
 
 
@@ -117,14 +117,13 @@ def gather_updated(
     """Gathers updated parameters that are stored replicated and whose optimizer state is sharded
     (ZeRO 1 and 2).
 
-    Stacks of matrices are gathered one by one, into the place where the stack is stored: gathered
-    at once they would be there twice. On CPU devices they are gathered at once: XLA runs loops that
-    do not depend on each other side by side there, and where two of them hold collectives of the
-    same group, devices wait for each other for good (seen with JAX 0.10.2; its executor orders the
-    beginnings of collectives, and a loop has begun before its collectives have).
+    Stacks of matrices are gathered one by one, in place: gathered at once, they would be in memory
+    twice. On CPU devices they are gathered at once: XLA runs independent loops concurrently there,
+    and if two of them have collectives over the same group, devices deadlock (seen with JAX 0.10.2;
+    its executor orders the starts of collectives, but a loop starts before its collectives do).
 
     Returns:
-        -> the updated ones as they are stored.
+        (updated, old) parameters -> the updated ones in their stored sharding.
     """
     machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
     loops = not _on_cpu(mesh)
@@ -160,23 +159,21 @@ def gather_updated(
 
 
 def _on_cpu(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether a program's devices are the CPU's; those of an abstract mesh are not
-    known.
-    """
+    """True if a program's devices are CPU devices; False for an abstract mesh."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def _over(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
     """A stack gathered matrix by matrix, each over the old one.
 
-    A loop that stacks its results up begins with zeros, and XLA makes one array of those and of the
-    zeros that gradients of stacks begin with: they would be there from the first gradient on (seen
-    with JAX 0.10.2: 26 GiB of 90 for Llama 3 8B). The old parameters are donated, and dead by then;
-    the barrier keeps the first matrix from being overwritten before all have been read.
+    A loop that stacks its results starts from zeros, and XLA merges these with the zeros that
+    gradients of stacks start from: they would be live from the first gradient on (seen with JAX
+    0.10.2: 26 GiB of 90 for Llama 3 8B). The old parameters are donated, and dead by then; the
+    barrier keeps the first matrix from being overwritten before all have been read.
 
     Args:
         stack: the updated matrices, [layers, ...], sharded.
-        old: what they were made from, as it is stored, in the same dtype.
+        old: the matrices before the update, in their stored sharding and the same dtype.
     """
 
     def body(index: Index, out: Value) -> Value:
@@ -192,28 +189,27 @@ def _over(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
 # cotangent.
 #
 # Both gradients of a head read the cotangent of the logits, which is far larger than the
-# activations of the last layer. Nothing asks for the gradient of the weight before the step ends,
-# so XLA for GPUs may make it after the loop over layers, and the cotangent of the logits takes
-# memory all the way back. Here, the layers go back when every device has its partial sums:
+# activations of the last layer. Nothing reads the gradient of the weight before the step ends, so
+# XLA for GPUs may compute it after the loop over layers, and the cotangent of the logits stays live
+# through the whole backward pass. Here, the backward pass of the layers waits for the partial sums:
 #
-# partial sums = activation^T x cotangent         one of their elements marks that they are there
+#     partial sums = activation^T x cotangent         one element of them is the mark
 #     to the layers = barrier(cotangent x weight^T, mark)
 #     gradient = reduced partial sums                 whenever the links are free
 #
-# The barrier computes nothing: no number changes.
+# The barrier computes nothing: the results are the same.
 
 Gradient = TypeVar("Gradient", jax.Array, "jax.Array | None")
 
-#: How many times the activation a result is that should not wait. Float32 logits of published
-#: models are 16 times (Llama 3 405B) to several hundred times the activations that they are made
-#: of; what the layers of a model make of one that are written out, up to 8 times (gate and up in
-#: one).
+#: Ratio of result to activation size above which the gradient of the weight must not wait. Float32
+#: logits of published models are 16 times (Llama 3 405B) to several hundred times their
+#: activations; the matmuls of unrolled layers up to 8 times (gate and up in one).
 LARGE = 10
 
 
 def outgrows(use: Use) -> bool:
-    """Returns whether the result of a contraction of a weight takes far more memory than its
-    activation, and is made once in a step or microbatch: the logits.
+    """True if the result of a contraction of a weight is far larger than its activation, and is
+    computed once per step or microbatch: the logits.
     """
     result = use.equation.eqn.outvars[0].aval
     once = "body" not in use.equation.path.split("/")
@@ -225,15 +221,16 @@ def _bytes(aval: Aval) -> int:
 
 
 def mark(sums: Value) -> Value:
-    """An element of one device's partial sums, [1]; inside a manual region."""
+    """One element of a device's partial sums, [1]; inside a manual region."""
     return jax.lax.slice(sums, (0,) * sums.ndim, (1,) * sums.ndim).reshape(1)
 
 
 def after(value: Gradient, marks: Sequence[Value]) -> Gradient:
-    """A value that nothing reads before some marks are there; itself where there are none.
+    """A value that depends on some marks, so that it is not read before them; unchanged without
+    marks.
 
     Args:
-        value: the gradient of an activation; None where it has none.
+        value: the gradient of an activation; None if it has none.
     """
     return jax.lax.optimization_barrier((value, *marks))[0] if marks else value
 
@@ -241,16 +238,17 @@ def after(value: Gradient, marks: Sequence[Value]) -> Gradient:
 # --------------------------------------------------------------------------------------------------
 # Reduction of the partial sums of one gradient to the gradient that the optimizer reads.
 #
-# What a device has summed over its own examples is scattered over the mesh axes that shard the
-# gradient, and all-reduced over the others that hold partial sums. For a weight A[I, J_T] in use
-# whose gradient is stored as A[I_F, J_T], with the batch sharded over fsdp and data:
+# The partial sums of a device over its own examples are reduce-scattered over the mesh axes that
+# shard the gradient, and all-reduced over the other axes that hold partial sums. For a weight
+# A[I, J_T] in use whose gradient is stored as A[I_F, J_T], with the batch sharded over fsdp and
+# data:
 #
 #     partial sums [I, J_T] on every device
 #     reduce-scatter over fsdp along I      [I_F, J_T]
 #     all-reduce over data                  A[I_F, J_T]
 #
 # On a TPU torus the compiler makes a reduce-scatter only along one physical dim at a time, and
-# only of the rows of a matrix. So the sums are laid out as rows, and scattered over the physical
+# only of the rows of a matrix. So the sums are reshaped to rows, and scattered over the physical
 # parts of fsdp one after another, the major one first.
 
 #: Columns and rows of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
@@ -262,12 +260,12 @@ class Reduction:
     """The reduction of the partial sums of one gradient to the gradient that the optimizer reads.
 
     Attributes:
-        scattered: dims of the operand that the stored gradient is sharded along, beyond what shards
-            them already.
+        scattered: dims of the operand along which the stored gradient is sharded, beyond the
+            compute sharding.
         summed: mesh axes that hold partial sums and shard no dim.
-        order: dims of the operand in the order of the parameter's, where it is used transposed:
-            sums are all-reduced as the parameter lies, a table that is used both ways once, since
-            compilers add what is of one shape before they reduce it. () where nothing is moved.
+        order: dims of the operand in the order of the parameter's, if it is used transposed: sums
+            are all-reduced in the parameter's order, so that compilers add the gradients of a table
+            that is used both ways before they reduce them. () if the order is the same.
     """
 
     scattered: Cuts
@@ -281,11 +279,11 @@ class Reduction:
     def exchanged(
         self, partial: jax.Array, machine: Machine, *, stacked: bool = False
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The same, and what the device keeps for the next step; None where it keeps nothing."""
+        """`apply`, and the array that the device keeps for the next step, or None."""
         return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
 
     def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
-        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`."""
+        """Reduce-scatters and all-reduces partial sums in their dtype; arguments as for `apply`."""
         for dim, axes in self.scattered.items():
             partial = (
                 _scattered_rows(partial, dim, machine.parts(axes), stacked)
@@ -306,12 +304,11 @@ def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
 
 
 def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:
-    """Scatters sums along a dim, one part after another, with that dim outside of the tiles of
-    memory.
+    """Reduce-scatters sums along a dim, one part after another, with that dim outside of the memory
+    tiles.
 
     Along a dim inside of tiles the TPU compiler has no reduce-scatter, or one with padding and an
-    exchange of rows between neighbours; and none of rows that end inside of a tile, which are
-    filled up with zeros.
+    exchange of rows between neighbours; rows that end inside of a tile are padded with zeros.
     """
     first = jnp.moveaxis(partial, dim, 0)
     length, size = first.shape[0], first.size // first.shape[0]
@@ -328,8 +325,8 @@ def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked:
 
 
 def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
-    """Scatters the rows of a matrix in blocks that are whole tiles, as they lie in memory: nothing
-    is padded. Rows as matrices of lanes would be: 10 x 128 columns of a row take 16 x 128.
+    """Reduce-scatters the rows of a matrix in blocks of whole memory tiles, without padding. As
+    matrices of lanes, rows would be padded: 10 x 128 columns of a row take 16 x 128.
     """
     length, size = flat.shape
     tiles = flat.reshape(length // SUBLANES, SUBLANES, size // LANES, LANES).swapaxes(1, 2)
@@ -339,7 +336,7 @@ def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
 
 
 def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> jax.Array:
-    """Scatters the rows of a matrix whose shards are not whole tiles, each as a matrix of lanes."""
+    """Reduce-scatters rows whose shards are not whole tiles, each as a matrix of lanes."""
     length, size = flat.shape
     rows = flat.reshape(length, size // LANES, LANES) if size % LANES == 0 else flat
     for part in parts:
@@ -378,19 +375,19 @@ def reduction(
 
 
 # --------------------------------------------------------------------------------------------------
-# A matrix that is only added to activations: the positions of a vision transformer.
+# A matrix that is only added to activations, such as the positions of a vision transformer.
 #
-# Its gradient is the sum of the cotangent over the batch. Left to automatic partitioning, TPUs
-# make a reduce-scatter of that where the batch is sharded over one dim of the torus, and an all-
-# reduce where over several. So every device sums over its own examples, and the partial sums are
-# reduced as `Reduction` says.
+# Its gradient is the sum of the cotangent over the batch. Under automatic partitioning, TPUs make a
+# reduce-scatter of that if the batch is sharded over one dim of the torus, and an all-reduce if
+# over several. So every device sums over its own examples, and `Reduction` reduces the partial
+# sums.
 
 
 def reduced_sum(
     use: Use, batch: tuple[str, ...], parameter: ParameterLayout, machine: Machine
 ) -> Callable[..., Value] | None:
-    """An addition of a matrix that is gathered, and whose gradient is reduced to the stored layout
-    at once; None where the compiler does so, or it is not the first dim alone that is summed over.
+    """An addition of a gathered matrix whose gradient is reduced to its stored sharding at once;
+    None if the compiler does so itself, or if other dims than the first are summed over.
     """
     rank, rows = len(use.shape), use.other.shape[0]
     if (
@@ -427,8 +424,7 @@ def reduced_sum(
 
 
 # --------------------------------------------------------------------------------------------------
-# An operation on a weight, split: shardings of its operands where every device computes partial
-# sums of the weight's gradient.
+# Shardings of the operands of an operation on a weight whose gradient is per-device partial sums.
 
 #: Mesh axes that shard weights in use; the others shard the batch.
 WEIGHTS: tuple[str, ...] = ("tensor",)
@@ -439,12 +435,10 @@ class _Manual:
     """An operation on a weight whose gradient is computed in a manual region.
 
     Attributes:
-        use: the operation.
-        plan: the reduction of its gradient.
-        weight_cuts: how the weight is sharded in use.
+        plan: the reduction of the gradient.
+        weight_cuts: compute sharding of the weight.
         partial: mesh axes that hold partial sums.
-        arguments: how activation and cotangent are cut where partial sums are made.
-        machine: where it runs.
+        arguments: shardings of activation and cotangent where partial sums are computed.
     """
 
     use: Use
@@ -459,7 +453,7 @@ class _Manual:
 
     @property
     def gradient_spec(self) -> PartitionSpec:
-        """Returns how the gradient is sharded in the end."""
+        """The sharding of the reduced gradient."""
         rank = len(self.use.shape)
         cuts: Cuts = {
             dim: (*self.weight_cuts.get(dim, ()), *self.plan.scattered.get(dim, ()))
@@ -469,21 +463,21 @@ class _Manual:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the weight in use on one device."""
+        """Shape of the weight in its compute sharding on one device."""
         return tuple(
             size // self.machine.ways(self.weight_cuts.get(dim, ()))
             for dim, size in enumerate(self.use.shape)
         )
 
     def moved(self, cotangent: Value) -> Value:
-        """The cotangent of the result as it goes to the devices that make partial sums of it."""
+        """The cotangent of the result as it is resharded for the partial sums."""
         return cotangent
 
     def marks(self) -> tuple[PartitionSpec, ...]:
-        """Returns how the marks of partial sums are sharded that are made before the gradient of
-        the activation is handed on; none where they may wait: compilers for
-        TPUs leave none waiting, and where tensor shards the weight, partial sums are made while
-        devices exchange the gradient of the activation.
+        """Shardings of the marks of partial sums that are computed before the gradient of the
+        activation is passed on; empty if they may wait: compilers for TPUs delay none, and where
+        tensor shards the weight, partial sums overlap with the communication of the gradient of the
+        activation.
         """
         wait = self.machine.torus or any(self.weight_cuts.values()) or not outgrows(self.use)
         return () if wait else (PartitionSpec(self.machine.parts(self.partial)),)
@@ -494,9 +488,7 @@ class OperandCuts:
     """Shardings of the operands of a weight's gradient inside the region.
 
     Attributes:
-        activation: cuts of the activation.
-        result: cuts of the cotangent of the result.
-        partial: mesh axes that shard what is summed over.
+        partial: mesh axes that shard the dims that are summed over.
     """
 
     activation: Cuts
@@ -505,8 +497,8 @@ class OperandCuts:
 
 
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
-    """Returns how a weight in use is sharded; None where the batch is sharded along one of its
-    dims, or a dim of the parameter is none of the operand's.
+    """The compute sharding of a weight; None if the batch is sharded over the same axes as one of
+    its dims, or if a dim of the parameter is not a dim of the operand.
     """
     weight_cuts: Cuts = {
         dim: parameter.compute[source]
@@ -518,8 +510,8 @@ def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
 
 
 def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | None:
-    """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the
-    result has them; None where the batch is not sharded.
+    """Consistent shardings: dims of the weight in its compute sharding, dims of the activation
+    alone as in the result; None if the batch is not sharded.
     """
     dims = dims_of(use.equation, use.operand)
     taken = {axis for cut in weight_cuts.values() for axis in cut}
@@ -548,10 +540,10 @@ def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | N
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """The dims of a contraction that correspond.
+    """The correspondence between the dims of a contraction.
 
     Attributes:
-        free: result dim -> activation dim, of those that the weight does not have.
+        free: result dim -> activation dim, for dims that are not in the weight.
         activation: weight dim -> activation dim.
         result: weight dim -> result dim.
     """
@@ -562,7 +554,7 @@ class Dims:
 
 
 def dims_of(equation: Equation, weight: int) -> Dims:
-    """The dims that a matmul or convolution matches, for the operand that is the weight."""
+    """The dims that a matmul or convolution matches, given which operand is the weight."""
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
         ungrouped = (
@@ -600,26 +592,22 @@ def dims_of(equation: Equation, weight: int) -> Dims:
 # --------------------------------------------------------------------------------------------------
 # A matmul or convolution whose weight gradient is computed in a manual region.
 #
-# Left to automatic partitioning, the partial sums of its gradient become an all-reduce of the
-# whole array, of which every device then keeps its shard: twice the bytes of a reduce-scatter. So
-# the gradient is taken in a manual region: every device multiplies its own examples by its own
-# part of the weight's dims, and the result is reduced as `Reduction` says. The forward pass and
-# the gradient of the activation stay automatic.
+# Under automatic partitioning, the partial sums of its gradient become an all-reduce of the whole
+# array, of which every device then keeps its shard: twice the bytes of a reduce-scatter. So every
+# device multiplies its own examples by its own part of the weight's dims in a manual region, and
+# `Reduction` reduces the result. The forward pass and the gradient of the activation stay
+# automatic.
 
 
 class ManualContraction(_Manual):
-    """A contraction of a weight in a manual region."""
+    """A contraction whose weight gradient is computed in a manual region."""
 
     def op(self, activation: Value, weight: Value) -> Value:
         """The operation."""
         return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
 
     def partial_sums(self, activation: Value, cotangent: Value, dtype: DType) -> Value:
-        """The gradient of the weight from one device's examples, inside a manual region.
-
-        Args:
-            dtype: of the sums.
-        """
+        """The gradient of the weight from one device's examples, inside a manual region."""
         like = jax.ShapeDtypeStruct(self.local_shape, dtype)
         return self.use.slope(self.use.operand, (activation, activation), cotangent, like)
 
@@ -628,15 +616,15 @@ class ManualContraction(_Manual):
         return self.use.to_activation(activation, weight, cotangent)
 
     def adds_in(self, sums: DType) -> DType:
-        """The dtype in which partial sums are made: that of the weight."""
+        """The dtype in which partial sums are computed: that of the weight."""
         return self.use.dtype
 
 
 def contraction_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> ManualContraction | None:
-    """A contraction whose partial sums every device makes; None where the batch is not
-    sharded, or the gradient cannot be taken one device at a time.
+    """A contraction with per-device partial sums; None if the batch is not sharded, or if the
+    gradient cannot be computed one device at a time.
     """
     weight_cuts = held_in_use(use, parameter)
     cuts = None if weight_cuts is None else operand_cuts(use, result, weight_cuts)
@@ -656,14 +644,14 @@ def contraction_of(
 
 
 # --------------------------------------------------------------------------------------------------
-# A lookup in a table that is sharded, and its gradient: a scatter-add on every device.
+# A lookup in a sharded table, and its gradient: a scatter-add on every device.
 #
-# What a matmul is for other weights, a scatter-add is here: every device adds the cotangents of
-# its own examples to its own rows of the table, and the sums are reduced as `Reduction` says.
+# Every device adds the cotangents of its own examples to its own rows of the table, and `Reduction`
+# reduces the sums.
 
 
 def is_lookup(equation: Equation) -> bool:
-    """Returns whether a gather takes whole rows of a matrix: `table[indices]`."""
+    """True if a gather takes whole rows of a matrix: `table[indices]`."""
     numbers, table = equation.params["dimension_numbers"], equation.eqn.invars[0].aval
     rank = equation.eqn.outvars[0].aval.ndim
     return (
@@ -678,10 +666,10 @@ def is_lookup(equation: Equation) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ManualLookup(_Manual):
-    """A lookup in a table: the activation are the indices.
+    """A lookup in a table; its activation is the indices.
 
     Attributes:
-        result: layout of the rows that are found.
+        result: layout of the looked-up rows.
         rereads: False; indices have no gradient.
     """
 
@@ -689,8 +677,8 @@ class ManualLookup(_Manual):
     rereads: ClassVar[bool] = False
 
     def op(self, indices: Value, table: Value) -> Value:
-        """The operation, on a table that may be in a narrower dtype than its own; where rows are on
-        several devices, each looks into its own, and what they find is summed.
+        """The operation, on a table that may be in a narrower dtype than its own; if rows are
+        sharded, each device looks up its own, and the results are summed.
         """
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
         if not self.weight_cuts[0]:
@@ -728,8 +716,8 @@ class ManualLookup(_Manual):
         )(indices, table).astype(dtype)
 
     def _rows(self, indices: Value, table: Value) -> Value:
-        """The rows that one device has, zeros for the others; for indices that are out of range
-        what the operation says, on the first device.
+        """The rows that one device has, zeros for the others; for out-of-range indices the result
+        of the operation's mode, on the first device.
         """
         rows = table.at[self._inside(indices)[..., 0]].get(mode="fill", fill_value=0)
         if self._clips:
@@ -746,7 +734,7 @@ class ManualLookup(_Manual):
         return "clip" in str(self.use.equation.params["mode"]).lower()
 
     def _inside(self, indices: Value) -> Value:
-        """Indices into the rows of one device; their number for rows of others."""
+        """Indices into the device's own rows; the number of these for rows of other devices."""
         clipped = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
         here = clipped - (
             jax.lax.axis_index(self.machine.parts(self.weight_cuts[0])) * self.local_shape[0]
@@ -756,18 +744,14 @@ class ManualLookup(_Manual):
         return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
 
     def moved(self, cotangent: Value) -> Value:
-        """The cotangent in the dtype in which the rows are used, of which it was made: compilers
-        for TPUs gather it as it is given.
+        """The cotangent in the dtype in which the rows are used: compilers for TPUs gather it in
+        the dtype that it has.
         """
         rows = self.use.rows
         return cotangent if rows is None else cotangent.astype(rows)
 
     def partial_sums(self, indices: Value, cotangent: Value, dtype: DType) -> Value:
-        """The gradient of the table from one device's examples, inside a manual region.
-
-        Args:
-            dtype: of the sums.
-        """
+        """The gradient of the table from one device's examples, inside a manual region."""
         rank, inside = len(self.result), self._inside(indices)
         numbers = jax.lax.ScatterDimensionNumbers(
             update_window_dims=(rank - 1,),
@@ -783,16 +767,16 @@ class ManualLookup(_Manual):
         )
 
     def marks(self) -> tuple[PartitionSpec, ...]:
-        """Nothing waits for the partial sums: indices have no gradient."""
+        """Empty: nothing waits for the partial sums, since indices have no gradient."""
         return ()
 
     def to_activation(self, indices: Value, table: Value, cotangent: Value) -> None:
-        """Nothing: indices have no gradient."""
+        """None: indices have no gradient."""
         return None
 
     def adds_in(self, sums: DType) -> DType:
-        """The dtype in which partial sums are made: that of all sums, since many rows of the
-        cotangent may be added to one of the table.
+        """The dtype in which partial sums are computed: that of all sums, since many rows of the
+        cotangent may be added to one row of the table.
         """
         return sums
 
@@ -800,8 +784,8 @@ class ManualLookup(_Manual):
 def lookup_of(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> ManualLookup | None:
-    """A lookup whose partial sums every device makes; None where the batch is not sharded, or
-    it is not a lookup of whole rows.
+    """A lookup with per-device partial sums; None if the batch is not sharded, or if it is not a
+    lookup of whole rows.
     """
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
@@ -832,15 +816,15 @@ def lookup_of(
     )
 
 
-#: An operation on a weight whose partial sums every device makes.
+#: An operation on a weight with per-device partial sums.
 Manual = ManualContraction | ManualLookup
 
 
 def manual_operation(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
 ) -> Manual | None:
-    """A contraction or lookup whose partial sums every device makes; None where the batch is not
-    sharded, or the gradient cannot be taken one device at a time.
+    """A contraction or lookup with per-device partial sums; None if the batch is not sharded, or if
+    the gradient cannot be computed one device at a time.
     """
     build = lookup_of if use.equation.name == "gather" else contraction_of
     return build(use, result, parameter, machine)
@@ -849,16 +833,16 @@ def manual_operation(
 # --------------------------------------------------------------------------------------------------
 # A slice of a parameter that is stored sharded: shards are sliced, then gathered.
 #
-# Of a table of positions [4096, embed_F] a sequence of 1,024 tokens reads as many rows: every
-# device takes those of its own columns, and they are gathered in the dtype of their use. Gathered
-# before the slice, it would be the whole table in the dtype in which it is stored.
+# A sequence of 1,024 tokens reads as many rows of a table of positions [4096, embed_F]: every
+# device slices its own columns, and these are gathered in their compute dtype. Gathered before the
+# slice, it would be the whole table in its stored dtype.
 
 
 def gathered_slice(
     use: Use, parameter: ParameterLayout, machine: Machine
 ) -> Callable[..., Value] | None:
-    """A slice of a parameter that gathers what it takes, and whose gradient comes back as the
-    optimizer reads it; None where the parameter is sharded along a dim that the slice shortens.
+    """A slice of a parameter that is gathered after slicing, and whose gradient is in the sharding
+    that the optimizer reads; None if the parameter is sharded along a dim that the slice shortens.
     """
     out = use.equation.eqn.outvars[0].aval
     if use.operand != 0 or None in use.view.dims or not parameter.trained:
@@ -878,7 +862,8 @@ def gathered_slice(
     ):
         return None
     gathered = machine.gather(out.shape, stored, compute)
-    # Over the batch the gradient is scattered first; what shards its rows is gathered after that.
+    # Over the batch the gradient is scattered first; the axes that shard its rows are gathered
+    # later.
     gradient_spec = machine.spec(gradient, out.ndim)
     scattered = PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in gradient_spec))
     steps = [NamedSharding(machine.mesh, spec) for spec in (scattered, gradient_spec)]
@@ -906,10 +891,10 @@ def gathered_slice(
 
 
 # --------------------------------------------------------------------------------------------------
-# An operation on a weight, whose partial sums are kept over several runs and reduced once.
+# An operation on a weight, whose partial sums are accumulated over several runs and reduced once.
 #
-# run(activation, weight, sums) d/d sums = this device's partial sums; d/d weight = 0
-# finish(activation, weight, sums) d/d weight = the reduced gradient of this run and of `sums`
+#     run(activation, weight, sums)      d/d sums = this device's partial sums; d/d weight = 0
+#     finish(activation, weight, sums)   d/d weight = the reduced gradient of this run and of `sums`
 
 #: (activation, weight, sums) -> result.
 Operation = Callable[..., Any]
@@ -918,20 +903,20 @@ Operation = Callable[..., Any]
 @dataclass(frozen=True, kw_only=True)
 class Deferred:
     """An operation whose weight is gathered before it runs, and whose gradient is reduced after
-    several runs.
+    several runs (deferred gradient reduction).
 
     Attributes:
-        use: the operation.
-        run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any
-            array of the shape `sums`: their gradient are the partial sums of every device.
+        run: (operands in order, sums) -> result. The weight has no gradient; instead the gradient
+            of `sums`, any array of the shape of the attribute `sums`, is the per-device partial
+            sums.
         finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
             before, and the gradient of the weight is that of all runs, reduced. The gradient of
-            `sums` is what every device keeps for the next step; zeros where it keeps nothing.
+            `sums` is the array that each device keeps for the next step; zeros if it keeps nothing.
         gathers: whether the weight is stored sharded.
-        gather: the operand as it rests -> in use.
+        gather: the operand in its stored sharding -> in its compute sharding.
         sums: shape and dtype of partial sums, [devices that have some, ...].
-        cuts: how they are sharded.
-        reduce: partial sums -> the gradient of the operand, as it rests.
+        cuts: their sharding.
+        reduce: partial sums -> the gradient of the operand, in its stored sharding.
     """
 
     use: Use
@@ -947,9 +932,7 @@ class Deferred:
 def deferred(
     use: Use, result: Layout, parameter: ParameterLayout, machine: Machine, *, lookups: bool = False
 ) -> Deferred | None:
-    """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are
-    asked for.
-    """
+    """The operation of `reduced` in the form of `Deferred`; None for lookups unless `lookups`."""
     if (use.equation.name == "gather" and not lookups) or not parameter.trained:
         return None
     operation = manual_operation(use, result, parameter, machine)
@@ -992,14 +975,14 @@ def _backward(
     sums: Sequence[Any] = (),
     cuts: Sequence[PartitionSpec] = (),
 ) -> tuple[Any, Sequence[Any]]:
-    """The gradient of the activation, and what devices make of their partial sums.
+    """The gradient of the activation, and the results of `reduce` on every device.
 
     Args:
-        weight: gives the weight in use.
-        reduce: (partial sums, `sums` as one device has them) -> arrays, on every device.
-        results: how these are sharded.
+        weight: gives the weight in its compute sharding.
+        reduce: (partial sums, local shards of `sums`) -> arrays, on every device.
+        results: shardings of these arrays.
         dtype: of sums.
-        sums, cuts: further arguments of `reduce`, and how they are sharded.
+        sums, cuts: further arguments of `reduce`, and their shardings.
     """
     marks = operation.marks()
 
@@ -1036,7 +1019,7 @@ def _run(operation: Manual, cuts: PartitionSpec) -> Operation:
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         read = operation.use.found_again(activation)
-        # of what holds the sums, the backward pass wants the dtype alone
+        # of the array for the sums, the backward pass reads the dtype alone
         return operation.op(read, weight), (read, weight, jnp.zeros((), sums.dtype))
 
     run.defvjp(forward, backward)
@@ -1044,7 +1027,7 @@ def _run(operation: Manual, cuts: PartitionSpec) -> Operation:
 
 
 def _finish(operation: Manual, cuts: PartitionSpec) -> Operation:
-    """(activation, weight, sums) -> result, whose gradient of the weight is that of all runs."""
+    """(activation, weight, sums) -> result, with the gradient of the weight over all runs."""
 
     @jax.custom_vjp
     def finish(activation: Any, weight: Any, sums: Any) -> Any:
@@ -1089,8 +1072,8 @@ def reduced(
     """An operation whose weight is gathered, and its gradient reduced, as the plan says.
 
     Returns:
-        A function of the operands; None where the batch is not sharded, or the gradient cannot be
-        taken one device at a time.
+        A function of the operands; None if the batch is not sharded, or if the gradient cannot be
+        computed one device at a time.
     """
     gathered = in_use(use, parameter, machine)
     if not parameter.trained:
@@ -1131,8 +1114,8 @@ def reduced(
 # The reduction of every parameter's gradient: over which mesh axes, when, to which sharding, in
 # which dtype.
 #
-# Made once from a plan and its loss; every driver of a step (one batch, accumulated microbatches,
-# gradients reduced in the last of them, both pipelines, state on disk) carries it out:
+# Computed once from a plan and its loss, and carried out by every driver of a step (whole batch,
+# accumulated microbatches, both pipelines, state on disk):
 #
 #     embed.kernel   partial sums over data, fsdp; in the last microbatch; to A[I_F, J_T]; bfloat16
 #     norm.scale     partial sums over data, fsdp; each microbatch; to A[I]; its own dtype
@@ -1140,8 +1123,8 @@ def reduced(
 # Another exchange (compression, error feedback) is another `GradientExchange`, given to
 # `build_program`.
 
-#: When partial sums are reduced: as soon as a microbatch has made them; by the backward pass of the
-#: last microbatch, together with those of all before; or when the last one has left the pipeline.
+#: Time of the reduction: in each microbatch; in the backward pass of the last microbatch, for the
+#: partial sums of all; or after the last microbatch has left the pipeline.
 EACH, IN_LAST, DEFERRED = "each microbatch", "in the last", "deferred"
 
 
@@ -1151,11 +1134,11 @@ class GradientReduction:
 
     Attributes:
         path: of the parameter.
-        axes: mesh axes whose devices have partial sums of it, in the order of the mesh.
-        when: `EACH`, `IN_LAST` or `DEFERRED`. Partial sums that no operation of the loss makes one
-            device at a time (those of the scale of a norm) are reduced for each microbatch.
+        axes: mesh axes over which there are partial sums, in the order of the mesh.
+        when: `EACH`, `IN_LAST` or `DEFERRED`. Gradients that are not computed in a manual region
+            (those of the scale of a norm) are reduced in each microbatch.
         to: layout of the gradient as the optimizer reads it.
-        dtype: in which partial sums are sent; None for their own.
+        dtype: communication dtype of the partial sums; None for their own.
     """
 
     path: str
@@ -1171,11 +1154,10 @@ class GradientReductions:
 
     Attributes:
         parameters: for every parameter of the loss, in its order; None for frozen ones.
-        when: when those are reduced that can wait.
+        when: the time of those reductions that can be deferred.
         exchange: how partial sums are exchanged.
-        explicit: whether operations reduce the gradients of their weights themselves; otherwise it
-            is left to the compiler, but for what waits for the last microbatch.
-        precision: the dtypes of the plan.
+        explicit: whether operations reduce the gradients of their weights themselves; otherwise
+            this is left to the compiler, except for reductions in the last microbatch.
     """
 
     parameters: tuple[GradientReduction | None, ...]
@@ -1185,12 +1167,12 @@ class GradientReductions:
     precision: Precision
 
     def accumulator(self, dtype: np.dtype) -> np.dtype:
-        """The dtype in which gradients of a dtype are added up over microbatches."""
+        """The dtype in which gradients of a dtype are summed over microbatches."""
         return self.precision.sums(dtype)
 
 
 def moment(plan: Plan, exchange: GradientExchange) -> str:
-    """Returns when a plan reduces the gradients that can wait; see `EACH`."""
+    """The time at which a plan reduces the gradients that can be deferred; see `EACH`."""
     if exchange.keeps and (plan.mesh["stage"] > 1 or plan.zero >= 2):
         raise PlanError(
             "a gradient exchange that keeps what it does not send needs gradients that are reduced"
@@ -1211,7 +1193,7 @@ def gradient_reductions(
     machine: Machine,
     together: Collection[str],
 ) -> GradientReductions:
-    """Returns how a plan reduces the gradients of a loss."""
+    """The reductions of the gradients of a loss under a plan."""
     when, exchange = moment(plan, machine.exchange), machine.exchange
     layouts = [without_axes(plan.parameters[i], ("stage",)) for i in order]
     partial: dict[int, set[str]] = {}
@@ -1245,7 +1227,7 @@ def gradient_reductions(
 
 
 def _shares_memory(plan: Plan) -> bool:
-    """Returns whether the devices are simulated ones of one process: all that counts there is the
-    number of collectives, and XLA's CPU compiler combines all-reduces and no reduce-scatters.
+    """True if the devices are simulated ones of one process: only the number of collectives matters
+    there, and XLA's CPU compiler combines all-reduces, but not reduce-scatters.
     """
     return all(link.kind == "memory" for _, links in plan.placement for link in links)
