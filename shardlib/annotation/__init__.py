@@ -2,7 +2,7 @@
 and what is trained.
 
 flax.py   models of Flax, Linen and NNX, and pytrees with state
-names.py  logical axis names that a user has written on arrays, in all spellings of Flax and JAX
+names.py  logical axis names in all spellings of Flax and JAX
 tree.py   a plain pytree of parameters as a `Model`
 trees.py  pytrees by path
 """

@@ -1,9 +1,9 @@
 """Models of Flax, Linen and NNX, and pytrees with state: their params, model state and losses.
 
-`module.apply(..., mutable=["batch_stats"])` gives updates: a mapping from collections to their new
-variables. They are told from metrics by structure alone: what stands under the name of a collection
-of the model, and has its variables, is an update; metrics are arrays. Whatever is neither is
-refused, so that no statistics are lost in silence.
+`module.apply(..., mutable=["batch_stats"])` returns updates: a mapping from collections to their
+new variables. They are distinguished from metrics by structure alone: an entry with the name of a
+collection of the model, and its variables, is an update; metrics are arrays. Anything else raises
+an error, so that no statistics are lost silently.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from shardlib.findings import Finding
 from shardlib.jax_types import Index, KeyPath, Metrics, Value
 from shardlib.layout import LogicalAxes
 
-#: What a loss may return; (metrics, updates) may be in the other order too.
+#: Results that a loss may return; (metrics, updates) may also be in the other order.
 FORMS = (
     "loss",
     "(loss, metrics)",
@@ -67,7 +67,7 @@ FORMS = (
 def loss_metrics_and_updates(
     result: Tree, state: Tree, unboxed: Callable[[Tree], Tree]
 ) -> tuple[Tree, dict[str, Tree], dict[str, Tree]]:
-    """Splits what a Linen loss returned."""
+    """The value, metrics and updates of a Linen loss."""
     value, *parts = result if isinstance(result, tuple) else (result,)
     if len(parts) == 1 and isinstance(parts[0], tuple):
         parts = list(parts[0])
@@ -104,7 +104,7 @@ def loss_metrics_and_updates(
 def _sorted(
     part: Mapping[str, Any], state: Tree, unboxed: Callable[[Tree], Tree]
 ) -> tuple[dict[str, Any], dict[str, Tree], list[str]]:
-    """(metrics, updates, what is wrong) of one mapping."""
+    """(metrics, updates, errors) of one mapping."""
     metrics: dict[str, Any] = {}
     updates: dict[str, Tree] = {}
     wrong: list[str] = []
@@ -134,7 +134,7 @@ def _sorted(
 
 
 def _misfits(name: str, returned: Tree, expected: Tree) -> list[str]:
-    """Returns where a collection is not what the model has."""
+    """The differences between a returned collection and that of the model."""
 
     def spelt(tree: Tree) -> dict[str, str]:
         return {
@@ -181,15 +181,14 @@ def _refused(result: Tree, state: Tree, failures: list[str]) -> NoReturn:
 # --------------------------------------------------------------------------------------------------
 # A Flax Linen model as a `Model`.
 #
-# Boxes are read (see `names.py`) and taken off. The collection "params" is trained; other
-# collections ("batch_stats", ...) are model state. The user's loss takes the params tree; a model
-# that has state hands its loss the whole variables dict instead, and the loss returns the mutated
-# collections beside its value, as `module.apply(..., mutable=[...])` gives them; see `linen`.
+# Boxes are read (see `names.py`) and removed. The collection "params" is trained; other collections
+# ("batch_stats", ...) are model state. The user's loss takes the params tree; for a model with
+# state it takes the whole variables dict, and also returns the mutated collections; see `linen`.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinenInit:
-    """A Linen module and what to call it with; made by `linen`."""
+    """A Linen module and the inputs of its call; made by `linen`."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
@@ -199,9 +198,9 @@ class LinenInit:
 def linen(module: nn.Module, *sample_inputs: Tree, **options: object) -> LinenInit:
     """Describes how a Linen model is initialised.
 
-    A loss takes the params, or, where the model has other collections, the whole variables dict.
+    A loss takes the params, or, if the model has other collections, the whole variables dict.
     Collections that change in a training step (statistics of `nn.BatchNorm`) are returned by the
-    loss, which becomes the state of the next step:
+    loss and become the state of the next step:
 
         def loss(variables, batch):
             logits, updates = module.apply(
@@ -211,9 +210,9 @@ def linen(module: nn.Module, *sample_inputs: Tree, **options: object) -> LinenIn
 
     It may return `loss`, `(loss, metrics)`, `(loss, updates)`, `(loss, metrics, updates)`, `(loss,
     (metrics, updates))` or one mapping for both, `(loss, {"metrics": metrics, **updates})` or
-    `(loss, {**metrics, **updates})`. What stands under the name of a collection of the model must
-    have exactly its variables and is an update; metrics are arrays under other names; anything else
-    is refused. Collections that are not returned stay as they are.
+    `(loss, {**metrics, **updates})`. An entry with the name of a collection of the model must have
+    exactly its variables and is an update; metrics are arrays under other names; anything else is
+    an error. Collections that are not returned stay unchanged.
 
     Args:
         module: the module, unbound.
@@ -240,7 +239,7 @@ def from_linen(described: LinenInit, wrt: Filter = None, free: Free = as_it_is) 
     """Reads a Linen model.
 
     Args:
-        wrt: predicate over paths of the collection "params" that says which are trained; None for
+        wrt: predicate over paths of the collection "params" that selects the trained ones; None for
             all.
     """
     name = described.module.name or type(described.module).__name__
@@ -307,9 +306,9 @@ def _binder(stateful: bool) -> Callable[[Callable[..., Tree]], PureLoss]:
 # --------------------------------------------------------------------------------------------------
 # A Flax NNX model as a `Model`.
 #
-# The user's constructor is called abstractly, once, to learn shapes and names. Trained arrays are
-# what the user's filter says, by default the floating-point `nnx.Param` variables; everything else
-# (random streams, batch statistics, caches, what is frozen) is model state.
+# The user's constructor is called abstractly, once, for shapes and names. The user's filter selects
+# the trained arrays, by default the floating-point `nnx.Param` variables; everything else (random
+# streams, batch statistics, caches, frozen parameters) is model state.
 
 
 def _trained(path: KeyPath, value: Any) -> bool:
@@ -322,7 +321,7 @@ def from_nnx(
     """Reads a module class, or a function, that takes `nnx.Rngs`.
 
     Args:
-        wrt: a filter of Flax that says which variables are trained; None for all parameters.
+        wrt: a Flax filter that selects the trained variables; None for all parameters.
     """
     name = getattr(constructor, "__name__", type(constructor).__name__)
     build = _with_rngs(constructor, name)
@@ -369,7 +368,7 @@ def _in_eval_mode(module: nnx.Module) -> nnx.Module:
 
 
 def _chosen(state: nnx.State, wrt: Filter) -> Predicate:
-    """Returns what is trained, as a filter that goes by paths."""
+    """The filter of trained variables, as a predicate over paths."""
     if wrt is None:
         return _trained
     variables = dict(nnx.to_flat_state(state))
@@ -384,9 +383,7 @@ def _chosen(state: nnx.State, wrt: Filter) -> Predicate:
 def _names(
     state: nnx.State, form: _Form, stacks: Mapping[KeyPath, tuple[int, ...]]
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
-    """The logical axes of floating-point variables by dotted path, and what the user should know of
-    them.
-    """
+    """The logical axes of floating-point variables by dotted path, and findings about them."""
     names = [
         entry if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
         for entry, leaf in zip(written(state), jax.tree.leaves(state), strict=True)
@@ -456,8 +453,8 @@ def _abstract(
 
 
 def _with_arrays(module: nnx.Module) -> nnx.Module:
-    """The module, whose attributes that are arrays are data while it is traced, too: Flax (0.12)
-    takes those for static that are not concrete arrays yet.
+    """The module with array attributes marked as data while it is traced: Flax (0.12) treats
+    attributes that are not yet concrete arrays as static.
     """
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
@@ -468,10 +465,10 @@ def _with_arrays(module: nnx.Module) -> nnx.Module:
 
 
 def _is_of_a_key(build: Callable[..., Tree]) -> bool:
-    """Returns whether what fails with streams of nnx makes arrays of a key of JAX."""
+    """True if a constructor that fails with nnx streams works with a JAX key."""
     try:
         return bool(jax.tree.leaves(jax.eval_shape(build, jax.random.key(0))))
-    except Exception:  # it fails for another reason, which is told
+    except Exception:  # it fails for another reason, which is reported
         return False
 
 
@@ -497,8 +494,8 @@ class _Form:
         return jax.tree.unflatten(self.structure, jax.tree.leaves(plain))
 
     def plain(self, state: nnx.State) -> Tree:
-        """The variables of `self.paths` of a state as plain arrays; variables that were added since
-        are left out.
+        """The variables of `self.paths` of a state as plain arrays; variables added since are left
+        out.
         """
         variables = dict(nnx.to_flat_state(state))
         lost = [".".join(map(str, path)) for path in self.paths if path not in variables]
@@ -548,7 +545,7 @@ class _Trees:
         return pure
 
     def _require_handed_on(self, called: Callable[..., Tree], inputs: Tree) -> None:
-        """Refuses a loss that assigns to trained parameters, which the step of the optimizer would
+        """Raises an error for a loss that assigns to trained parameters, which the optimizer would
         overwrite.
         """
         traced = jax.make_jaxpr(lambda *inputs: called(*inputs)[1])(
@@ -572,20 +569,20 @@ class _Trees:
 
 
 # --------------------------------------------------------------------------------------------------
-# A pytree model that carries state beside its params, as a `Model`.
+# A pytree model with params and state, as a `Model`.
 #
 # Haiku's `hk.transform_with_state(f).init` makes `(params, state)`, Equinox's
 # `eqx.nn.make_with_state(Module)` makes `(module, state)`. The first is trained, the second is
-# what a training step itself changes: statistics of the batch, averages, counters. The loss gets
-# the pair, and returns the state of the next step last.
+# changed by the training step itself: batch statistics, averages, counters. The loss takes the
+# pair, and returns the state of the next step last.
 
-#: What a loss of such a model may return.
+#: Results that a loss of such a model may return.
 STATEFUL_FORMS = "(loss, state) or (loss, metrics, state)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pair:
-    """A model and its state, and what of them are arrays.
+    """A model and its state, each with the positions of its arrays.
 
     Attributes:
         model: the leaves of the model.
@@ -597,7 +594,7 @@ class Pair:
 
     @staticmethod
     def of(initialised: Tree, name: str) -> Pair:
-        """Reads what an initialiser made."""
+        """Reads the result of an initialiser."""
         if not isinstance(initialised, tuple) or len(initialised) != 2:
             raise AnnotationError(
                 f"initialiser {name!r} made a {type(initialised).__name__}; with stateful=True it"
@@ -623,7 +620,7 @@ class Pair:
         return tuple(sorted(self.state.trained + self.state.fixed))
 
     def split(self, pair: Tree) -> tuple[Tree, Tree]:
-        """(what is trained, the arrays of everything else by path)."""
+        """(trained params, all other arrays by path)."""
         params, constants = self.model.split(pair[0])
         return params, {"model": constants, "state": self._by_path(pair[1])}
 
@@ -632,7 +629,7 @@ class Pair:
         return {self.state.paths[index]: leaves[index] for index in self.arrays}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
-        """The pair around what is trained and the arrays of everything else."""
+        """The pair rebuilt from trained params and all other arrays."""
         leaves = [
             self.state.kept[index] if index in self.state.kept else state["state"][path]
             for index, path in enumerate(self.state.paths)
@@ -643,7 +640,7 @@ class Pair:
         )
 
     def after(self, result: Tree, state: Tree) -> tuple[Value, Metrics, Tree]:
-        """Splits what a loss returned."""
+        """The value, metrics and new state of a loss."""
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             returned = (
                 f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -685,7 +682,7 @@ def _spelt(array: Tree) -> str:
 
 
 def bound(pair: Pair) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
-    """Returns what makes a pure loss of the user's."""
+    """A function from the user's loss to a pure loss."""
 
     def bind(loss: Callable[..., Tree]) -> Callable[..., Tree]:
         @_jax_compat.unsharded_variables()

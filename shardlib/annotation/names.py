@@ -1,20 +1,20 @@
-"""Logical axis names that a user has written on arrays, in all spellings of Flax and JAX.
+"""Logical axis names of arrays, in all spellings of Flax and JAX.
 
-Boxes of Linen (`nn.Partitioned`, `nn.LogicallyPartitioned`), metadata of NNX variables, and trees
-of names beside the arrays are read alike, whether they stand in a model or in the state of a step.
-The names of an array become one tuple with one entry per dim. A dim that merges two named dims has
-both names in a tuple; it becomes one name joined by "+", which rules may mention like any other:
+Boxes of Linen (`nn.Partitioned`, `nn.LogicallyPartitioned`), metadata of NNX variables, and
+separate trees of names are read alike, in a model or in the state of a step. The names of an array
+become one tuple with one entry per dim. A dim that merges two named dims has both names in a tuple;
+it becomes one name joined by "+", which rules may mention like any other:
 
 >>> spelled(("embed", ("heads", "head_dim"), None))
 ('embed', 'heads+head_dim', None)
 
-Fewer names than dims are those of the leading dims, as Flax reads them:
+Fewer names than dims are those of the leading dims, as in Flax:
 
 >>> of_dims(("embed", "kv"), 3)
 ('embed', 'kv', None)
 
 A dim that `nnx.vmap` or `nnx.scan` adds without `nnx.PARTITION_NAME` gets no name from Flax, which
-reads the names one dim too far to the left then; such dims are found by `stack_dims`, and called
+then assigns the names one dim too far to the left; `stack_dims` finds such dims, and they are named
 "layers".
 """
 
@@ -42,16 +42,16 @@ from shardlib.jax_types import Index, Jaxpr, KeyPath, Metrics, Value
 from shardlib.layout import LogicalAxes
 from shardlib.untrusted.data import SEEDS, read_seed
 
-#: The name that a stacking dim gets when the user gave it none.
+#: The name of a stack dim that the user did not name.
 STACK = "layers"
-#: Keys of metadata under which Flax keeps names, the current one first.
+#: Metadata keys under which Flax stores names, the current one first.
 KEYS: tuple[str, ...] = ("out_sharding", "sharding", "sharding_names")
-#: Arrays that a message names.
+#: Maximum number of arrays that a message names.
 NAMED = 12
 
 
 def spelled(names: object) -> LogicalAxes:
-    """Returns one name or None per dim that has one."""
+    """One name or None per named dim."""
     names = getattr(names, "sharding", names)
     spec = names.spec if isinstance(names, NamedSharding) else names
     if isinstance(spec, str) or not isinstance(spec, (tuple, list, PartitionSpec)):
@@ -84,13 +84,13 @@ def of_dims(names: LogicalAxes, rank: int, stacks: Sequence[int] = ()) -> Logica
 
 
 def holds_names(node: object) -> bool:
-    """Returns whether a node of a tree is a box of Linen or a variable of NNX."""
+    """True if a tree node is a box of Linen or a variable of NNX."""
     return isinstance(node, (meta.AxisMetadata, nnx.Variable))
 
 
 def written(tree: Tree) -> list[object]:
-    """Returns what boxes and variables say of every leaf of a tree, in the order of its leaves;
-    None of most.
+    """The names in boxes and variables for every leaf of a tree, in leaf order; None if it has
+    none.
     """
     return [
         _names(holder)
@@ -114,16 +114,14 @@ def _names(holder: Any) -> object:
 
 
 def metadata_of(holder: Any) -> dict[str, Any]:
-    """Metadata of a variable of NNX, or of the box that stands for one in Linen."""
+    """Metadata of a variable of NNX, or of its Linen box."""
     if isinstance(holder, nnx.Variable):
         return dict(holder.get_metadata())
     return dict(getattr(holder, "metadata", None) or {})
 
 
 def beside(tree: Tree, axes: Tree, what: str) -> list[object]:
-    """Returns what a tree of names says of every leaf of a tree of arrays, in the order of its
-    leaves.
-    """
+    """The names in a separate tree for every leaf of a tree of arrays, in leaf order."""
     places: dict[str, range] = {}
     paths: list[str] = []
     for path, holder in jax.tree_util.tree_leaves_with_path(tree, is_leaf=holds_names):
@@ -176,7 +174,7 @@ def _entries(
 
 
 def _unknown(keys: list[str], paths: list[str], what: str) -> NoReturn:
-    """Refuses names of arrays that are not there."""
+    """Raises an error for names of arrays that do not exist."""
     near = {key: difflib.get_close_matches(key, paths, 1) for key in keys}
     raise_all(
         AnnotationError,
@@ -196,9 +194,7 @@ def _unknown(keys: list[str], paths: list[str], what: str) -> NoReturn:
 def of_state(
     state: Tree, axes: Tree, stacks: Sequence[Sequence[int]], weights: Collection[int]
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
-    """The logical axes of the weights in the state of a step by dotted path, and what the user
-    should know.
-    """
+    """The logical axes of the weights in the state of a step by dotted path, and findings."""
     names = [
         written_name if beside_name is None else beside_name
         for beside_name, written_name in zip(
@@ -218,7 +214,7 @@ def of_state(
 
 @diagnostic
 def optimizer_names(params: Tree) -> tuple[Finding, ...]:
-    """A finding where variables have other names for the optimizer's arrays than for themselves."""
+    """A finding if variables have other names for the optimizer's arrays than for themselves."""
     holders = jax.tree_util.tree_leaves_with_path(params, is_leaf=holds_names)
     return _unread_finding(
         [
@@ -234,7 +230,7 @@ def optimizer_names(params: Tree) -> tuple[Finding, ...]:
 def _unread(
     state: Tree, named: Mapping[str, LogicalAxes], others: Mapping[int, object]
 ) -> tuple[Finding, ...]:
-    """A finding where arrays that follow weights have names that no weight of their shape has."""
+    """A finding if arrays that follow weights have names that no weight of their shape has."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes_and_names = {(leaf.shape, named.get(path_text(path))) for path, leaf in leaves}
     paths = list[str]()
@@ -272,10 +268,10 @@ def _unread_finding(paths: list[str]) -> tuple[Finding, ...]:
 def fitted(
     tree: Tree, names: Sequence[object], stacks: Sequence[Sequence[int]] = ()
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
-    """Checks what is written on arrays against them.
+    """Checks names against the arrays they are written on.
 
     Args:
-        names: what the user wrote on each leaf; None where nothing was written.
+        names: the user's names for each leaf; None if it has none.
     """
     axes: dict[str, LogicalAxes] = {}
     failures: list[str] = []
@@ -332,10 +328,10 @@ def _stack_finding(paths: list[str]) -> Finding:
 
 
 def stack_dims(make: Callable[[], Tree], tree: Tree) -> list[tuple[int, ...]]:
-    """Dims of each leaf of a tree of NNX variables that a transform has added and not named.
+    """Dims of each leaf of a tree of NNX variables that a transform has added without a name.
 
-    Where Flax would apply the names of a new variable, its value is marked by a constraint of no
-    effect. JAX adds the dims of a `vmap` to the mark, and a loop around it adds its own.
+    Where Flax would apply the names of a new variable, its value is marked by a constraint without
+    effect. JAX adds the dims of a `vmap` to the mark, and so does a loop around it.
     """
     names = written(tree)
     ranks = [len(leaf.shape) for leaf in jax.tree.leaves(tree)]
@@ -351,7 +347,7 @@ def stack_dims(make: Callable[[], Tree], tree: Tree) -> list[tuple[int, ...]]:
     try:
         with _jax_compat.names_alone(marked), nnx.use_eager_sharding(True):
             jaxpr = jax.make_jaxpr(make)().jaxpr
-    except Exception:  # its dims are those that Flax reads, then
+    except Exception:  # then the dims are those that Flax reads
         return [()] * len(ranks)
     dims = list[tuple[int, ...]]()
     for entry, rank, var in zip(names, ranks, jaxpr.outvars, strict=True):
@@ -364,12 +360,12 @@ def stack_dims(make: Callable[[], Tree], tree: Tree) -> list[tuple[int, ...]]:
 def _ambiguous(names: object, rank: int) -> bool:
     try:
         return names is not None and 0 < len(spelled(names)) < rank
-    except TypeError:  # which is told where names are fitted
+    except TypeError:  # reported where names are fitted
         return False
 
 
 def _mark(jaxpr: Jaxpr, var: Any) -> tuple[int | None, tuple[int, ...]]:
-    """(number of the mark on a value, dims that were added to it since it was marked)."""
+    """(number of the mark on a value, dims added to it since it was marked)."""
     eqn = next(
         (equation for equation in jaxpr.eqns if any(out is var for out in equation.outvars)), None
     )
@@ -405,13 +401,13 @@ def _mark(jaxpr: Jaxpr, var: Any) -> tuple[int | None, tuple[int, ...]]:
 
 
 def loss_and_metrics(result: Tree) -> tuple[Value, Metrics]:
-    """Splits `loss` or `(loss, metrics)`."""
+    """The value and metrics of a loss that returned `loss` or `(loss, metrics)`."""
     value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     return scalar_and_metrics(value, metrics, result)
 
 
 def scalar_and_metrics(value: Tree, metrics: Tree, result: Tree) -> tuple[Value, Metrics]:
-    """The two parts of what a loss returned, checked; see `loss_and_metrics`."""
+    """The value and metrics of a loss, checked."""
     if not _is_number(value) or not isinstance(metrics, Mapping):
         raise TracingError(
             f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of"
@@ -444,17 +440,17 @@ def _shape(result: Tree) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Random keys in place of seeds: `program.init(jax.random.key(3))` is `program.init(3)`.
+# Random keys in place of seeds: `program.init(jax.random.key(3))` equals `program.init(3)`.
 
-#: What `program.init` takes: an integer, a typed key, or the raw data of a key.
+#: Argument of `program.init`: an integer, a typed key, or the raw data of a key.
 Seed = int | np.integer[Any] | jax.Array | np.ndarray
 
 _TRY = f"Try: an integer from 0 to {SEEDS - 1}, or jax.random.key(0)"
 
 
 def read_seed_or_key(seed: Seed) -> np.ndarray | np.int32:
-    """A seed as an int32 scalar, or a key as its uint32 data, which every process can hand to a
-    program over several processes.
+    """A seed as an int32 scalar, or a key as its uint32 data; both can be passed to a program over
+    several processes.
     """
     if not isinstance(seed, jax.Array | np.ndarray) or _is_integer(seed):
         return np.int32(read_seed(seed))  # pyright: ignore[reportArgumentType]
@@ -479,7 +475,7 @@ def read_seed_or_key(seed: Seed) -> np.ndarray | np.int32:
 
 
 def key_of(seed: Index) -> jax.Array:
-    """The key of what `read_seed_or_key` gives."""
+    """The key of a result of `read_seed_or_key`."""
     return jax.random.wrap_key_data(jnp.asarray(seed)) if jnp.ndim(seed) else jax.random.key(seed)
 
 
@@ -488,26 +484,27 @@ def _is_integer(array: jax.Array | np.ndarray) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# A user's model as one value, whichever library it was written in.
+# A user's model as one value, independent of its library.
 #
-# Every front end (`flax.py`, `tree.py`) turns what the user has into a `Model`: pure
-# functions over two pytrees. `params` is what the optimizer trains, and what is frozen; `state` is
-# what the model itself updates (random streams, batch statistics) and may be empty. Tree paths are
-# written with dots: "layers.mlp.up.kernel".
+# Every front end (`flax.py`, `tree.py`) turns the user's model into a `Model`: pure functions over
+# two pytrees. `params` are trained by the optimizer, or frozen; `state` is updated by the model
+# itself (random streams, batch statistics) and may be empty. Tree paths are written with dots:
+# "layers.mlp.up.kernel".
 
-#: A user's own model, as their loss takes it: an nnx module, a params tree, a variables dict.
+#: A user's own model, the first argument of their loss: an nnx module, a params tree, a variables
+#: dict.
 UserModule = Any
 #: A user's own loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
 UserLoss = Callable[[UserModule, Tree], Tree]
 #: (params, state, batch) -> (loss, (metrics, new state)); loss is a float scalar, metrics a dict of
 #: scalars.
 PureLoss = Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Mapping[str, jax.Array], Tree]]]
-#: What is done to a function before it is called.
+#: A transformation applied to the user's functions before they are called.
 Free = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def as_it_is(value: Any) -> Any:
-    """Returns what it is given."""
+    """The identity."""
     return value
 
 
@@ -516,19 +513,19 @@ class Model:
     """A model that can be initialised, traced and trained.
 
     Attributes:
-        name: for people.
+        name: for messages.
         init: seed (an int or an int32 scalar tracer) -> (params, state), pure and jittable; the
-            numbers are those that the user's own constructor gives for that seed.
+            values equal those of the user's own constructor for that seed.
         params: abstract arrays that are trained or frozen (`jax.ShapeDtypeStruct` leaves, no
             shardings).
         state: abstract model state, same form.
         axes: logical axes per dotted path of `params`; paths without names are absent.
         bind: user's loss -> `PureLoss`.
-        rebuild: (params, state) -> what the user's loss takes as its first argument (an nnx module,
-            a params tree).
-        findings: what reading the model noticed.
-        evaluating: what the user's loss takes -> the same in the mode of an evaluation; as it is
-            where the library has no modes.
+        rebuild: (params, state) -> the first argument of the user's loss (an nnx module, a params
+            tree).
+        findings: findings from reading the model.
+        evaluating: first argument of the user's loss -> the same in evaluation mode; the identity
+            if the library has no modes.
         frozen: dotted paths of `params` that are not trained.
         state_axes: logical axes per dotted path of `state`; paths without names are absent.
     """
@@ -545,11 +542,11 @@ class Model:
 
     @property
     def has_modes(self) -> bool:
-        """True if the library knows of models that train and models that are evaluated."""
+        """True if the library distinguishes training and evaluation mode."""
         return self.evaluating is not as_it_is
 
     def evaluated(self, loss: Callable[..., Tree]) -> PureLoss:
-        """The user's loss as a `PureLoss` in the mode of an evaluation."""
+        """The user's loss as a `PureLoss` in evaluation mode."""
         return self.bind(lambda model, batch: loss(self.evaluating(model), batch))
 
     frozen: frozenset[str] = frozenset()
@@ -557,20 +554,20 @@ class Model:
 
     @cached_property
     def partition(self) -> Partition:
-        """Returns which of `params` are trained."""
+        """The split of `params` into trained and frozen."""
         return Partition.of(self.params, self.frozen)
 
 
 # --------------------------------------------------------------------------------------------------
 # Arrays that are not trained and that no loss changes: teachers, buffers, statistics in evaluation.
 #
-# They come out of a front end as model state. `freeze` makes parameters of them that are not
-# trained, so that they are sharded, stored and gathered as parameters are; what is left as state
-# is what the loss updates, random streams, and integers.
+# Front ends return them as model state. `freeze` makes them untrained parameters, so that they are
+# sharded, stored and gathered like parameters; the remaining state is updated by the loss, random
+# streams, or integers.
 
 
 def freeze(model: Model, paths: Collection[str]) -> Model:
-    """The model with some of its state among its parameters, not trained."""
+    """The model with some of its state moved to its parameters, untrained."""
     moved = _movable(model, paths)
     if not moved:
         return model
@@ -619,7 +616,7 @@ class _Moving:
     moved: frozenset[str]
 
     def there(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Trees after the move, of those before."""
+        """The trees after the move."""
         gone = [
             (path, leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -628,11 +625,11 @@ class _Moving:
         return _grafted(params, gone), self.left(state)
 
     def left(self, state: Tree) -> Tree:
-        """The state after the move, of that before."""
+        """The state after the move."""
         return _without(state, self.moved, "")
 
     def back(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Trees before the move, of those after."""
+        """The trees before the move, from those after it."""
         params_by_path, theirs = _by_path(params), _by_path(state)
         ours = [leaf for path, leaf in params_by_path.items() if path not in self.moved]
         return self._params.unflatten(ours), self._state[1].unflatten(
@@ -652,7 +649,7 @@ class _Moving:
 
 
 def _movable(model: Model, paths: Collection[str]) -> frozenset[str]:
-    """Those whose way leads through dicts, here and there, to a place that is free."""
+    """The paths that go through dicts only, in state and params, to a free place."""
     movable = set[str]()
     for path, _ in jax.tree_util.tree_leaves_with_path(model.state):
         if (
@@ -678,7 +675,7 @@ def _free(tree: Any, keys: KeyPath) -> bool:
 
 
 def _grafted(tree: Tree, leaves: list[tuple[tuple[Any, ...], Any]]) -> Tree:
-    """Nested dicts with more leaves."""
+    """Nested dicts with leaves added."""
     for path, leaf in leaves:
         tree = _put(tree, path_parts(path), leaf)
     return tree
@@ -693,7 +690,7 @@ def _put(tree: Mapping[Any, Any], keys: KeyPath, leaf: Any) -> dict[Any, Any]:
 
 
 def _without(tree: Any, gone: Collection[str], prefix: str) -> Any:
-    """Nested dicts without some leaves, and without what held nothing else."""
+    """Nested dicts with leaves, and dicts that become empty, removed."""
     if type(tree) is not dict:
         return tree
     left: dict[Any, Any] = {}

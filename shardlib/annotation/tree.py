@@ -46,7 +46,7 @@ from shardlib.layout import INNER_AXES, LogicalAxes
 
 @dataclass(frozen=True, kw_only=True)
 class TreeInit:
-    """An initialiser and the names of what it makes; made by `tree`."""
+    """An initialiser and the names of its arrays; made by `tree`."""
 
     initialise: Callable[[jax.Array], Tree]
     axes: Tree = None
@@ -56,17 +56,18 @@ class TreeInit:
 def tree(
     initialise: Callable[[jax.Array], Tree], axes: Tree = None, *, stateful: bool = False
 ) -> TreeInit:
-    """Describes a model that is a plain pytree, or a module that is one, as those of Equinox are.
+    """Describes a model that is a plain pytree, or a module that is a pytree, like those of
+    Equinox.
 
         shardlib.tree(
             lambda key: eqx.nn.MLP(64, 8, 256, 2, key=key), {"layers.0.weight": ("mlp", "embed")}
         )
 
     Leaves that are not arrays (activation functions, flags) stay as the initialiser makes them, and
-    the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are
+    the loss takes the whole module; in a tree with such leaves, only floating-point arrays are
     trained (`shardlib.annotation.trees`).
 
-    A model with state, as `hk.transform_with_state` and `eqx.nn.make_with_state` make it:
+    A model with state, as made by `hk.transform_with_state` and `eqx.nn.make_with_state`:
 
         model = hk.transform_with_state(forward)
 
@@ -79,11 +80,11 @@ def tree(
 
     Args:
         initialise: PRNG key -> params, or a module; with `stateful`, a pair (params, state).
-        axes: tuples of logical axes, or `PartitionSpec`s, in the places of arrays in a pytree like
-            the params, or by dotted path, for as many arrays as have names; what boxes and
-            variables of Flax say in the params is read, too. With `stateful`, of the params.
-        stateful: whether the initialiser makes a pair (params, state). The loss gets this pair, and
-            returns `(loss, state)` or `(loss, metrics, state)` with the state of the next step.
+        axes: tuples of logical axes, or `PartitionSpec`s, for some of the arrays: a pytree like the
+            params, or a mapping from dotted paths. Names in boxes and variables of Flax are read,
+            too. With `stateful`, only for the params.
+        stateful: whether the initialiser makes a pair (params, state). The loss takes this pair,
+            and returns `(loss, state)` or `(loss, metrics, state)` with the state of the next step.
 
     Returns:
         The description, for `init` of `shardlib.plan`, `compile` and the like; nothing is
@@ -103,7 +104,7 @@ def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) ->
     """Reads a plain pytree model.
 
     Args:
-        wrt: predicate over paths that says which arrays are trained; None for all.
+        wrt: predicate over paths that selects the trained arrays; None for all.
     """
     name = getattr(described.initialise, "__name__", "tree")
     described = replace(
@@ -159,7 +160,7 @@ class _Whole:
     """A tree of arrays, all of which are parameters."""
 
     def split(self, tree: Tree) -> tuple[Tree, Tree]:
-        """The parameters, and no state."""
+        """The parameters, and an empty state."""
         return tree, {}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
@@ -170,7 +171,9 @@ class _Whole:
 def _named(
     params: Tree, tree: Tree, axes: Tree
 ) -> tuple[Mapping[str, LogicalAxes], tuple[Finding, ...]]:
-    """The names of the trained arrays: in `axes`, or in boxes and variables of the whole tree."""
+    """The names of the trained arrays: from `axes`, or from boxes and variables of the whole
+    tree.
+    """
     pairs = zip(beside(tree, axes, "params"), written(tree), strict=True)
     names = dict(
         zip(
@@ -225,17 +228,15 @@ def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., T
 
 
 # --------------------------------------------------------------------------------------------------
-# The front end of each kind of model.
+# Dispatch to the front end of each kind of model.
 
-#: What makes a model: a callable `nnx.Rngs -> nnx.Module`, a description by `shardlib.linen` or
-#: `shardlib.tree`, or a model that has been read already.
+#: A callable `nnx.Rngs -> nnx.Module`, a description by `shardlib.linen` or `shardlib.tree`, or a
+#: `Model`.
 Init = Callable[..., Any] | LinenInit | TreeInit | Model
 
 
 def _built(init: Any) -> str | None:
-    """The name of the class of a module that is a pytree, where init is one rather than what makes
-    one.
-    """
+    """The class name of a module passed in place of its initialiser; None for an initialiser."""
     built = (
         not isinstance(init, type)
         and not jax.tree_util.all_leaves([init])
@@ -245,12 +246,10 @@ def _built(init: Any) -> str | None:
 
 
 def read(init: Init, wrt: Filter = None, *, free: Free = as_it_is) -> Model:
-    """Reads a model in any of the spellings that `shardlib.compile` takes as `init`.
+    """Reads a model in any form of `init` that `shardlib.compile` accepts.
 
     Args:
-        init: a callable `nnx.Rngs -> nnx.Module`, or the result of `shardlib.linen` or
-            `shardlib.tree`.
-        wrt: what is trained, see `shardlib.annotation.trees`; None for all parameters.
+        wrt: selection of trained arrays, see `shardlib.annotation.trees`; None for all parameters.
     """
     if isinstance(init, Model):
         if wrt is not None:
@@ -289,13 +288,13 @@ def read(init: Init, wrt: Filter = None, *, free: Free = as_it_is) -> Model:
 
 
 # --------------------------------------------------------------------------------------------------
-# Flax's logical constraints on activations do nothing, silently, where no rules are in force; that
-# is a finding here. What becomes of layouts otherwise: `shardlib.tracing.layouts`.
+# Flax's logical constraints on activations are ignored silently if no rules are set, which is
+# reported as a finding. Other layouts: `shardlib.tracing.layouts`.
 
 
 def no_mesh() -> AbstractContextManager[object]:
-    """Takes any mesh that the caller has set out of force: a plan brings its own, and an outer one
-    would leak into the trace.
+    """Unsets any mesh that the caller has set: a plan has its own, and an outer one would leak into
+    the trace.
     """
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
@@ -310,12 +309,12 @@ def planning_mesh() -> AbstractContextManager[object]:
 
 
 def rules_in_force() -> bool:
-    """Returns whether Flax's logical axis rules are set around the caller."""
+    """True if Flax's logical axis rules are set around the caller."""
     return bool(nn.get_logical_axis_rules())
 
 
 def pinned_activations(jaxpr: Jaxpr) -> int:
-    """Number of layouts pinned on activations in a program."""
+    """Number of layout constraints on activations in a program."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(
         (eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn)))
@@ -336,8 +335,8 @@ def _inside(eqn: Any) -> list[Any]:
 def ignored_constraints(
     loss: PureLoss, params: Tree, state: Tree, batch: Tree
 ) -> tuple[Finding, ...]:
-    """Returns what Flax's logical constraints in a loss would have pinned, had rules been in
-    force.
+    """A finding if a loss has Flax's logical constraints that are ignored because no rules are
+    set.
     """
     with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
         count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))

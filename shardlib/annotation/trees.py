@@ -1,10 +1,9 @@
-"""Pytrees by path: which leaves are trained, which are not, and how they are initialised
-exactly.
+"""Pytrees by path: trained and frozen leaves, exact initialisation, and comparison.
 
-Inputs that a program hands on as results, unchanged.
+Inputs that a program returns unchanged:
 
-Through calls, names of values and rematerialisation, and through scans: a carry that no iteration
-changes, and slices that are stacked up again as they came.
+They are followed through calls, names of values and rematerialisation, and through scans: carries
+that no iteration changes, and slices that are stacked again unchanged.
 
 >>> import jax
 >>> origins(jax.make_jaxpr(lambda x, y: (y, x + 1, jax.jit(lambda z: z)(x)))(1.0, 2.0))
@@ -12,9 +11,9 @@ changes, and slices that are stacked up again as they came.
 
 Trained and frozen arrays of the params:
 
-The split lives here alone: a `Partition` takes the trained part out of a tree of params, and puts
-the tree together again. Gradients, optimizer state and updates are trees like the trained part;
-whatever else there is (layouts, states, checkpoints) has both.
+A `Partition` extracts the trained part of a tree of params, and rebuilds the tree. Gradients,
+optimizer state and updates are trees like the trained part; all others (layouts, states,
+checkpoints) contain both.
 
 >>> parts = Partition.of({"base": 1.0, "lora": {"a": 2.0, "b": 3.0}}, frozen={"base"})
 >>> parts.trained({"base": 1.0, "lora": {"a": 2.0, "b": 3.0}})
@@ -26,17 +25,17 @@ Trained leaves of a pytree, and all others:
 
 A module of Equinox, or of any library whose modules are pytrees, has leaves that are not arrays:
 activation functions, flags, rates. Its floating-point arrays are trained, its other arrays are
-state that stays as it is, and the rest is kept as the initialiser made it. The loss gets the whole
-module.
+state that stays unchanged, and the rest is kept as the initialiser made it. The loss takes the
+whole module.
 
 >>> parts = Parts.of({"w": jax.ShapeDtypeStruct((2,), "float32"), "act": len})
 >>> parts.split({"w": 1.0, "act": len})[0], parts.whole({"act": None, "w": 2.0}, {})
 ({'act': None, 'w': 1.0}, {'act': <built-in function len>, 'w': 2.0})
 
-Equality of the forms of two pytrees, although functions among their static parts were made anew:
+Equality of the structures of two pytrees up to recreated static functions:
 
-`optax.adam(1e-3)`, a lambda and a bound method are other objects each time that they are made, so
-two calls of one `init` give states that JAX takes for trees of other structures.
+`optax.adam(1e-3)`, a lambda and a bound method are new objects each time that they are made, so JAX
+considers the states of two calls of one `init` trees of different structure.
 
 >>> import jax, functools
 >>> one, other = (jax.tree_util.Partial(lambda x: x, 1.0) for _ in range(2))
@@ -69,7 +68,9 @@ _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def origins(jaxpr: Jaxpr) -> list[int | None]:
-    """The position of the input that each result is; None for what is computed, or a constant."""
+    """For each result, the position of the input that it equals; None if it is computed, or a
+    constant.
+    """
     body, _ = open_jaxpr(jaxpr)
     positions: dict[Value, int] = {var: position for position, var in enumerate(body.invars)}
     for eqn in body.eqns:
@@ -80,7 +81,7 @@ def origins(jaxpr: Jaxpr) -> list[int | None]:
 
 
 def _sources(eqn: Eqn) -> Sequence[Any]:
-    """The operand that each result of an equation is, or None."""
+    """For each result of an equation, the operand that it equals, or None."""
     if eqn.primitive.name == "name":
         return eqn.invars
     nothing = [None] * len(eqn.outvars)
@@ -108,14 +109,12 @@ def _sources(eqn: Eqn) -> Sequence[Any]:
 
 #: A pytree of arrays, tracers or `jax.ShapeDtypeStruct`, without boxes or metadata.
 Tree = Any
-#: The same path by its parts: keys of dicts, names of fields, positions in lists.
+#: A path as its parts: keys of dicts, names of fields, positions in lists.
 Path = tuple[Any, ...]
 
 
 def path_parts(path: KeyPath) -> Path:
-    """The keys of a key path of `jax.tree_util`: keys of dicts, names of fields, positions in
-    lists.
-    """
+    """The parts of a `jax.tree_util` key path."""
     return tuple(
         getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path
     )
@@ -136,14 +135,14 @@ def path_text(path: KeyPath) -> str:
 # A compiled initialiser that gives exactly the numbers of the user's own constructor.
 #
 # A constructor runs op by op; compiled as one program, neighbouring ops are fused and constants
-# folded, which changes last bits. Here each op of the constructor is fenced off from its
-# neighbours, as it is when it runs by itself; what the constructor calls through `jax.jit` (JAX's
-# random distributions, for example) stays one piece, as it is when it runs by itself. Layouts pass
-# through the fences, so the result is still made in shards where it will stay.
+# folded, which changes last bits. Here optimisation barriers separate each op from its neighbours;
+# functions that the constructor calls through `jax.jit` (JAX's random distributions, for example)
+# stay one piece, as they do op by op. Layouts propagate through the barriers, so each device still
+# initialises only its shard.
 
 
 def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
-    """The same function of a seed, to be compiled without mixing its ops."""
+    """The same function of a seed, which compiles without fusing its ops."""
 
     def fenced(seed: Index) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(seed)
@@ -157,7 +156,7 @@ def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
             return atom.val if isinstance(atom, jex.Literal) else values[atom]
 
         for eqn in closed.jaxpr.eqns:
-            # A literal is an argument like any other, and not folded.
+            # A literal is an operand like any other, so that it is not folded.
             arguments = jax.lax.optimization_barrier(list(map(read, eqn.invars)))
             results = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
             values.update(
@@ -179,13 +178,15 @@ def op_by_op(function: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
 
 
 def _array(literal: jex.Literal) -> jax.Array:
-    """A leaf that no op makes; the number of a literal has no shape that an optimizer could ask."""
+    """A leaf that no op makes, as an array: a literal's number has no shape, which optimizers
+    read.
+    """
     return jnp.asarray(literal.val, getattr(literal.aval, "dtype", None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """The trained part of a tree of params.
+    """The split of a tree of params into trained and frozen.
 
     Attributes:
         flags: for each leaf in tree order, whether it is trained.
@@ -195,7 +196,7 @@ class Partition:
 
     @staticmethod
     def of(params: Tree, frozen: Collection[str]) -> Partition:
-        """The partition of params, some of whose dotted paths are frozen."""
+        """The partition of params with the given dotted paths frozen."""
         return Partition(
             flags=tuple(
                 (path_text(path) or "params") not in frozen
@@ -209,7 +210,7 @@ class Partition:
         return all(self.flags)
 
     def trained(self, params: Tree) -> Tree:
-        """The trained part: dicts without what is frozen, and None for that in other containers."""
+        """The trained part: dicts without frozen leaves, and None for these in other containers."""
         if self.whole:
             return params
         leaves, structure = jax.tree.flatten(params)
@@ -230,15 +231,11 @@ class Partition:
         )
 
     def mapped(self, function: Callable[[Tree], Tree], params: Tree) -> Tree:
-        """Params whose trained part went through a function.
-
-        Args:
-            function: trained part -> trained part.
-        """
+        """Params with a function applied to their trained part."""
         return self.joined(function(self.trained(params)), params)
 
     def numbered(self, positions: Iterable[int]) -> frozenset[int]:
-        """Positions of trained leaves among all leaves, as positions among the trained ones."""
+        """Positions among all leaves, as positions among the trained ones."""
         number = {
             position: k
             for k, position in enumerate(
@@ -249,7 +246,7 @@ class Partition:
 
 
 def _pruned(tree: Any) -> Any:
-    """Nested dicts without branches that hold nothing."""
+    """Nested dicts without empty branches."""
     if type(tree) is not dict:
         return tree
     branches = {key: _pruned(branch) for key, branch in tree.items()}
@@ -257,22 +254,22 @@ def _pruned(tree: Any) -> Any:
 
 
 def is_array(leaf: Tree) -> bool:
-    """Returns whether a leaf is an array, or stands for one."""
+    """True if a leaf is a concrete or abstract array."""
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
 
 
 def is_plain(leaves: Sequence[Tree]) -> bool:
-    """Returns whether all leaves are arrays or floats: then all of them are trained."""
+    """True if all leaves are arrays or floats; then all of them are trained."""
     return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """A tree, and which of its leaves are trained.
+    """A tree with the positions of its trained leaves.
 
     Attributes:
-        structure: of the whole tree.
-        paths: of its leaves.
+        structure: structure of the whole tree.
+        paths: paths of its leaves.
         kept: leaves that are not arrays, by position.
         trained: positions of floating-point arrays.
         fixed: positions of other arrays.
@@ -306,9 +303,7 @@ class Parts:
         )
 
     def split(self, tree: Tree) -> tuple[Tree, Tree]:
-        """(what is trained, a tree like the whole one with None in the place of everything else;
-        other arrays by path).
-        """
+        """(the tree with None for all untrained leaves, other arrays by path)."""
         leaves = jax.tree.leaves(tree)
         trained = jax.tree.unflatten(
             self.structure,
@@ -317,7 +312,7 @@ class Parts:
         return trained, {self.paths[index]: leaves[index] for index in self.fixed}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
-        """The whole tree around what is trained and the other arrays."""
+        """The whole tree rebuilt from trained params and the other arrays."""
         arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {
             index: state[self.paths[index]] for index in self.fixed
         }
@@ -331,7 +326,7 @@ class Parts:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Returns what is not trained though it is a number."""
+        """A finding for numbers that are not trained."""
         numbers = [
             f"{self.paths[index]} = {leaf!r}"
             for index, leaf in self.kept.items()
@@ -355,8 +350,8 @@ class Parts:
 
 
 def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
-    """Returns what an initialiser makes, with `jax.ShapeDtypeStruct` in the place of arrays and all
-    other leaves as they are.
+    """The result of an initialiser with `jax.ShapeDtypeStruct` for arrays, all other leaves
+    unchanged.
     """
     seen: list[tuple[Any, list[Any]]] = []
 
@@ -372,14 +367,13 @@ def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
     )
 
 
-#: Characters of a value that a message shows.
+#: Maximum number of characters of a value in a message.
 SHOWN = 60
 
 
 def static_difference(left: PyTreeDef, right: PyTreeDef) -> str:
-    """Returns what tells the forms of two pytrees apart; "" where only static parts differ that
-    were made anew: functions of the same code, and objects of the same type that compare by
-    identity.
+    """The difference between two pytree structures; "" if they differ only in recreated static
+    parts: functions of the same code, and objects of the same type that compare by identity.
     """
     if left == right:
         return ""
@@ -409,7 +403,7 @@ def _alike(left: Any, right: Any) -> bool:
         return _alike(
             (left.func, left.args, left.keywords), (right.func, right.args, right.keywords)
         )
-    code = getattr(left, "__code__", None)  # a bound method has that of its function
+    code = getattr(left, "__code__", None)  # bound methods have that of their function
     if code is not None:
         return code is getattr(right, "__code__", None)
     if type(left).__eq__ is object.__eq__:
@@ -424,19 +418,19 @@ def _shown(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Selection of trained arrays by `wrt`, in Flax's word and with Flax's filters.
+# Selection of trained arrays by `wrt`, named as in Flax, with Flax's filters.
 #
-# NNX takes what `nnx.DiffState` takes: a type of variables (`nnx.LoRAParam`), `nnx.Any`,
+# For NNX, the arguments of `nnx.DiffState`: a type of variables (`nnx.LoRAParam`), `nnx.Any`,
 # `nnx.All`, `nnx.Not`, a path predicate (path, variable) -> bool. Linen and plain pytrees have no
-# types of variables: they take a predicate (path, leaf) -> bool, whose path is a tuple of strings,
+# types of variables: a predicate (path, leaf) -> bool, whose path is a tuple of strings,
 # ("layers", "0", "lora_a").
 
-#: What a user may give as `wrt`.
+#: The user's `wrt`.
 Filter = Any
 #: (path, variable or leaf) -> whether it is trained.
 Predicate = Callable[[tuple[Any, ...], Any], bool]
 
-#: Arrays that an error lists of each kind.
+#: Maximum number of arrays of each kind in an error.
 _LISTED = 6
 
 
@@ -453,7 +447,7 @@ def nnx_predicate(wrt: Filter) -> Predicate:
 
 
 def path_predicate(wrt: Filter, front: str) -> Predicate:
-    """A predicate over paths of a model whose arrays have no types."""
+    """A predicate over paths for a model whose arrays have no types."""
     if not callable(wrt) or isinstance(wrt, type) or type(wrt).__module__.startswith("flax"):
         what = wrt.__name__ if isinstance(wrt, type) else repr(wrt)
         raise AnnotationError(
@@ -468,7 +462,7 @@ def selected(
     leaves: Mapping[Path, Leaf],
     kinds: Mapping[Path, str] | None = None,
 ) -> frozenset[Path]:
-    """The paths of what a predicate chooses.
+    """The paths that a predicate selects.
 
     Args:
         leaves: by path; their dtypes decide whether they can be trained.
@@ -505,11 +499,8 @@ def selected(
 
 
 def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
-    """Dotted paths of the leaves of params that `wrt` does not choose; where there is no `wrt`, of
-    those that have no gradient.
-
-    Args:
-        wrt: what is trained; None for all that has a gradient.
+    """Dotted paths of the leaves that `wrt` does not select; without `wrt`, of those that have no
+    gradient.
     """
     if wrt is None:
         return frozenset(
@@ -529,9 +520,7 @@ def frozen_leaves(wrt: Filter, params: Tree, front: str) -> frozenset[str]:
 
 @diagnostic
 def base_is_trained(trained: Mapping[Path, object]) -> tuple[Finding, ...]:
-    """Returns what the user should know who has adapters beside a base, and did not say what to
-    train.
-    """
+    """A finding if a model with adapters trains its base, too, without an explicit `wrt`."""
     adapters = [path for path, variable in trained.items() if isinstance(variable, nnx.LoRAParam)]
     others = len(trained) - len(adapters)
     if not adapters or not others:
@@ -554,7 +543,7 @@ def base_is_trained(trained: Mapping[Path, object]) -> tuple[Finding, ...]:
 
 
 def _listed(leaves: Mapping[Path, Leaf], kinds: Mapping[Path, str]) -> str:
-    """Returns what there is, by kind."""
+    """The arrays of the model by kind, for messages."""
     groups: dict[str, list[str]] = {}
     for path in leaves:
         groups.setdefault(kinds.get(path, ""), []).append(_dotted(path))

@@ -1,8 +1,7 @@
-"""Custom calls: functions of a model that are lowered in another form than they are written.
+"""Custom calls: functions of a model that lowering replaces by a sharded program.
 
-A function here is what one device computes. Attention and experts are custom calls: planning sees
-the operations inside; lowering puts a program for many devices in their place, with the same
-results.
+As written, a function computes on one device. Attention and experts are custom calls: planning sees
+the operations inside; lowering replaces them by a program for many devices with the same results.
 
 attention.py  attention: a custom call, its biases, and its checks
 experts.py    mixtures of experts, vendors' kernels, and axes of `jax.pmap`

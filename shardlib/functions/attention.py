@@ -2,17 +2,17 @@
 
 Dims in suffixes: B batch, S query position, T key position, N query heads, K key heads, G queries
 of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of
-their operands. Where scores are large, queries attend in blocks, whose scores are rematerialised in
-the backward pass (Rabe and Staats, arXiv:2112.05682).
+their operands. Where scores are large, queries attend in blocks, with scores rematerialised in the
+backward pass (Rabe and Staats, arXiv:2112.05682).
 
-Biases by the distance of a key from a query.
+Biases, functions of the distance between a key and a query:
 
     Alibi           a slope of each head times the distance (Press et al., arXiv:2108.12409)
     RelativeBias    a number of each head for each bucket of distances (T5, arXiv:1910.10683,
                     section 2.1)
 
-Both are told by the positions of one query and one key alone, so that devices and caches that have
-some of the keys compute what one device would.
+Both depend on the two positions alone, so that devices and caches with a part of the keys compute
+the same values as one device.
 
 >>> Alibi.of(4).slopes.tolist()
 [0.25, 0.0625, 0.015625, 0.00390625]
@@ -51,7 +51,7 @@ def check(
     segments: jax.Array | None,
     numbers: Mapping[str, float],
 ) -> None:
-    """Raises where operands and options of a call do not fit each other."""
+    """Raises an error if the operands and options of a call do not fit each other."""
     batch, seq, heads = queries[0].shape[:3]
     length, groups = value.shape[1:3]
     failures = [
@@ -111,7 +111,7 @@ def check(
 
 
 def _no_numbers(numbers: Mapping[str, float]) -> list[str]:
-    """Returns what is wrong with factors: scale may be any number, softcap none below 0."""
+    """The errors in factors: scale must be a finite number, softcap also non-negative."""
     wrong: list[str] = []
     for name, value in numbers.items():
         try:
@@ -134,15 +134,16 @@ class Alibi:
     """A slope of each head times the distance, subtracted from scores.
 
     Attributes:
-        slopes: [N], of each head of queries.
+        slopes: [N], one per query head.
     """
 
     slopes: jax.Array
 
     @classmethod
     def of(cls, heads: int) -> Self:
-        """The published slopes: a geometric series from 2^(-8/N) on; where N is not a power of two,
-        those of the next lower one, and then every second of twice as many.
+        """The published slopes: a geometric series starting at 2^(-8/N); if N is not a power of
+        two, the series of the next lower one, followed by every second slope of the series twice as
+        long.
         """
         power = 2 ** math.floor(math.log2(heads))
         series = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -153,12 +154,11 @@ class Alibi:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RelativeBias:
-    """A number of each head for each bucket of distances, added to scores.
+    """A learned number of each head for each bucket of distances, added to scores.
 
     Attributes:
-        table: [buckets, N]. Where attention is not causal, the second half is for keys after the
-            query.
-        max_distance: from which on all distances share a bucket.
+        table: [buckets, N]. Without causal masking, the second half is for keys after the query.
+        max_distance: distances from this one on share a bucket.
     """
 
     table: jax.Array
@@ -170,12 +170,11 @@ Bias = Alibi | RelativeBias
 
 @dataclass(frozen=True, kw_only=True)
 class BiasForm:
-    """Computation of a bias from its array.
+    """The computation of a bias from its array.
 
     Attributes:
-        kind: "alibi" or "relative".
-        max_distance: see `RelativeBias`; 0 for the other.
-        both: whether keys after the query have buckets of their own.
+        max_distance: see `RelativeBias`; 0 for "alibi".
+        both: whether keys after the query have their own buckets.
     """
 
     kind: Literal["alibi", "relative"]
@@ -183,7 +182,7 @@ class BiasForm:
     both: bool = False
 
     def of(self, array: jax.Array, distance: jax.Array) -> jax.Array:
-        """Returns what is added to scores, [N, ...] float32.
+        """The bias that is added to scores, [N, ...] float32.
 
         Args:
             array: slopes [N], or a table [buckets, N].
@@ -194,7 +193,7 @@ class BiasForm:
         bucket_numbers = distance_buckets(
             distance, buckets=array.shape[0], max_distance=self.max_distance, both=self.both
         )
-        # A product with rows of ones, as in T5X: of a gather, TPUs pad each row of heads to 128.
+        # A product with one-hot rows, as in T5X: in a gather, TPUs pad each row of heads to 128.
         return jnp.einsum(
             "bh,b...->h...",
             array,
@@ -206,11 +205,7 @@ class BiasForm:
 def bias_form(
     bias: Bias | None, *, heads: int, causal: bool
 ) -> tuple[BiasForm | None, jax.Array | None]:
-    """The form of a bias, and its array.
-
-    Args:
-        bias: that a call of attention is given; None for none.
-    """
+    """The form of a bias, and its array."""
     if bias is None:
         return None, None
     if isinstance(bias, Alibi):
@@ -252,7 +247,7 @@ def _check(conditions: list[tuple[bool, str]]) -> None:
 def distance_buckets(
     distance: jax.Array, *, buckets: int, max_distance: int, both: bool
 ) -> jax.Array:
-    """The bucket of every distance: one for each of the short ones, then ever wider ones up to
+    """The bucket of every distance: one for each short distance, then increasingly wide ones up to
     `max_distance`, and the last for all beyond.
     """
     first = jnp.where(distance > 0, buckets // 2, 0) if both else 0
@@ -269,14 +264,13 @@ def distance_buckets(
 # --------------------------------------------------------------------------------------------------
 # Marks of custom calls, by which lowering recognises them.
 #
-# A custom call is that of a jitted function whose name tells its form: what it computes, as a
-# frozen value. A call of it stays one equation in a traced program, under loops and
-# rematerialisation too.
+# A custom call is a call of a jitted function whose name identifies its form: its computation, as a
+# frozen value. It stays one equation in a traced program, also under loops and rematerialisation.
 #
-# JAX keeps the name where it makes other functions of such a call: its derivative, the part of it
-# whose operands are known beforehand (Flax Linen's `nn.scan` looks for constants so), the same for
-# many operands at once (`jax.vmap`). These are not calls: their operands are others than those that
-# the function was ever called with.
+# JAX keeps the name where it derives other functions from such a call: its derivative, the part
+# whose operands are known in advance (Flax Linen's `nn.scan` looks for constants that way), its
+# vectorised form (`jax.vmap`). These are not custom calls, and are recognised by their operands,
+# which the function was never called with.
 
 
 class Form(Protocol):
@@ -284,7 +278,7 @@ class Form(Protocol):
 
     @property
     def kind(self) -> str:
-        """The name of the custom call in planning."""
+        """The name of the custom call in plans."""
         ...
 
 
@@ -297,7 +291,7 @@ _CALLED_WITH: dict[str, set[Signature]] = {}
 
 @lru_cache(maxsize=1024)
 def marked(form: Form, function: Function) -> Function:
-    """A function as a marked one.
+    """A function as a custom call.
 
     Args:
         function: (form, *arrays) -> arrays.
@@ -316,7 +310,7 @@ def marked(form: Form, function: Function) -> Function:
 
 
 def form_of(eqn: Eqn) -> Form | None:
-    """The form of the custom call that an equation is; None where it is none."""
+    """The form of a custom call; None for any other equation."""
     name = str(eqn.params.get("name", ""))
     if name not in _FORMS:
         return None
@@ -337,15 +331,15 @@ class Attention:
     """The computation of a call of `attention`.
 
     Attributes:
-        scale: what products of queries and keys are multiplied by.
-        causal: whether a query sees no later key.
-        window: keys that a query sees, itself included; 0 for all.
-        softcap: scores become cap * tanh(scores / cap); 0 leaves them.
-        block: queries that attend at a time; 0 for all at once.
-        parts: arrays that queries, and keys, are made of.
-        chosen: whether an operand says that all keys are seen in spite of the window.
-        packed: whether an operand numbers the documents.
-        bias: how the bias of scores is made of the last operand; None for none.
+        scale: factor on the products of queries and keys.
+        causal: whether a query attends to no later key.
+        window: keys that a query attends to, itself included; 0 for all.
+        softcap: scores become cap * tanh(scores / cap); 0 for no cap.
+        block: queries per block; 0 for all at once.
+        parts: number of arrays of queries, and of keys.
+        chosen: whether there is an operand `global_layer`.
+        packed: whether there is an operand `segments`.
+        bias: form of the bias, whose array is the last operand; None for no bias.
     """
 
     scale: float
@@ -360,7 +354,7 @@ class Attention:
 
     @property
     def kind(self) -> str:
-        """The name of the custom call in planning."""
+        """The name of the custom call in plans."""
         return "attention"
 
 
@@ -378,24 +372,26 @@ def attention(
     bias: Bias | None = None,
     block: int = 0,
 ) -> jax.Array:
-    """Mixes values by how much queries look at keys. A plan with a context axis makes a ring of it,
-    or another form for sequences that are sharded.
+    """Scaled dot-product attention. Under a plan with a context axis it becomes ring attention, or
+    another form for sharded sequences.
 
     Args:
         query: [B, S, N, H]; or several such arrays, whose products with as many keys are added up
             (latent attention, arXiv:2405.04434).
-        key: [B, T, K, H], with N a multiple of K; [B, T, H] for one key of all heads beside others.
+        key: [B, T, K, H], with N a multiple of K; [B, T, H] for one key shared by all heads, among
+            several arrays.
         value: [B, T, K, V].
-        scale: what products are multiplied by; by default the width of a head to the power of -1/2.
-        causal: whether a query sees no later key.
-        window: keys that a query sees, itself included, where causal; 0 for all.
-        global_layer: a boolean: whether all keys are seen in spite of the window; for stacks of
-            layers of which some have a window.
-        segments: number of the document of every position, int [B, S]: a query sees its own alone.
-        softcap: scores become cap * tanh(scores / cap); 0 leaves them.
-        bias: what the distance of a key adds to its score, after the cap: `Alibi` or `RelativeBias`
-            (`shardlib.functions.attention`). Kernels of vendors have none.
-        block: queries that attend at a time; 0 for all at once. Shorter sequences are one block.
+        scale: factor on the products; by default H ** -0.5.
+        causal: whether a query attends to no later key.
+        window: keys that a causal query attends to, itself included; 0 for all.
+        global_layer: a boolean: if true, all keys are visible in spite of the window; for stacks in
+            which some of the layers have a window.
+        segments: number of the document of every position, int [B, S]: a query attends only to its
+            own.
+        softcap: scores become cap * tanh(scores / cap); 0 for no cap.
+        bias: term that depends on the distance of a key, added after the cap: `Alibi` or
+            `RelativeBias` (`shardlib.functions.attention`). Vendors' kernels do not support it.
+        block: queries per block; 0 for all at once. Shorter sequences are one block.
 
     Returns:
         [B, S, N, V], in the dtype of `value`.
@@ -438,12 +434,10 @@ def _parts(arrays: jax.Array | Sequence[jax.Array]) -> list[jax.Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """The arrays of a call, by what they are.
+    """The arrays of a call by name, see `attention`.
 
     Attributes:
-        queries, keys, value: see `attention`.
-        global_layer, segments: None where there are none.
-        bias: the array of the bias; None for none.
+        bias: the array of the bias.
     """
 
     queries: tuple[jax.Array, ...]
@@ -468,7 +462,7 @@ class Operands:
 
 
 def attend(form: Attention, *arrays: jax.Array) -> jax.Array:
-    """Returns what one device computes, for the arrays of a custom call."""
+    """Attention on one device, for the arrays of a custom call."""
     operands = Operands.of(form, arrays)
     groups, (batch, seq, heads) = operands.value.shape[2], operands.queries[0].shape[:3]
     queries = [
@@ -517,7 +511,7 @@ def mask_of(
     global_layer: jax.Array | None,
     documents: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array | None:
-    """Returns which keys queries see, [S, T], or [B, 1, 1, S, T] with documents; None for all.
+    """The mask of visible keys, [S, T], or [B, 1, 1, S, T] with documents; None if all are visible.
 
     Args:
         rows, columns: positions of queries and of keys, [S, T] each.
@@ -535,8 +529,8 @@ def mask_of(
 
 
 def _products(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Products of queries [B, S, K, G, H] and keys [B, T, K, H] or [B, T, H], as the matmul makes
-    them: [B, K, G, S, T] float32.
+    """Products of queries [B, S, K, G, H] and keys [B, T, K, H] or [B, T, H] in the layout of the
+    matmul: [B, K, G, S, T] float32.
 
     The query is transposed first, since it is small; an einsum would transpose the scores.
     """
@@ -553,8 +547,8 @@ def _mixed(
     seen: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """Mixes values [B, T, K, V] by scores [B, K, G, S, T], with a bias [N, S, T], into [B, S, K, G,
-    V].
+    """The values [B, T, K, V] weighted by the softmax of scores [B, K, G, S, T] with a bias [N, S,
+    T]: [B, S, K, G, V].
     """
     if form.softcap:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
@@ -576,7 +570,7 @@ def _in_blocks(
     rows: jax.Array,
     segments: jax.Array | None,
 ) -> jax.Array:
-    """The same block of queries after block of queries."""
+    """Attention block by block of queries."""
     seq = rows.shape[0]
 
     def blocks(array: jax.Array, dim: int) -> jax.Array:

@@ -1,21 +1,20 @@
-"""Mixtures of experts: tokens visit the experts that they chose; vendors' kernels and axes of
-`jax.pmap`.
+"""Mixtures of experts; vendors' attention kernels; axes of `jax.pmap`.
 
 In the dropless form (MegaBlocks, arXiv:2211.15841) assignments of tokens to experts are sorted by
-expert and multiplied with `jax.lax.ragged_dot`: every token visits all the experts that it chose,
-and the FLOPs are those of the chosen experts, no more. In the capacity form (GShard,
-arXiv:2006.16668; Switch, arXiv:2101.03961) an expert takes at most c T k / E of T tokens that
-choose k of E experts, all first choices in the order of the tokens before all second ones; the rest
-is dropped, which means that it adds nothing, and counted.
+expert and multiplied with `jax.lax.ragged_dot`: every token reaches all its experts, and the FLOPs
+are those of the chosen experts. In the capacity form (GShard, arXiv:2006.16668; Switch,
+arXiv:2101.03961) an expert takes at most c T k / E of T tokens that choose k of E experts, all
+first choices in the order of the tokens before all second ones; further assignments are dropped
+(they contribute zero) and counted.
 
 >>> ExpertForm(gated=False, capacity=1.25).slots(tokens=64, per_token=2, experts=8)
 20
 
-Programs of `jax.pmap`: the axis that they are mapped over is bound to the whole batch.
+Programs of `jax.pmap`: the mapped axis is bound to the whole batch.
 
-Such a program computes on the rows of one device and averages with the others by name,
-`lax.pmean(gradients, "batch")`. On the whole batch there is one member: a mean over the axis is
-what it is given, and so is a sum, which is over all rows already; its size is 1, its index 0.
+Such a program computes on the rows of one device and averages over devices by name,
+`lax.pmean(gradients, "batch")`. On the whole batch the axis has one member: a mean or a sum over it
+is its operand (which is over all rows already), its size is 1, its index 0.
 
 >>> import jax
 >>> step = whole_batch(lambda x: 2.0 * jax.lax.pmean(x, "batch"), ("batch",))
@@ -45,31 +44,29 @@ from shardlib.functions.attention import Attention, Operand, Operands, marked
 from shardlib.graph import Kind
 from shardlib.jax_types import Eqn, EqnParams, Function
 
-#: Collectives that give what they are given where the axis has one member.
+#: Collectives that return their operand over an axis with one member.
 _SAME = frozenset({"psum", "psum_invariant", "pmax", "pmin", "pvary", "pbroadcast", "all_to_all"})
-#: How JAX says that no axis has a name.
+#: JAX's message for an unbound axis name.
 _UNBOUND = re.compile(r"unbound axis name: ?(\w+)")
 _BOUND: ContextVar[tuple[str, ...]] = ContextVar("bound", default=())
 
 
 def bound_axes() -> tuple[str, ...]:
-    """The axes that are bound to the whole batch in the trace that is made now."""
+    """The axes bound to the whole batch in the current trace."""
     return _BOUND.get()
 
 
 def unbound_axis(error: Exception) -> str:
-    """The name of the axis that a trace has asked for and that nothing binds; "" for other
-    errors.
-    """
+    """The name of the axis that a trace found unbound; "" for other errors."""
     match = _UNBOUND.search(str(error)) if isinstance(error, NameError) else None
     return match[1] if match else ""
 
 
 def found_axes(trace: Callable[[tuple[str, ...]], Any]) -> Any:
-    """Returns what a trace gives, with the axes bound that it asks for.
+    """The result of `trace`, called again with every axis name bound that it turns out to use.
 
     Args:
-        trace: names of axes to bind -> anything.
+        trace: names of axes to bind -> any result.
     """
     names: tuple[str, ...] = ()
     while True:
@@ -83,7 +80,7 @@ def found_axes(trace: Callable[[tuple[str, ...]], Any]) -> Any:
 
 
 def mapped_finding(names: Sequence[str]) -> tuple[Finding, ...]:
-    """Returns what the user should know of axes that were bound."""
+    """A finding about the bound axes, if any."""
     if not names:
         return ()
     return (
@@ -128,7 +125,7 @@ def _binding(names: Sequence[str]) -> Iterator[None]:
 
 
 def of_one_member(jaxpr: AnyJaxpr, names: Collection[str]) -> AnyJaxpr:
-    """A jaxpr without the collectives over some axes, which have one member."""
+    """A jaxpr with the collectives over some axes replaced by their meaning for one member."""
     if not names:
         return jaxpr
     replaced: dict[Any, Any] = {}
@@ -178,7 +175,7 @@ def _inside(value: Any, names: Collection[str]) -> Any:
 
 
 def _axes(params: EqnParams) -> tuple[Any, ...]:
-    """The named axes of a collective; none of other equations."""
+    """The named axes of a collective; () for other equations."""
     named_axes = params.get("axes", params.get("axis_name", ()))
     axes = named_axes if isinstance(named_axes, (tuple, list)) else (named_axes,)
     return tuple(axis for axis in axes if isinstance(axis, str))
@@ -189,7 +186,7 @@ def _effects(effects: Any, names: Collection[str]) -> Any:
 
 
 def _meaning(eqn: Eqn) -> Callable[..., Any]:
-    """Returns what a collective computes where its axis has one member."""
+    """The computation of a collective whose axis has one member."""
     name, params = eqn.primitive.name, eqn.params
     if name in _SAME or (name != "axis_index" and params.get("tiled")):
         return lambda *arrays: arrays
@@ -209,36 +206,34 @@ def _meaning(eqn: Eqn) -> Callable[..., Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of the vendors that compute a call of attention.
+# Vendors' kernels for a call of attention.
 #
-# On TPUs splash attention, which comes with JAX (blocks of the mask that nobody sees are left out;
-# documents are told in the kernel), on NVIDIA GPUs that of cuDNN. Neither holds scores
-# (FlashAttention, arXiv:2205.14135). "blocks" is a program of XLA that does all that can be asked
-# for, on any machine, and holds the scores of one block.
+# On TPUs splash attention, which comes with JAX (fully masked blocks are skipped; documents are
+# handled in the kernel), on NVIDIA GPUs that of cuDNN. Neither materialises scores
+# (FlashAttention, arXiv:2205.14135). "blocks" is an XLA program that supports all options on any
+# machine, and materialises the scores of one block.
 
-#: Lanes of a TPU's vector unit: splash attention wants blocks of a multiple.
+#: Lanes of a TPU's vector unit: splash attention needs blocks of a multiple of them.
 LANES = 128
-#: What widths of heads of cuDNN's kernel are multiples of; how wide they may be is a figure of the
-#: chip (`shardlib.machines.chips.Chip.attention_width`).
+#: Head widths in cuDNN's kernel must be a multiple of this; the maximum is a property of the chip
+#: (`shardlib.machines.chips.Chip.attention_width`).
 CUDNN_STEP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Features that a kernel must have.
+    """Features that a kernel must support.
 
     Attributes:
-        queries, keys: positions of both.
-        width: of the heads of queries and keys, elements.
-        value_width: of the heads of values; where the two differ the narrower ones are padded with
-            zeros for cuDNN's kernel, as `jax.nn.dot_product_attention` has one width for all.
+        queries, keys: number of positions.
+        width: head width of queries and keys, elements.
+        value_width: head width of values; if the two differ, the narrower ones are padded with
+            zeros for cuDNN's kernel, since `jax.nn.dot_product_attention` has one width for all.
         dtype: of queries.
-        causal: whether a query sees no later key.
-        window: keys that a query sees; 0 for all, None where that is known only when the program
-            runs.
-        capped: whether scores are capped.
-        documents: whether there are several.
-        biased: whether distances add to scores.
+        window: keys that a query attends to; 0 for all, None if known only at run time.
+        capped: whether there is a softcap.
+        documents: whether there are several documents.
+        biased: whether there is a bias by distance.
     """
 
     queries: int
@@ -254,8 +249,8 @@ class Wanted:
 
     @staticmethod
     def by(form: Attention, arrays: Sequence[Operand]) -> Wanted:
-        """Returns what a call asks for, by its operands or their abstract values. Whether a window
-        counts may be known only later: there are two kernels then.
+        """The features of a call, from its (abstract) operands. If the window is enabled only at
+        run time, two kernels are needed.
         """
         operands = Operands.of(form, arrays)
         return Wanted(
@@ -273,12 +268,12 @@ class Wanted:
 
     @property
     def widest(self) -> int:
-        """The wider of both widths."""
+        """The wider of the two head widths."""
         return max(self.width, self.value_width)
 
     def why_not(self, kind: Kind) -> str:
-        """Returns why a kernel cannot compute it; empty where it can, on chips that take heads of
-        the width.
+        """The reason why a kernel does not support the call; "" if it does, on chips that support
+        the head width.
         """
         if kind == "blocks":
             return ""
@@ -322,9 +317,9 @@ class ExpertForm:
 
     Attributes:
         activation: a name of `ACTIVATIONS`.
-        gated: whether experts are down(activation(gate(x)) * up(x)), and not
+        gated: whether experts are down(activation(gate(x)) * up(x)) rather than
             down(activation(up(x))).
-        capacity: None drops nothing; else the factor c over the mean load that an expert takes.
+        capacity: factor c on the mean load, the most an expert takes; None for dropless.
 
     Raises:
         ModelError: an unknown activation, or a capacity that is not positive.
@@ -348,29 +343,29 @@ class ExpertForm:
 
     @property
     def kind(self) -> str:
-        """The name of the custom call in planning."""
+        """The name of the custom call in plans."""
         return "dropless" if self.capacity is None else "capacity"
 
     def activated(self, hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
-        """Returns what the second matmul of an expert reads.
+        """The operand of the second matmul of an expert.
 
         Args:
             hidden: result of the first matmul, [..., F].
-            gate: that of the gate, [..., F]; None where experts have none.
+            gate: that of the gate, [..., F].
         """
         act = ACTIVATIONS[self.activation]
         return act(hidden) if gate is None else act(gate) * hidden
 
     @property
     def scope(self) -> str:
-        """Returns what pricing knows its operations by; empty where it needs no name."""
+        """The name scope by which pricing recognises its operations; "" for none."""
         return "" if self.capacity is None else CAPPED
 
     def slots(self, *, tokens: int, per_token: int, experts: int) -> int:
-        """Tokens that one expert takes at most."""
+        """Maximum number of tokens that one expert takes."""
         if self.capacity is None:
             return tokens * per_token
-        # Products of decimals may end a little above a whole number.
+        # Decimal products may be slightly above an integer.
         return math.ceil(self.capacity * tokens * per_token / experts - 1e-9)
 
 
@@ -385,20 +380,20 @@ def visit(
     activation: str = "silu",
     capacity: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends every token to the experts that it chose and adds up their weighted results.
+    """Sends every token to its chosen experts and adds up their weighted results.
 
     Args:
         x: tokens [..., D].
-        weights: of the chosen experts, [..., K].
-        chosen: numbers of experts, int [..., K].
+        weights: weights of the chosen experts, [..., K].
+        chosen: numbers of the chosen experts, int [..., K].
         up: [E, D, F]; all parameters are cast to the dtype of `x`.
         down: [E, F, D].
-        gate: [E, D, F]; None where experts have no gate.
+        gate: [E, D, F]; None for experts without a gate.
         activation: a name of `ACTIVATIONS`.
-        capacity: factor over the mean load that an expert takes at most; None drops nothing.
+        capacity: factor on the mean load, the most an expert takes; None for dropless.
 
     Returns:
-        Results [..., D], and the number of assignments that were dropped, int32 [].
+        Results [..., D], and the number of dropped assignments, int32 [].
 
     Raises:
         ModelError: shapes that do not fit, more choices than experts, an unknown activation, or a
@@ -410,8 +405,8 @@ def visit(
 
 
 def visited(form: ExpertForm, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns what one device computes, for the arrays of a custom call: x, weights, chosen, up,
-    down, and gate where the form is gated; see `visit`.
+    """Experts on one device, for the arrays of a custom call: x, weights, chosen, up, down, and
+    gate if gated; see `visit`.
     """
     x, weights, chosen, *parameters = arrays
     per_token = chosen.shape[-1]
@@ -459,8 +454,8 @@ def _capped(
     down: jax.Array,
     gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results [N, K, D] of the experts, zeros where an assignment is dropped, from a slot for every
-    assignment that an expert takes.
+    """Results [N, K, D] of the experts, zeros for dropped assignments; each expert has one slot per
+    assignment that it takes.
     """
     count, (number, per_token) = up.shape[0], chosen.shape
     slots = form.slots(tokens=number, per_token=per_token, experts=count)

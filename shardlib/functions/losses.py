@@ -1,10 +1,10 @@
-"""A loss that a step marks with `shardlib.value_and_grad`: a custom call, with the loss beside it.
+"""A loss that a step marks with `shardlib.value_and_grad`: a custom call whose form contains the
+loss.
 
-The call computes what `jax.value_and_grad` computes, so that a program that knows nothing of it is
-right. Who plans a step finds the call, takes the loss from its form, and puts another program of
-the same value and gradients in its place.
-
-Arrays of the step that the loss closes over are operands like its arguments, after them.
+The call computes the same as `jax.value_and_grad`, so it is correct in programs that do not
+recognise it. A planner of steps finds the call, takes the loss from its form, and replaces it by
+another program of the same value and gradients. Arrays of the step that the loss closes over are
+operands of the call, after its arguments.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ FlatLoss = Callable[[Sequence[Value]], tuple[Value, Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MarkedLoss:
-    """A loss whose value and gradients a step asks for.
+    """A loss whose value and gradients a step requests.
 
     Attributes:
-        name: of the user's function.
-        function: leaves of the arguments -> (value, auxiliary results); what it closes over belongs
-            to one trace of the step.
-        paths: of all leaves: those of the arguments, then of what the loss closes over.
-        trained: for each of them, whether its gradient is asked for.
-        captured: how many of the last leaves the loss closes over.
-        arrays: of no trace that the loss computes with.
+        name: name of the user's function.
+        function: leaves of the arguments -> (value, auxiliary results); its closure belongs to one
+            trace of the step.
+        paths: paths of all leaves: of the arguments, then of arrays that the loss closes over.
+        trained: for each leaf, whether its gradient is requested.
+        captured: number of leaves, the last ones, that the loss closes over.
+        arrays: constant arrays of the loss, which belong to no trace.
         jaxpr: open, over all leaves.
         results: structure of the auxiliary results.
-        rows: whether to "prove" how it depends on the rows of the batch, or to take the user's word
-            that it is their "mean".
-        number: tells losses of the same name apart.
+        rows: "prove" the dependence on the rows of the batch, or trust that it is their "mean".
+        number: distinguishes losses of the same name.
     """
 
     name: str
@@ -64,12 +63,12 @@ class MarkedLoss:
 
     @property
     def constants(self) -> int:
-        """Returns how many operands of a call come before the leaves: arrays of no trace."""
+        """Number of operands of a call before the leaves: arrays that belong to no trace."""
         return len(self.jaxpr.constvars)
 
     @property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Abstract leaves."""
+        """The abstract leaves."""
         avals: list[Any] = [var.aval for var in self.jaxpr.invars]
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
@@ -128,7 +127,7 @@ def marked_loss(
 
 
 def remarked(form: MarkedLoss, closed: jex.ClosedJaxpr, operands: Sequence[Value]) -> list[Value]:
-    """The results of a marked loss that is rewritten."""
+    """The results of a marked loss after a rewrite."""
     jaxpr, constants = open_jaxpr(closed)
     count = form.constants
     changed = replace(
@@ -175,13 +174,13 @@ class WeightedMeanForm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightedMean:
-    """A loss or a metric: a sum over the rows of the batch, divided by another one.
+    """A loss or a metric that is a ratio of two sums over the rows of the batch.
 
-    Shardlib proves of most losses how they depend on the rows of the batch. Where it cannot see
-    through one, this says it: for a part of the batch, `total` and `weight` are those of its rows,
-    and those of all parts add up to those of the whole. Then the batch can be worked through in
-    parts; the sums are divided once. A term that depends on parameters alone is added as `total +
-    penalty * weight`.
+    Shardlib proves for most losses how they depend on the rows of the batch. Where the proof fails,
+    this declares it: for a part of the batch, `total` and `weight` are those of its rows, and those
+    of all parts add up to those of the whole. Then the batch can be split into microbatches; the
+    sums are divided once. A term that depends on parameters alone is added as `total + penalty *
+    weight`.
 
     Attributes:
         total: float scalar, a sum over rows.

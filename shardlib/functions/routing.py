@@ -1,7 +1,7 @@
-"""Routing of tokens to experts, and balancing of their load.
+"""Routing of tokens to experts, and load balancing.
 
-All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered,
-neither forward nor backward, so that a partitioner can shard tokens along any of them.
+All functions work on logits [..., E] with any leading dims, which are never merged, gathered or
+scattered, neither forward nor backward, so that a partitioner can shard tokens along any of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Routing:
     """The experts of every token.
 
     Attributes:
-        weights: of the chosen experts, float32 [..., K].
+        weights: weights of the chosen experts, float32 [..., K].
         chosen: their numbers, int32 [..., K], the best first.
-        shares: of all experts in the scores of a token, float32 [..., E], which sum to 1.
+        shares: normalised scores of all experts, float32 [..., E], which sum to 1.
     """
 
     weights: jax.Array
@@ -53,25 +53,25 @@ def route(
     """Chooses the k best experts of every token.
 
     Args:
-        logits: of the router, [..., E], any float dtype; scores are float32.
-        k: experts that a token visits.
+        logits: output of the router, [..., E], any float dtype; scores are float32.
+        k: experts per token.
         scores: "softmax" over the experts, or "sigmoid" of each.
-        bias: [E], added to the scores for choosing alone, and without a gradient (DeepSeek-V3,
-            arXiv:2412.19437, section 2.1.2); None adds nothing.
+        bias: [E], added to the scores for the choice only, without a gradient (DeepSeek-V3,
+            arXiv:2412.19437, section 2.1.2); None for no bias.
         normalise: whether the weights of the chosen experts are divided by their sum.
         scaling: factor on the weights.
-        groups: equal groups that the experts are divided into.
-        groups_per_token: groups whose experts a token may visit, the best by the sum of the
+        groups: number of equal groups of experts.
+        groups_per_token: groups from which a token may choose, the best by the sum of the
             `group_score` best scores in them (arXiv:2405.04434, section 2.1.2).
-        group_score: how many of the best scores of a group are added up to choose it.
+        group_score: number of best scores of a group that are added up to rank it.
 
     Returns:
-        Weights and numbers of the chosen experts, [..., K] each, the best first, and the shares of
-        all experts, [..., E].
+        Weights and numbers of the chosen experts, [..., K] each, the best first, and the normalised
+        scores of all experts, [..., E].
 
     Raises:
         ModelError: `k` or the groups do not fit the number of experts, `bias` is not [E], or
-            `scores` is unknown; all of it is listed.
+            `scores` is unknown; all errors are listed.
     """
     _check(logits, k, scores, bias, groups, groups_per_token)
     wide = logits.astype(jnp.float32)
@@ -90,15 +90,14 @@ def route(
 
 
 def balance_loss(shares: jax.Array, chosen: jax.Array) -> jax.Array:
-    """E times the sum over experts of their part of all assignments and their mean share (Switch,
-    arXiv:2101.03961, equation 4): 1 where both are uniform.
+    """E times the sum over experts of their fraction of all assignments times their mean share
+    (Switch, arXiv:2101.03961, equation 4): 1 if both are uniform.
 
-    It is a product of two means over the tokens. Where a batch is worked through in parts, each
-    part has its own, and their mean takes the place of that of the whole; a finding says so
-    ("balance-per-microbatch").
+    It is a product of two means over the tokens. With microbatches, each has its own, and their
+    mean replaces that of the whole batch; a finding reports it ("balance-per-microbatch").
 
     Args:
-        shares: of all experts in the scores of every token (`Routing.shares`), float [..., E].
+        shares: normalised scores of every token (`Routing.shares`), float [..., E].
         chosen: experts of every token (`Routing.chosen`), int [..., K].
 
     Returns:
@@ -113,24 +112,14 @@ def _balance(_: Balance, shares: jax.Array, chosen: jax.Array) -> jax.Array:
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
-    """Mean over tokens of the squared logarithm of the sum of exponentials of their logits [..., E]
-    (ST-MoE, arXiv:2202.08906, equation 5).
-
-    Args:
-        logits: of the router, [..., E].
+    """Mean over tokens of the squared log-sum-exp of the router logits [..., E] (ST-MoE,
+    arXiv:2202.08906, equation 5).
     """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)))
 
 
 def loads(chosen: jax.Array, count: int) -> jax.Array:
-    """Assignments of every one of `count` experts, float32 [E], from chosen [..., K].
-
-    Args:
-        chosen: numbers of experts, int [..., K].
-
-    Returns:
-        Float32 [E]; sums to the number of elements of `chosen`.
-    """
+    """Number of assignments of each of `count` experts, float32 [E], from chosen [..., K]."""
     return jnp.sum(_hot(chosen, count), axis=tuple(range(chosen.ndim)), dtype=jnp.float32)
 
 
@@ -141,23 +130,12 @@ def bias_step(bias: jax.Array, chosen: jax.Array, rate: float) -> jax.Array:
     Args:
         bias: [E].
         chosen: experts of all tokens of the step, int [..., K].
-
-    Returns:
-        [E], in the dtype of `bias`.
     """
     return stepped(bias, loads(chosen, bias.shape[-1]), rate)
 
 
 def stepped(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
-    """As `bias_step`, from the loads [..., E] of biases [..., E].
-
-    Args:
-        bias: [..., E].
-        load: assignments of every expert, [..., E].
-
-    Returns:
-        [..., E], in the dtype of `bias`.
-    """
+    """As `bias_step`, from the assignments of every expert [..., E] and biases [..., E]."""
     return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
 
 
@@ -170,17 +148,17 @@ def _allowed(ranking: jax.Array, groups: int, groups_per_token: int, group_score
 
 
 def _best(ranking: jax.Array, k: int) -> jax.Array:
-    """Numbers of the k largest [..., K], the first of equal ones first.
+    """Numbers of the k largest [..., K], ties in order of their number.
 
-    As `jax.lax.top_k` has it, but sorted: partitioners gather all tokens for a `top_k`, and cut a
-    sort along every other dim.
+    Like `jax.lax.top_k`, but by sorting: partitioners gather all tokens for a `top_k`, and can
+    shard a sort along every other dim.
     """
     numbers = jax.lax.broadcasted_iota(jnp.int32, ranking.shape, ranking.ndim - 1)
     return jax.lax.sort((-ranking, numbers), num_keys=1, is_stable=True)[1][..., :k]
 
 
 def _hot(chosen: jax.Array, count: int) -> jax.Array:
-    """Returns whether a choice is an expert: [..., K] -> [..., K, E]."""
+    """One-hot mask of the chosen experts: [..., K] -> [..., K, E]."""
     return chosen[..., None] == jnp.arange(count, dtype=chosen.dtype)
 
 
