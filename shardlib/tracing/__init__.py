@@ -1,9 +1,9 @@
 """From JAX to the graph: trace a loss, describe what it computes, evaluate it again.
 
-folding.py         layers that are written out become a loop over layers
+folding.py         unrolled layers become a loop over layers
 jaxpr_to_graph.py  conversion of a jaxpr to a `Graph`
-layouts.py         layouts that a program brings along
-linearity.py       linearity of derivatives that were written by hand
+layouts.py         layouts written in the user's program
+linearity.py       linearity of custom derivatives
 primitives.py      one row for each primitive: factor rule, effect on rows, linearity
 program.py         the order and the names of the equations of a traced program; repeated blocks
 rewriting.py       traced programs re-evaluated with a callback on every value

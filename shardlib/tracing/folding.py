@@ -1,9 +1,9 @@
-"""Folding: layers that are written out become a loop over layers.
+"""Folding: unrolled layers become a loop over layers.
 
-Each run of equal blocks that `program.search` finds becomes one `jax.lax.scan`. An operand of the
-block that differs from layer to layer is stacked; parameters come in stacked already, as one input
-for all layers, so that the step graph of a 126-layer model has the inputs and ops of one layer.
-This is for planning only: the program that runs keeps the user's own equations.
+Each run of equal blocks that `program.search` finds becomes one `jax.lax.scan`. Operands that
+differ from layer to layer are stacked; parameters are inputs of the folded program already stacked,
+so the step graph of a 126-layer model has the inputs and ops of one layer. This is for planning
+only: the program that runs keeps the user's own equations.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from shardlib.tracing.rewriting import (
     strong,
 )
 
-#: The numbers that one value of the block has, repetition by repetition.
+#: The numbers of one value of the block in each repetition.
 Column = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A run of blocks, ready to be a scan.
+    """A run of blocks, prepared as a scan.
 
     Attributes:
-        run: which equations.
-        block: the first repetition, its operands renumbered: a stacked operand has the number of
-            its slot, a carried one too.
-        stacked: slot number -> the values that take its place, repetition by repetition.
-        carried: slot number -> (value at the start, number in the block of what the block makes of
-            it, number of that in the last repetition).
-        kept: results of the block that are read after the run, repetition by repetition; the first
-            names it in the block.
+        run: the range of equations.
+        block: the first repetition, with stacked and carried operands renumbered to their slots.
+        stacked: slot number -> the values it has in each repetition.
+        carried: slot number -> (initial value, number in the block of its next value, number of the
+            final value in the last repetition).
+        kept: results of the block that are read after the run, for each repetition; the first entry
+            is the number in the block.
         read: the values of `kept` that are read after the run.
     """
 
@@ -61,13 +60,12 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Folded:
-    """A program whose written-out layers are loops.
+    """A program whose unrolled layers are loops.
 
     Attributes:
         program: the original.
-        loops: the loops, in order.
-        inputs: for each input of the folded program the positions of the original inputs behind it;
-            more than one, or one in `stacks`, means that they are stacked along a new leading dim.
+        inputs: for each input of the folded program, the positions of its original inputs; those of
+            an input in `stacks`, or of several, are stacked along a new leading dim.
         stacks: input position -> the values (numbers in the original) that it stacks.
     """
 
@@ -93,7 +91,7 @@ class Folded:
         return avals
 
     def evaluate(self, args: Sequence[Value], *, remat: str = "none") -> list[Value]:
-        """Results of the program."""
+        """The results of the program."""
         walk = Walk(remat=remat, run=by_elements)
         if not self.loops:
             return evaluate_program(self.program, args, walk)
@@ -122,9 +120,7 @@ class Folded:
 
     @property
     def _separate(self) -> set[int]:
-        """Stacked inputs that something reads outside their own column, tied weights for
-        example.
-        """
+        """Stacked inputs that are also read outside their own column, for example tied weights."""
         inside = {
             n
             for loop in self.loops
@@ -152,7 +148,7 @@ class Folded:
 
 
 def fold(program: Program, *parameters: set[int]) -> Folded:
-    """Folds every run of equal blocks that can be a scan; others stay written out."""
+    """Folds every run of equal blocks that can be a scan; the others stay unrolled."""
     last = last_reads(program)
     loops = tuple(
         loop
@@ -190,7 +186,7 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
 
 
 def _fold_loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
-    """The run as a loop; None where an initial carry has another type than the carry."""
+    """The run as a loop; None if an initial carry has another type than the carry."""
     reps = [
         program.equations[run.start + r * run.period : run.start + (r + 1) * run.period]
         for r in range(run.count)
@@ -262,7 +258,7 @@ def _same_type(a: Aval, b: Aval) -> bool:
 def _fold_scan(
     loop: Loop, program: Program, env: dict[int, Value], stacks: dict[Column, Value], walk: Walk
 ) -> None:
-    """Runs a loop; `env` gains what is read after it."""
+    """Runs a loop, and adds the values read after it to `env`."""
 
     def read(number: int) -> Value:
         return strong(env[number], program.avals[number])
@@ -297,17 +293,17 @@ def _fold_scan(
 # Split of a program into an early part, which computes some results, and a late part for the
 # others.
 #
-# The early part runs what the early results need and nothing else. The late part runs the rest: it
-# reads inputs that are still at hand, and values that the early part passes on. What is cheap to
-# make again from inputs that are at hand (anything but matrix products) is made again rather than
-# passed on, and so are other views of a value that is passed on.
+# The early part runs only what the early results need. The late part runs the rest: it reads
+# inputs that are still available, and values that the early part passes on. Values that are cheap
+# to recompute from available inputs (anything but matrix products) are recomputed rather than
+# passed on, and so are views of a value that is passed on.
 #
-# Loops are split too: the early loop carries what early results need, and stacks up what its
-# iterations pass on to those of the late loop. In a backward pass over a stack of layers that
-# leaves the chain of cotangents in the early loop and the products that make gradients of weights
-# in the late one (the split of zero-bubble pipelines, arXiv:2401.10241).
+# Loops are split too: the early loop carries what early results need, and stacks the values that
+# its iterations pass to those of the late loop. In a backward pass over a stack of layers the chain
+# of cotangents is then in the early loop and the weight gradients are in the late one (the split of
+# zero-bubble pipelines, arXiv:2401.10241).
 
-#: Ops whose result is another view of an operand that is no larger.
+#: Ops whose result is a view of an operand of at least its size.
 _VIEWS = frozenset(
     {
         "reshape",
@@ -329,10 +325,9 @@ class SplitLoop:
     """A scan in two parts.
 
     Attributes:
-        equation: the scan.
         body: its body in two parts.
-        early, late: positions of the results that each part makes, carried ones first.
-        stacks: numbers of what the iterations of the early part pass on, stacked.
+        early, late: positions of the results of each part, carries first.
+        stacks: numbers of the stacked values that the early part passes on.
     """
 
     equation: Equation
@@ -347,11 +342,10 @@ class Split:
     """A program in two parts.
 
     Attributes:
-        program: both.
-        first: what runs early; of a loop in two parts, its early part.
-        second: what runs late.
+        program: the original.
+        first, second: the equations of the early and of the late part.
         early, late: numbers of the results of each.
-        passed: numbers of the values that the first part passes on to the second.
+        passed: numbers of the values that the first part passes to the second.
     """
 
     program: Program
@@ -362,7 +356,7 @@ class Split:
     passed: tuple[int, ...]
 
     def run_first(self, inputs: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        """(early results, what is passed on) for all inputs."""
+        """(early results, values passed on) for all inputs."""
         env: Values = {
             **self.program.constants,
             **dict(zip(self.program.inputs, inputs, strict=True)),
@@ -375,8 +369,8 @@ class Split:
         return [env[number] for number in self.early], [env[number] for number in self.passed]
 
     def run_second(self, inputs: Sequence[Value], passed: Sequence[Value]) -> list[Value]:
-        """Late results, for the inputs that are at hand (anything in place of the others) and what
-        the first part passed on.
+        """Late results, from the available inputs (any value in place of the others) and the passed
+        values.
         """
         env: Values = {
             **self.program.constants,
@@ -438,14 +432,14 @@ def split(
 
 
 def _again(equation: Equation, labels: dict[int, frozenset[str]]) -> bool:
-    """Returns whether the late part makes something again that the early part has made."""
+    """True if the late part recomputes a value of the early part."""
     at_hand = all(not labels[number] for number in equation.inputs)
     return equation.name in _VIEWS or (at_hand and not has_matmul(equation.eqn))
 
 
 def _split_loop(equation: Equation, early: set[int], late: set[int], fresh: int) -> SplitLoop:
-    """A scan in two parts, for the numbers of the results that each has to make; what is passed on
-    is numbered from `fresh`.
+    """A scan in two parts, with the numbers of the results that each has to compute; values passed
+    on are numbered from `fresh`.
     """
     constants, carried = scan_counts(equation.params)
     body = equation.inside("body", remat=True)
@@ -477,7 +471,7 @@ def _split_loop(equation: Equation, early: set[int], late: set[int], fresh: int)
 
 
 def _second_reads(inner: Split) -> set[int]:
-    """Returns what the late part reads."""
+    """The values that the late part reads."""
     reads = set(inner.late)
     for step in inner.second:
         reads.update(_late_operands(step) if isinstance(step, SplitLoop) else step.inputs)
@@ -516,8 +510,8 @@ def _late(loop: SplitLoop, env: Values) -> None:
 def _split_scan(
     equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Value]
 ) -> Sequence[Value]:
-    """Runs a scan with some of its results, and gives what the body returns beside them, stacked.
-    Operands that `env` lacks are not read; None stands for them.
+    """Runs a scan for some of its results; returns the other values that the body returns, stacked.
+    Operands missing from `env` are unread and replaced by None.
     """
     constants, carried = scan_counts(equation.params)
     program = equation.inside("body", remat=True)

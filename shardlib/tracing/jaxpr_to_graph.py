@@ -1,9 +1,9 @@
 """Conversion of a jaxpr to a `Graph`.
 
-Every equation is looked up in the table of factor rules; loops and branches become regions with
-boundary ops. All boundary ops of a loop belong to the region of its body; constants of a loop are
-read directly, with no op. The "carry" that leaves a while loop also reads the loop's condition, and
-the "carry" that joins branches the branch index, so that both stay alive.
+Every equation is described by its factor rule; loops and branches become regions with boundary
+ops. All boundary ops of a loop belong to the region of its body; constants of a loop are read
+directly, without an op. The "carry" at the exit of a while loop also reads the loop's condition,
+and the "carry" that joins branches reads the branch index, so that both stay live.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shardlib.tracing.program import (
 from shardlib.tracing.rules import Call as Described
 from shardlib.tracing.rules import Description
 
-#: A custom call, and the values of a graph that are its operands.
+#: A custom call, and the graph values of its operands.
 PlacedCall = tuple[Call, tuple[int, ...]]
 
 
-#: A layout that a program brings along, and the value of a graph that has it.
+#: A layout written in a program, and the graph value that has it.
 PlacedLayout = tuple[OwnLayout, int]
 
 
@@ -47,12 +47,11 @@ class Translated:
     """A program as a graph.
 
     Attributes:
-        graph: checked.
-        calls: the custom calls by path, those of loops and branches too, with the values that are
-            their operands.
+        calls: the custom calls by path, loops and branches included, with the values of their
+            operands.
         values: number of a value of the program, outside of loops and branches -> value of the
             graph.
-        layouts: those that the program brings along, with the values of the graph that have them.
+        layouts: layouts written in the program, with the values that have them.
     """
 
     graph: Graph
@@ -67,12 +66,12 @@ def graph_from_jaxpr(closed_jaxpr: jex.ClosedJaxpr, inputs: Sequence[tuple[str, 
 
 
 def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> Graph:
-    """The graph of a program; see `graph_from_jaxpr`."""
+    """The graph of a program."""
     return translated(program, inputs).graph
 
 
 def translated(program: Program, inputs: Sequence[tuple[str, str]]) -> Translated:
-    """The graph of a program, with its custom calls; see `graph_from_program`."""
+    """The graph of a program, with its custom calls."""
     builder = _Builder()
     arguments = [
         builder.value(program.avals[number], path=path, role=role)
@@ -109,11 +108,7 @@ class _Builder:
         self.findings: dict[tuple[str, str, str], Finding] = {}
 
     def value(self, aval: Aval, path: str = "", role: str = "internal") -> int:
-        """Adds a value to the graph.
-
-        Args:
-            aval: abstract value, with shape and dtype.
-        """
+        """Adds a value to the graph."""
         self.values.append(
             Value(
                 shape=tuple(getattr(aval, "shape", ())),
@@ -133,12 +128,12 @@ class _Builder:
         return len(self.regions) - 1
 
     def note(self, code: str, severity: str, message: str, location: str, hint: str = "") -> None:
-        """Adds a finding, unless the same has been said of the same place."""
+        """Adds a finding, unless the same finding exists for the same place."""
         finding = Finding(code=code, severity=severity, message=message, where=location, hint=hint)
         self.findings.setdefault((code, message, location), finding)
 
     def trips(self, equation: Equation, first: int) -> int:
-        """Returns how often a while loop runs; 1 with a finding where that is not known."""
+        """The trip count of a while loop; 1 with a finding if it is unknown."""
         count = counted_trips(equation, first)
         if count is None:
             self.note(
@@ -151,7 +146,7 @@ class _Builder:
         return 1 if count is None else count
 
     def cost(self, region: int, above: int) -> float:
-        """FLOPs of a region and everything inside it, for one run of the region `above`."""
+        """FLOPs of a region and everything inside it, per run of the region `above`."""
         total = 0.0
         for op in self.ops:
             trips, ancestor = 1.0, op.region
@@ -263,8 +258,8 @@ class _Builder:
     def carry(
         self, path: str, operands: tuple[int, ...], aval: Aval, region: int, scope: str
     ) -> int:
-        """A boundary op whose operands of the result's shape are one value at different times;
-        others are only read.
+        """Adds a boundary op: its operands of the result's shape are one value at different times,
+        the others are only read.
         """
         result = self.value(aval)
         shape = self.values[result].shape

@@ -1,20 +1,20 @@
-"""Layouts that a program brings along: read while it is traced, and removed from it.
+"""Layouts written in the user's program: recorded while it is traced, then removed.
 
 `with_sharding_constraint`, `reshard`, `einsum(..., out_sharding=...)`, jitted functions with
-shardings of their own and `jax.shard_map` over a mesh of one's own say how a program was sharded
-where it comes from. A plan shards it anew. So the user's function is traced under a *planning
-mesh*: the mesh axes that it names, each of size 1 and of the type that it expects (Auto or
-Explicit), where every layout is legal and none means anything. What is traced is evaluated again
-without its layouts; each of them stays as a mark on the value that it spoke of:
+shardings and `jax.shard_map` over the user's mesh say how a program was sharded before. A plan
+shards it anew. So the function is traced under a *planning mesh*: the mesh axes that it names, each
+of size 1 and of the type that it expects (Auto or Explicit), under which every layout is legal and
+has no effect. The traced program is then evaluated again without layouts; each becomes a mark on
+its value:
 
     h = reshard(x @ w, P("data", "model"))      ->      h = x @ w       marked ("data", "model")
 
-A mark is JAX's identity with a name (`checkpoint_name`); `program.flatten` takes it for the layout
-of a value and for no operation, so that a program plans and runs as if no layout had been written.
+A mark is JAX's identity with a name (`checkpoint_name`); `program.flatten` reads it as the layout
+of a value, not as an operation, so a program plans and runs as if no layout had been written.
 
-The body of a `shard_map` over a planning mesh has the global shapes already. One over a mesh of
-devices, closed over, has those of a shard: it is evaluated for all shards at once, by `jax.vmap`
-with the names of the mesh axes, which gives collectives their global meaning.
+The body of a `shard_map` over a planning mesh already has global shapes. One that closes over a
+mesh of devices has the shapes of a shard: it is evaluated for all shards at once by `jax.vmap` with
+the names of the mesh axes, which gives collectives their global meaning.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from shardlib.jax_types import Eqn, EqnParams, Function, Jaxpr, Value
 from shardlib.layout import INNER_AXES
 
 # --------------------------------------------------------------------------------------------------
-# Source lines of the user, as opposed to lines of libraries.
+# The user's source lines, as opposed to lines of libraries.
 
-#: Where packages are installed: lines of source in there are not the user's.
+#: Folders of installed packages: source lines under them are not the user's.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-#: The package itself; a user's folder may well have its name, too.
+#: The folder of this package; matched whole, because a user's folder may have the same name.
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def user_line(eqn: Eqn) -> str:
-    """ "file.py:12" of the innermost line of source around an equation that is not a library's;
-    empty where there is none.
+    """ "file.py:12" of the innermost source line of an equation that is not a library's; "" if there
+    is none.
     """
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
@@ -70,13 +70,13 @@ def user_line(eqn: Eqn) -> str:
 
 
 def raising_line(error: Exception) -> str:
-    """The user's innermost line that an error came through, as `user_line` says it."""
+    """The user's innermost line in the traceback of an error, as `user_line` formats it."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return _users((frame.filename, frame.lineno or 0) for frame in frames)
 
 
 def _users(lines: Iterable[tuple[str, int]]) -> str:
-    """The first of some lines of source, (file, number), that is not a library's."""
+    """The first source line, of (file, number) pairs, that is not a library's."""
     return next(
         (
             f"{os.path.basename(name)}:{number}"
@@ -95,9 +95,9 @@ Spec = tuple[tuple[str, ...] | None, ...]
 
 _MARK = "shardlib-layout-"
 _MARKED: dict[str, OwnLayout] = {}
-#: Parameters of primitives that hold the layout of a result.
+#: Parameters of primitives that contain the layout of a result.
 _PARAMETERS = ("out_sharding", "sharding")
-#: Of these primitives the layout of the result is the user's; other ones pass on that of operands.
+#: Primitives whose result layout the user chose; others propagate the layout of their operands.
 _USERS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "gather"})
 #: Casts between types of mesh axes, which are not layouts.
 _CASTS = frozenset(
@@ -112,30 +112,30 @@ _CASTS = frozenset(
     }
 )
 _CALLS = frozenset({"jit", "pjit", "closed_call", "call", "core_call", "core_closed_call"})
-#: Axis of a `PartitionSpec` that the mesh in force lacks, in JAX's words (0.10 and 0.12 alike).
+#: A `PartitionSpec` axis that the current mesh lacks, in JAX's words (0.10 and 0.12 alike).
 _LACKING = re.compile(r"Resource axis: (\S+) of ")
-#: Layout that a `shard_map` asks of an operand that has another one, and its type, in JAX's words.
+#: The layout and type that a `shard_map` expects of an operand sharded differently, in JAX's words.
 _UNSHARDED = re.compile(
     r"in_specs passed to shard_map: P(\(.*?\)) does not match .* for arg: (\S+\])"
 )
-#: What JAX says of meshes and layouts, so that nothing else is at fault.
+#: Matches JAX's errors about meshes and layouts; any other error has another cause.
 _OF_MESHES = re.compile(r"mesh|PartitionSpec|[Ss]harding|shard_map")
-#: Most mesh axes that a program names, and layouts that it asks of inputs.
+#: Maximum number of retries: each adds a mesh axis, or a layout required of an input.
 _MOST_TRIES = 32
-#: How far and among how many objects meshes are looked for that a function refers to.
+#: Depth and number of objects searched for meshes that a function refers to.
 _DEEPEST, _MOST_REFERRED = 8, 5000
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLayout:
-    """A layout that a program asks for.
+    """A layout that the user's program requests.
 
     Attributes:
-        spec: the user's mesh axes for each dim of the value; () for a dim that is replicated, None
-            for one that is left open.
-        mesh: sizes of all axes of the user's mesh; empty where the program names axes alone.
-        by: what asks, "with_sharding_constraint".
-        line: the user's line, "model.py:12"; empty where it is not known.
+        spec: the user's mesh axes for each dim of the value; () for a replicated dim, None for one
+            that is left open.
+        mesh: sizes of all axes of the user's mesh; empty if the program only names axes.
+        by: the function that requests it, such as "with_sharding_constraint".
+        line: the user's line, "model.py:12"; "" if unknown.
     """
 
     spec: Spec
@@ -163,7 +163,7 @@ class OwnLayout:
 
 
 def layout_of(eqn: Eqn) -> OwnLayout | None:
-    """The layout that an equation marks its operand with; None of any other equation."""
+    """The layout that a marking equation gives its operand; None for any other equation."""
     return _MARKED.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
 
@@ -172,10 +172,10 @@ class _Setting:
     """The mesh and the rules that a user's function is traced under.
 
     Attributes:
-        mesh: the mesh in force.
-        sizes: of the user's mesh axes, where they are known and the mesh does not have them.
-        inputs: layouts of inputs, by dtype and shape: in a mesh of Explicit axes a `shard_map`
-            asks for them.
+        mesh: the current abstract mesh.
+        sizes: sizes of the user's mesh axes where they are known, since `mesh` has size 1.
+        inputs: layouts of inputs, by dtype and shape; a `shard_map` over Explicit axes requires
+            them.
     """
 
     mesh: AbstractMesh
@@ -184,8 +184,8 @@ class _Setting:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The setting in force; layouts over axes of size 1 are not part of types. JAX lets meshes
-        of different sizes follow each other where one without axes stands between.
+        """Enters the setting, with size-1 axes left out of types. The empty mesh comes first
+        because JAX only changes between meshes of different sizes through it.
         """
         with (
             jax.sharding.use_abstract_mesh(NO_MESH),
@@ -195,7 +195,9 @@ class _Setting:
             yield
 
     def after(self, error: Exception) -> _Setting | None:
-        """The setting with what the program lacked; None where it lacks nothing of a setting."""
+        """The setting with the axis or layout that caused the error added; None if the error has
+        another cause.
+        """
         if self.mesh.empty:
             return None
         if lacking := _LACKING.search(str(error)):
@@ -209,13 +211,13 @@ class _Setting:
         return None
 
     def abstract(self, value: Any) -> jax.ShapeDtypeStruct:
-        """An input as the program takes it."""
+        """The abstract value of an input, with the layout that the program requires of it."""
         plain = _abstract(value)
         spec = self.inputs.get(f"{plain.dtype}[{','.join(map(str, plain.shape))}]")
         return plain if spec is None else plain.update(sharding=NamedSharding(self.mesh, spec))
 
 
-#: No mesh at all.
+#: The empty mesh.
 NO_MESH = AbstractMesh((), ())
 
 
@@ -227,19 +229,17 @@ def _planning_mesh(
 
 
 def ambient_mesh() -> AbstractMesh:
-    """The mesh that the caller has set; without axes where there is none."""
+    """The mesh that the caller has set; an empty one if there is none."""
     return jax.sharding.get_abstract_mesh()
 
 
 def names_axes(ambient: AbstractMesh) -> bool:
-    """Returns whether mesh axes or rules for them are in force around a program."""
+    """True if a mesh or logical axis rules are set around the program."""
     return not ambient.empty or bool(nn.get_logical_axis_rules())
 
 
 def _settings(ambient: AbstractMesh, function: Function) -> Iterator[_Setting]:
-    """Returns what to trace a program under, in order; names that it uses beside these are
-    added.
-    """
+    """The settings to try tracing under, in order; further axes are added from errors."""
     named = [
         _planning_mesh(INNER_AXES, (kind,) * len(INNER_AXES), {})
         for kind in (AxisType.Auto, AxisType.Explicit)
@@ -257,9 +257,7 @@ def _settings(ambient: AbstractMesh, function: Function) -> Iterator[_Setting]:
 
 
 def _meshes(function: Function) -> list[AbstractMesh]:
-    """The meshes that a function refers to: in what it closes over, in globals, and in fields of
-    these.
-    """
+    """The meshes that a function refers to: in closures, globals, and attributes of these."""
     meshes: list[AbstractMesh] = []
     seen: set[int] = set()
     waiting: list[tuple[Any, int]] = [(function, 0)]
@@ -277,7 +275,7 @@ def _meshes(function: Function) -> list[AbstractMesh]:
 
 
 def _referred(value: Any) -> Iterator[Any]:
-    """Returns what a function or an object refers to."""
+    """The objects that a function or an object refers to."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif inspect.ismethod(value):
@@ -314,7 +312,7 @@ def _filled(cell: Any) -> bool:
 
 
 def freed(function: Function, ambient: AbstractMesh) -> Function:
-    """A function without its layouts: traceable where no mesh is in force, and marked."""
+    """A function without its layouts: marked, and traceable without a mesh."""
     liked: list[_Setting] = []
 
     def free(*args: Any) -> Any:
@@ -332,9 +330,7 @@ def freed(function: Function, ambient: AbstractMesh) -> Function:
 
 
 def brings_layouts(jaxpr: Jaxpr) -> bool:
-    """Returns whether a program that was traced as it is asks for layouts, or has them in the types
-    of its constants.
-    """
+    """True if a traced program contains layouts, or has them in the types of its constants."""
     body, constants = open_jaxpr(jaxpr)
     return any(map(has_layout, constants)) or any(
         eqn.primitive.name in ("sharding_constraint", "reshard", "shard_map")
@@ -350,15 +346,13 @@ def brings_layouts(jaxpr: Jaxpr) -> bool:
 
 
 def has_layout(value: Any) -> bool:
-    """Returns whether an array, or an abstract one, has a layout over Explicit mesh axes in its
-    type.
-    """
+    """True if the type of an array (or abstract array) has a layout over Explicit mesh axes."""
     sharding = getattr(getattr(value, "aval", value), "sharding", None)
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _layouts(eqn: Eqn) -> list[Any]:
-    """Returns what stands where an equation has layouts."""
+    """The parameters of an equation that can contain layouts."""
     params = eqn.params
     several = ("in_shardings", "out_shardings", "devices")
     return [
@@ -368,7 +362,7 @@ def _layouts(eqn: Eqn) -> list[Any]:
 
 
 class _Results:
-    """The results of a function that is traced: its arrays, and leaves that are none."""
+    """The results of a traced function: its arrays, and its leaves that are not arrays."""
 
     _tree: Any
     _others: list[Any]
@@ -384,7 +378,7 @@ class _Results:
         return flat
 
     def whole(self, arrays: Sequence[Value]) -> Any:
-        """The results with these arrays."""
+        """The result tree with these arrays."""
         fresh = iter(arrays)
         return self._tree.unflatten(
             [next(fresh) if leaf is None else leaf for leaf in self._others]
@@ -398,7 +392,7 @@ def _is_array(leaf: Any) -> bool:
 def _traced(
     flat: Function, leaves: Sequence[Value], settings: Iterable[_Setting]
 ) -> tuple[_Setting, jex.ClosedJaxpr]:
-    """The jaxpr of a function, and what it could be traced under."""
+    """The jaxpr of a function, and the first setting under which it traces."""
     errors: list[Exception] = []
     for tried in settings:
         setting: _Setting | None = tried
@@ -411,7 +405,8 @@ def _traced(
             except Exception as error:
                 errors.append(error)
                 setting = setting.after(error)
-    # What is wrong under any mesh does not depend on meshes; else the user's own setting says it.
+    # An error unrelated to meshes occurs under any mesh; otherwise the user's own setting explains
+    # it.
     others = (error for error in errors if not _OF_MESHES.search(str(error)))
     raise next(others, errors[0])
 
@@ -428,7 +423,7 @@ class _Manual:
     """The `shard_map`s around a part of a program.
 
     Attributes:
-        maps: mesh, axes and whether variance is checked of each, the outermost first.
+        maps: (mesh, axes, whether variance is checked) of each, the outermost first.
     """
 
     maps: tuple[tuple[Any, frozenset[str], bool], ...] = ()
@@ -439,7 +434,7 @@ class _Manual:
         return {axis: mesh.shape[axis] for mesh, axes, _ in self.maps for axis in axes}
 
     def called(self, function: Callable[[], Any]) -> Any:
-        """Returns what a function gives that traces as if it stood inside of them."""
+        """Calls a function, traced as if inside of them."""
         results: list[Any] = []
 
         def traced() -> None:
@@ -454,10 +449,10 @@ class _Manual:
 
 
 class _Free:
-    """Evaluates what was traced, without layouts.
+    """Evaluates a traced program without layouts.
 
     Args:
-        setting: what it was traced under.
+        setting: the setting it was traced under.
         ambient: the mesh that the user has set.
     """
 
@@ -525,8 +520,8 @@ class _Free:
         return results
 
     def inner(self, value: Any, manual: _Manual) -> Any:
-        """A parameter of an equation; programs and rules of derivatives among them without their
-        layouts.
+        """A parameter of an equation, with layouts removed from programs and derivative rules in
+        it.
         """
         if isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
             return tuple(self.inner(item, manual) for item in value)
@@ -544,7 +539,9 @@ class _Free:
         )
 
     def rule(self, rule: Any, manual: _Manual) -> Function:
-        """The rule of a custom derivative: makes a jaxpr of flags, or cotangents of arrays."""
+        """The rule of a custom derivative: (flags) -> jaxpr, or (cotangent arrays) ->
+        cotangents.
+        """
 
         def made(*arguments: Any) -> Any:
             if not any(
@@ -593,7 +590,7 @@ class _Free:
         return results
 
     def loss(self, form: MarkedLoss, operands: list[Value], manual: _Manual) -> Sequence[Value]:
-        """The value and gradients of a loss that a step marks."""
+        """The value and gradients of a loss that a step marks (`MarkedLoss`)."""
         count = form.constants
         variables = [*form.jaxpr.constvars, *form.jaxpr.invars]
         closed = jax.make_jaxpr(
@@ -609,7 +606,7 @@ class _Free:
     def mark(
         self, value: Value, sharding: Any, eqn: Eqn, by: str = "", opened: Sequence[int] = ()
     ) -> Value:
-        """A value with the layout that is asked for, if it is one."""
+        """The value marked with the requested layout, if the request is one."""
         if not isinstance(sharding, NamedSharding) or jax.dtypes.issubdtype(
             value.dtype, jax.dtypes.extended
         ):
@@ -642,7 +639,7 @@ class _Free:
         return checkpoint_name(value, name)
 
     def shard_map(self, eqn: Eqn, operands: list[Value], manual: _Manual) -> Sequence[Value]:
-        """Returns what a `shard_map` computes for all shards together."""
+        """The results of a `shard_map`, computed for all shards together."""
         params, mesh = eqn.params, eqn.params["mesh"]
         axes = frozenset(params["newly_manual_axes"])
         sizes = {axis: mesh.shape[axis] for axis in axes}
@@ -693,7 +690,7 @@ class _Free:
                 except ValueError as error:
                     if "out_axes" not in str(error):
                         raise
-                    # the user vouches that shards are alike
+                    # replication is not checked: the user vouches for it
                     closed = jax.make_jaxpr(partial(mapped, True))(*shapes)
                 results = self.run(*open_jaxpr(closed), operands, manual)
         except ShardlibError:
@@ -708,7 +705,7 @@ class _Free:
         return marked(results, params["out_specs"])
 
 
-#: What a user writes for a primitive.
+#: The user's spelling of a primitive.
 _WORDS: Mapping[str, str] = {
     "sharding_constraint": "with_sharding_constraint",
     "dot_general": "einsum or dot(out_sharding)",
@@ -731,7 +728,7 @@ def _is_layout(value: Any) -> bool:
 
 
 def _axes_of(part: Any) -> tuple[str, ...] | None:
-    """The axes of one entry of a `PartitionSpec`; None where it is left open."""
+    """The axes of one entry of a `PartitionSpec`; None if it is unconstrained."""
     if part is PartitionSpec.UNCONSTRAINED:
         return None
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
@@ -742,7 +739,7 @@ def _used(spec: PartitionSpec) -> frozenset[str]:
 
 
 def _on_host(constant: Any) -> Any:
-    """A constant or literal of a program; as an array of the host where a mesh is in its type."""
+    """A constant or literal of a program; copied to the host if its type has a mesh."""
     if isinstance(constant, Tracer) or not hasattr(constant, "dtype"):
         return constant
     sharding = getattr(getattr(constant, "aval", None), "sharding", None)
@@ -760,7 +757,9 @@ def _on_host(constant: Any) -> Any:
 def _in_shards(
     value: Value, spec: PartitionSpec, sizes: Mapping[str, int], large: Sequence[str]
 ) -> Value:
-    """An array as its shards: leading dims for the axes that shard it, in the order of `large`."""
+    """An array as its shards, with a leading dim for each axis that shards it, in the order of
+    `large`.
+    """
     shape: list[int] = []
     places: dict[str, int] = {}
     for dim, size in enumerate(np.shape(value)):
@@ -777,8 +776,8 @@ def _in_shards(
 
 
 def _ragged_dot(bind: Function, params: EqnParams) -> Function:
-    """A ragged product under `jax.vmap`, which JAX (0.10 and 0.12) maps over few layouts: as one
-    product of all shards, or of other dims than a forward pass has, as one of each.
+    """A ragged product under `jax.vmap`, which JAX (0.10 and 0.12) supports for few layouts: one
+    product for all shards in the layout of a forward pass, otherwise one for each shard.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     forward = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -808,7 +807,7 @@ def _ragged_dot(bind: Function, params: EqnParams) -> Function:
             operand if of else jax.numpy.broadcast_to(operand, (size, *operand.shape))
             for operand, of in zip(operands, batched, strict=True)
         )
-        # The rows of a shard that are in no group are taken for the last one's, and left out.
+        # The rows of a shard that are in no group join the last group, and are masked out.
         count, inside = rows.shape[1], groups.sum(1, keepdims=True, dtype=groups.dtype)
         result = product(
             rows.reshape(-1, rows.shape[2]),
@@ -822,8 +821,8 @@ def _ragged_dot(bind: Function, params: EqnParams) -> Function:
 
 
 def _together(value: Value, spec: PartitionSpec, large: Sequence[str], varying: bool) -> Value:
-    """The array that shards are parts of; they have leading dims as `_in_shards` makes them, or
-    with `varying` for all axes, of which those that do not shard the array have equal shards.
+    """The global array of shards. They have leading dims as in `_in_shards`; with `varying`, for
+    all axes, and along those that do not shard the array the shards are equal.
     """
     used = _used(spec)
     leading = [axis for axis in large if varying or axis in used]
@@ -843,7 +842,7 @@ def _together(value: Value, spec: PartitionSpec, large: Sequence[str], varying: 
 
 
 def _axis_names(params: EqnParams) -> list[str]:
-    """Mesh axes that an equation names among its parameters."""
+    """The mesh axes among the parameters of an equation."""
     names: list[str] = []
     for key in ("axes", "axis_name", "axis_names"):
         named = params.get(key, ())
@@ -856,9 +855,7 @@ def _axis_names(params: EqnParams) -> list[str]:
 
 
 def _collective(eqn: Eqn, operands: list[Value], sizes: Mapping[str, int]) -> Sequence[Value]:
-    """A collective over axes of a `shard_map`, by their sizes; those of size 1 change nothing but
-    shapes.
-    """
+    """A collective over axes of a `shard_map`; over axes of size 1 it only changes shapes."""
     name, params = eqn.primitive.name, eqn.params
     large = [axis for axis in sizes if sizes[axis] > 1]
     run = _COLLECTIVES.get(name)
@@ -938,7 +935,7 @@ def _axis_index(operands: list[Value], params: EqnParams, large: list[str]) -> l
     return [jax.lax.axis_index(large[0]) if large else jax.numpy.int32(0)]
 
 
-#: What is known of collectives: (operands, parameters, mesh axes larger than 1) -> results.
+#: Collectives supported: (operands, parameters, mesh axes larger than 1) -> results.
 _COLLECTIVES: Mapping[str, Callable[[list[Value], EqnParams, list[str]], list[Value]]] = {
     **dict.fromkeys(("psum", "psum2", "psum_invariant"), _reduced(_sum)),
     "pmax": _reduced(jax.numpy.max),

@@ -1,10 +1,9 @@
-"""Linearity of derivatives that were written by hand in what they are given: the cotangents of
-their results.
+"""Linearity of custom derivatives in the cotangents of their results.
 
-The gradient of a batch's part is that of the whole times a factor, and gradients of parts are added
-up. A derivative that clips, normalises or quantises cotangents, or adds a term to them, gives other
-numbers for the factor and for the parts. JAX checks this of a `custom_jvp`, which it transposes; of
-a `custom_vjp` nobody does.
+The gradient of a microbatch is that of the whole batch times a factor, and gradients of
+microbatches are added up. A derivative that clips, normalises or quantises cotangents, or adds a
+term to them, gives other numbers for the factor and for the microbatches. JAX checks linearity of a
+`custom_jvp`, which it transposes, but not of a `custom_vjp`.
 
     fault(program, cotangents)    # "" where the results are linear in these inputs, or the
                                   # operation that is not
@@ -24,7 +23,7 @@ from shardlib.tracing.primitives import ALL, EACH, TABLE
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program
 from shardlib.tracing.row_kinds import line_of
 
-#: What a value is: zero, anything that does not depend on the cotangents, or linear in them.
+#: Dependence of a value on the cotangents: zero, independent of them, or linear.
 ZERO, CONSTANT, LINEAR = 0, 1, 2
 
 
@@ -33,9 +32,7 @@ class NotLinear(Exception):
 
 
 def fault(program: Program, positions: Sequence[int]) -> str:
-    """Returns what is not linear in some inputs of a program, by position; empty where all of it
-    is.
-    """
+    """The first operation that is not linear in the inputs at `positions`; "" if all are."""
     try:
         results = _run(
             program,
@@ -50,7 +47,7 @@ def fault(program: Program, positions: Sequence[int]) -> str:
 
 
 def _run(program: Program, arguments: Sequence[int]) -> list[int]:
-    """Returns what the results of a program are."""
+    """The dependences of the results of a program."""
     values = {number: _of(constant) for number, constant in program.constants.items()} | dict(
         zip(program.inputs, arguments, strict=True)
     )
@@ -92,7 +89,7 @@ def _results(equation: Equation, kinds: list[int]) -> list[int]:
 
 
 def _is_linear(linear: slice | str, kinds: list[int]) -> bool:
-    """Returns whether the result of an operation is linear; `linear` as in `Primitive`."""
+    """True if the result of an operation is linear; `linear` as in `Primitive`."""
     if isinstance(linear, str):
         return kinds.count(LINEAR) == 1
     together = range(len(kinds))[linear]
@@ -107,8 +104,8 @@ def _called(equation: Equation, kinds: list[int]) -> list[int]:
 
 
 def _settled(turn: Callable[[list[int]], list[int]], carried: list[int]) -> list[int]:
-    """Returns what a loop carries after any number of turns; a sum of what is linear and what is
-    not is neither.
+    """The dependences of a loop's carries after any number of iterations; a sum of a linear and a
+    constant value is neither.
     """
     while True:
         after = [_joined(equals) for equals in zip(carried, turn(carried), strict=True)]

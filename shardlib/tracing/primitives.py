@@ -1,5 +1,5 @@
-"""One row for each primitive of JAX: its factor rule, its effect on the rows of the batch, and the
-operands in which it is linear.
+"""One row per JAX primitive: its factor rule, its effect on the rows of the batch, and the operands
+in which it is linear.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from shardlib.tracing import rules
 from shardlib.tracing.row_rules import Rule, along, axis, last
 from shardlib.tracing.rules import Describe
 
-#: All operands, in which a primitive is linear together.
+#: Jointly linear in all operands.
 ALL = slice(None)
 #: A product: linear in each operand, the others constant.
 EACH = "each"
@@ -23,14 +23,14 @@ class Primitive:
     """A primitive of JAX.
 
     Attributes:
-        factors: how its equations are described; None where nothing is known of them: they are
-            opaque, and a Finding says so.
-        rows: the kind of its results (`shardlib.tracing.row_kinds`); None where nothing is known of
-            its rows: where it reads some, its results are mixed.
-        keys: whether it reads random keys, and `rows` decides before what the whole batch can say
-            beforehand is handed in.
-        linear: the operands in which it is linear together, the others constant, or `EACH`; None
-            where it is not linear.
+        factors: its factor rule; None if it has none: its equations are opaque, and a Finding says
+            so.
+        rows: the rule for the kinds of its results (`shardlib.tracing.row_kinds`); None if it has
+            none: results that read rows are mixed.
+        keys: whether it reads random keys; `rows` is then applied before whole-batch values are
+            passed in as constants.
+        linear: the operands in which it is jointly linear, the others constant, or `EACH`; None if
+            it is not linear.
     """
 
     factors: Describe | None = None
@@ -45,11 +45,11 @@ def _alike(names: tuple[str, ...], primitive: Primitive) -> Mapping[str, Primiti
 
 _FIRST, _FIRST_TWO = slice(0, 1), slice(0, 2)
 
-#: (array, positions, parts): the array and the parts.
+#: Of (array, positions, updates): the array and the updates.
 _WRITTEN = slice(0, 3, 2)
 
 TABLE: Mapping[str, Primitive] = {
-    # position by position
+    # element-wise
     **_alike(rules.ARITHMETIC, Primitive(factors=rules.arithmetic, rows=rows.elementwise)),
     **_alike(
         ("add", "add_any", "complex", "conj", "imag", "neg", "real", "sub"),

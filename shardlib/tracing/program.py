@@ -12,18 +12,18 @@ path of the outer equation and one of these words:
     cond       P/branch0/...   P/branch1/...   boundary op P/join/k
     remat, custom_jvp, custom_vjp   P/...
 
-Element lookups, computed where devices have parts of a row:
+Element lookups in sharded rows:
 
 `jnp.take_along_axis(logits, targets[..., None], -1)` is a gather at computed positions, and its
 gradient a scatter-add into an array of zeros as large as the logits. A partitioner moves whole rows
-between devices for either. Summed over the row with zeros for all others, the element is found by
-element-wise ops that need no row in one place, and so is its gradient:
+between devices for either. A masked sum over the row gives the element by element-wise ops, which
+work on a sharded row, and so does its gradient:
 
 >>> import jax.numpy as jnp
 >>> picked(jnp.array([[5.0, 7.0]]), jnp.array([[1]]), None)
 Array([[7.]], dtype=float32)
 
-Repeated blocks, such as layers written out in a Python loop:
+Repeated blocks, such as layers unrolled by a Python loop:
 
 The equations of a program become tokens: equal tokens do the same thing to arrays of the same
 shape. Layers written one after the other are a stretch of the token list that repeats with some
@@ -32,7 +32,7 @@ period among equals; its wiring must repeat as well (each operand comes from the
 same repetition, from the same place in the previous one, or from outside). Where the stretch is
 longer than a whole number of periods, the block may start at several places; the one where the
 fewest bytes pass from one repetition to the next is taken, which is the residual stream between two
-layers. What lies before and after is searched again: an encoder, then a decoder.
+layers. The equations before and after it are searched again: an encoder, then a decoder.
 
 >>> tokens = Tokens(
 ...     kinds=(9, 1, 2, 1, 2, 1, 2, 8),
@@ -63,13 +63,13 @@ from shardlib.graph import Dims
 from shardlib.jax_types import Aval, Constant, Eqn, EqnParams, Jaxpr, Value
 from shardlib.tracing.layouts import OwnLayout, layout_of
 
-#: Calls without a meaning of their own; the parameter that holds the callee differs.
+#: Calls that are inlined; the name of the parameter with the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
-#: Reductions over named axes, and what `jax.vmap` leaves of them where it has the axis: the same
-#: over dims.
+#: Reductions over named axes, and their equivalents over dims, which `jax.vmap` leaves where it
+#: binds the axis.
 _REDUCED = {"psum": jnp.sum, "psum_invariant": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
-#: Calls that change how a derivative is taken; the graph looks inside them, re-evaluation keeps
-#: them.
+#: Calls that change how a derivative is taken: the graph contains their equations, re-evaluation
+#: keeps the calls.
 REMAT: tuple[str, ...] = ("remat2", "remat", "checkpoint")
 CUSTOM: tuple[str, ...] = (
     "custom_jvp_call",
@@ -82,14 +82,12 @@ CUSTOM: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A custom call (`shardlib.functions`), whose equations are inlined like those of
-    others.
+    """A custom call (`shardlib.functions`), whose equations are inlined like those of other calls.
 
     Attributes:
-        path: where it stands.
-        form: what the function computes.
-        inputs: numbers of its operands.
-        outputs: numbers of its results.
+        path: its path.
+        form: the form of the custom function.
+        inputs, outputs: numbers of its operands and results.
     """
 
     path: str
@@ -103,16 +101,14 @@ class Equation:
     """One equation of a program.
 
     Attributes:
-        path: where it stands.
         eqn: the JAX equation; its variables are meaningless outside its jaxpr, so use `inputs` and
             `outputs`.
         inputs: numbers of the values it reads.
         outputs: numbers of the values it defines.
         scope: name scopes around it.
-        call: the call of a custom call that it belongs to, the outermost one; None outside of
-            them.
-        within: the calls around it that were inlined, the innermost first: JAX keeps no line of the
-            caller for what a jitted function computes.
+        call: the outermost custom call that it belongs to, if any.
+        within: the inlined calls around it, the innermost first: JAX keeps no line of the caller
+            for the equations of a jitted function.
     """
 
     path: str
@@ -135,11 +131,11 @@ class Equation:
 
     @property
     def programs(self) -> list[Program]:
-        """All programs inside of it."""
+        """All its inner programs."""
         return [self.inside(word) for word in jaxprs(self.eqn)]
 
     def inside(self, word: str = "", *, remat: bool = False) -> Program:
-        """One of the programs inside of it, by a word of `jaxprs`."""
+        """One of its inner programs, by a word of `jaxprs`."""
         prefix = f"{self.path}/{word}/" if word else f"{self.path}/"
         within = (self.eqn, *self.within)
         return flatten(jaxprs(self.eqn)[word], prefix, self.scope, remat=remat, within=within)
@@ -155,9 +151,9 @@ class Program:
         inputs: numbers of the arguments.
         outputs: numbers of the results.
         equations: in execution order.
-        frozen: numbers of the inputs that are parameters and not trained: layers that are trained
-            repeat no layers that are not.
-        layouts: those that the program brings along, with numbers of the values that have them.
+        frozen: numbers of the inputs that are untrained parameters: trained and frozen layers are
+            not repetitions of one block.
+        layouts: layouts written in the program, with numbers of the values that have them.
     """
 
     avals: tuple[Aval, ...]
@@ -170,7 +166,7 @@ class Program:
 
 
 def with_frozen(program: Program, positions: Iterable[int]) -> Program:
-    """A program some of whose inputs, by position, are frozen parameters."""
+    """A program in which the inputs at some positions are frozen parameters."""
     return replace(program, frozen=frozenset(program.inputs[position] for position in positions))
 
 
@@ -268,12 +264,12 @@ class _Numbering:
 
 
 def _over_dims(eqn: Eqn) -> bool:
-    """Returns whether a reduction is over no named axis."""
+    """True if a reduction is over dims alone, not over named axes."""
     return not any(isinstance(axis, str) for axis in eqn.params["axes"])
 
 
 def _reduction(eqn: Eqn) -> Jaxpr:
-    """A reduction over dims, or over nothing, by operations that are known."""
+    """A reduction over dims (or none), expressed in primitives that have rules."""
     reduce, axes = _REDUCED[eqn.primitive.name], tuple(map(int, eqn.params["axes"]))
 
     def reduced(*arrays: Value) -> list[Value]:
@@ -290,8 +286,12 @@ def flatten(
     remat: bool = False,
     within: tuple[Eqn, ...] = (),
 ) -> Program:
-    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends
-    in a slash. With `remat`, remat is inlined too; `within` are the equations around it.
+    """Inlines calls and numbers the values of a jaxpr (closed, or open without constants).
+
+    Args:
+        prefix: put before every path; ends in a slash.
+        remat: whether remat is inlined too.
+        within: the equations around it.
     """
     inner, constants = open_jaxpr(jaxpr)
     numbering = _Numbering((*INLINED, *REMAT) if remat else INLINED)
@@ -308,8 +308,8 @@ def flatten(
 
 
 def jaxprs(eqn: Eqn) -> dict[str, Jaxpr]:
-    """The jaxprs inside of an equation, by the word that stands in the paths of their equations:
-    none for what a call calls, "body", "cond", "branch0"; numbers for those of other primitives.
+    """The inner jaxprs of an equation, by the word used in the paths of their equations: "" for the
+    callee of a call, "body", "cond", "branch0"; numbers for those of other primitives.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
@@ -327,7 +327,7 @@ def jaxprs(eqn: Eqn) -> dict[str, Jaxpr]:
 
 
 def callee(eqn: Eqn) -> Jaxpr:
-    """The jaxpr that a call equation calls."""
+    """The jaxpr of a call equation."""
     params = eqn.params
     return next(
         params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params
@@ -335,9 +335,7 @@ def callee(eqn: Eqn) -> Jaxpr:
 
 
 def join_scope(outer: str, inner: str) -> str:
-    """The scope of an equation inside a call; JAX already puts the outer scope in front inside
-    jit.
-    """
+    """The scope of an equation inside a call; inside jit JAX already prepends the outer scope."""
     return inner if not outer or inner.startswith(outer) else f"{outer}/{inner}".rstrip("/")
 
 
@@ -354,16 +352,14 @@ def subjaxprs(eqn: Eqn) -> list[Jaxpr]:
 
 
 def has_matmul(eqn: Eqn) -> bool:
-    """Returns whether an equation, or anything it calls, multiplies matrices or convolves."""
+    """True if an equation, or anything it calls, multiplies matrices or convolves."""
     if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return True
     return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
 
 
 def called(jaxpr: Jaxpr) -> Iterator[tuple[Form, tuple[Aval, ...]]]:
-    """The custom calls that a jaxpr calls, in loops and branches too: their forms, and abstract
-    values of their operands.
-    """
+    """The custom calls of a jaxpr, loops and branches included: (form, abstract operands)."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         form = form_of(eqn)
         if form is not None:
@@ -399,12 +395,12 @@ def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Trip counts of while loops, and other facts that are read off a jaxpr.
+# Trip counts of while loops, and other facts read from a jaxpr.
 
 
 def counted_trips(equation: Equation, first: int) -> int | None:
     """Trip count of a while loop that counts an integer from one literal to another by ones; None
-    where it does not.
+    for any other loop.
     """
     condition, _ = open_jaxpr(equation.params["cond_jaxpr"])
     body, _ = open_jaxpr(equation.params["body_jaxpr"])
@@ -452,8 +448,8 @@ def dtype_name(aval: Aval) -> str:
 
 
 def literal(constant: Constant) -> str:
-    """The text of a whole number, which tells a window of attention from another; "" for every
-    other constant.
+    """The text of an integer constant, which distinguishes for example two attention windows; ""
+    for every other constant.
     """
     scalar = np.shape(constant) == ()
     is_integer = scalar and jax.dtypes.issubdtype(jnp.result_type(constant), np.integer)
@@ -466,12 +462,12 @@ def stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
     return stack_dims, stack_dims[1:]
 
 
-#: Elements of a row that are picked at once; for more, each row is read too often.
+#: Maximum number of elements picked from a row at once: each reads the whole row.
 MOST = 8
 
 
 def is_element_lookup(equation: Equation) -> bool:
-    """Returns whether a gather takes single elements along the last dim, a few in each row."""
+    """True if a gather takes a few single elements of each row along the last dim."""
     if equation.name != "gather":
         return False
     numbers, operand = equation.params["dimension_numbers"], equation.eqn.invars[0].aval
@@ -495,7 +491,7 @@ def picked(rows: Value, indices: Value, outside: float | None) -> Value:
 
     Args:
         indices: int [..., n].
-        outside: what is found where an index is out of range; None takes the nearest element.
+        outside: result for an index out of range; None clips the index.
     """
     size = rows.shape[-1]
     positions = jnp.clip(indices, 0, size - 1) if outside is None else indices
@@ -521,12 +517,12 @@ def by_elements(equation: Equation, operands: Sequence[Value]) -> list[Value] | 
     return [picked(jnp.asarray(rows), jnp.asarray(indices)[..., 0], outside)]
 
 
-#: Stretches of one range that are tried, best first, before giving up.
+#: Number of stretches of one range that are tried, best first.
 _ATTEMPTS = 24
-#: Starting points of one stretch that are tried, cheapest first.
+#: Number of starting points of one stretch that are tried, cheapest first.
 _ROTATIONS = 8
 
-#: Where an operand comes from: ("inside" or "previous", offset, result), ("outside",), or ("older",
+#: Origin of an operand: ("inside" or "previous", offset, result), ("outside",), or ("older",
 #: position), which cannot repeat.
 Source = tuple[Any, ...]
 
@@ -547,10 +543,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """A program as the search sees it.
+    """A program as input of the search.
 
     Attributes:
-        kinds: equal numbers do the same thing.
+        kinds: equal numbers for equal computations.
         heavy: whether the equation multiplies matrices.
         inputs: value numbers that each equation reads.
         outputs: value numbers that each equation defines.
@@ -576,7 +572,7 @@ class Tokens:
 
 
 def find_repeats(program: Program) -> tuple[Run, ...]:
-    """The layers of a program that are written out, in order."""
+    """The unrolled layers of a program, in order."""
     return search(tokenise(program))
 
 
@@ -617,9 +613,7 @@ def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, in
 
 
 def _fit(tokens: Tokens, begin: int, period: int, length: int) -> Run | None:
-    """The run inside a stretch whose wiring repeats; None where there are no two such
-    repetitions.
-    """
+    """The run inside a stretch whose wiring repeats; None if fewer than two repetitions agree."""
     count = length // period
     slack = length - count * period
     crossing = _crossing(tokens, begin, period, slack)
@@ -635,8 +629,8 @@ def _fit(tokens: Tokens, begin: int, period: int, length: int) -> Run | None:
 
 
 def _crossing(tokens: Tokens, begin: int, period: int, slack: int) -> np.ndarray:
-    """Bytes that pass from the first repetition to the second, for every place where the block may
-    start.
+    """Bytes passed from the first repetition to the second, for every possible start of the
+    block.
     """
     last: dict[int, int] = {}
     for position in range(begin, min(begin + 3 * period, len(tokens.inputs))):
@@ -652,7 +646,7 @@ def _crossing(tokens: Tokens, begin: int, period: int, slack: int) -> np.ndarray
 
 
 def _consistent(tokens: Tokens, start: int, period: int, count: int) -> tuple[int, int]:
-    """(first, number) of the longest row of repetitions with the same wiring."""
+    """(first, count) of the longest sequence of repetitions with the same wiring."""
     best = (0, 1)
     first = 0
     while first < count - best[1]:
@@ -671,8 +665,8 @@ def _consistent(tokens: Tokens, start: int, period: int, count: int) -> tuple[in
 
 
 def _agrees(opening: Sequence[Source], later: Sequence[Source]) -> bool:
-    """Returns whether the first repetition fits a later one: what that takes from its predecessor,
-    the first takes from outside.
+    """True if the first repetition matches a later one; operands that come from the predecessor in
+    the later one come from outside in the first.
     """
     return all(
         a == b or (a[0] == "outside" and b[0] == "previous")
@@ -681,9 +675,7 @@ def _agrees(opening: Sequence[Source], later: Sequence[Source]) -> bool:
 
 
 def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]:
-    """Returns where the operands of the repetition at `start` come from, in a run that begins at
-    `begin`.
-    """
+    """The origins of the operands of the repetition at `start`, in a run that begins at `begin`."""
     wiring: list[Source] = []
     for position in range(start, start + period):
         for number in tokens.inputs[position]:
@@ -700,8 +692,8 @@ def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]
 
 
 def tokenise(program: Program) -> Tokens:
-    """A program as tokens; the kind of an equation is its primitive, its parameters and the types
-    of its operands, and which of these are frozen parameters.
+    """A program as tokens. The kind of an equation is its primitive, its parameters, the types of
+    its operands, and which of these are frozen parameters.
     """
     numbers: dict[tuple[Any, ...], int] = {}
     texts: dict[int, str] = {}
@@ -729,8 +721,8 @@ def tokenise(program: Program) -> Tokens:
 
 
 def _params(equation: Equation, texts: dict[int, str]) -> tuple[str, ...]:
-    """The parameters as text: jaxprs print with canonical names, functions count by identity, save
-    those of derivatives.
+    """The parameters as text: jaxprs print with canonical names, functions compare by identity
+    except derivative rules.
     """
     texts_of_params: list[str] = []
     for key, value in sorted(equation.params.items()):

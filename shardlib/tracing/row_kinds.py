@@ -1,15 +1,16 @@
-"""Kinds of values: the rows of the batch that each element of a value depends on.
+"""Kinds of values: the rows of the batch that each element depends on.
 
 Five families, from the least to the most entangled:
 
-    free    no row is looked at; along dims of the batch all elements are equal
-    row     every element looks at one row, and `Place` says at which
-    sum     a sum over all rows of one function of a row (with coefficients, and with what depends
-            on no row)
+    free    depends on no row; along dims of the batch all elements are equal
+    row     every element depends on one row, given by `Place`
+    sum     a sum over all rows of one function of a row (with coefficients, and with values that
+            depend on no row)
+    data    several rows in any other way, but no parameter: computed from the batch in advance
     mixed   several rows and parameters, in a way that is not a sum
 
-A value that is free or a sum changes by a power of the number of rows when there are more of them
-(beside the sum itself): a mean is a sum with power -1.
+When the number of rows changes, a value that is free, or the terms of a sum, scale by a power of
+it: a mean is a sum with power -1.
 
 >>> MEAN = total(power=Fraction(-1), learned=True)
 >>> MEAN.family, str(MEAN.power)
@@ -30,20 +31,20 @@ from shardlib.jax_types import Eqn, EqnParams
 from shardlib.tracing.layouts import user_line
 from shardlib.tracing.program import CUSTOM, Equation, Program
 
-#: (path of an equation, index of its result): where a value is made.
+#: (path of an equation, index of its result): the origin of a value.
 Origin = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Position of the rows of a value: the element at flat position f over the dims start..stop
-    looks at row (f // inner) % rows.
+    """Position of the rows of a value: the element at flat position f over dims start..stop depends
+    on row (f // inner) % rows.
 
     Attributes:
         start, stop: the dims.
-        inner: elements of one row that follow each other.
+        inner: consecutive elements of one row.
         scans: scans over rows whose body the value is in, the outermost first: (path, number of its
-            dims that it runs over with others, inner).
+            dims merged with others, inner).
     """
 
     start: int
@@ -53,7 +54,7 @@ class Place:
 
     @property
     def dims(self) -> range:
-        """The dims that hold the rows."""
+        """The dims that contain the rows."""
         return range(self.start, self.stop)
 
 
@@ -64,7 +65,7 @@ class Descent:
     Attributes:
         learned: whether it depends on parameters.
         weighted: whether it has coefficients from the data of the whole batch.
-        scaled: whether terms with different powers have been added up in it.
+        scaled: whether it adds terms with different powers of the number of rows.
         notes: see `shardlib.graph.Dependence.notes`.
     """
 
@@ -74,8 +75,7 @@ class Descent:
     notes: frozenset[str] = frozenset()
 
 
-#: Names of the fields of `Descent`, which the makers of kinds below take as they take those of
-#: `Kind`.
+#: Fields of `Descent`, which the constructors below accept like those of `Kind`.
 _DESCENT = frozenset(name.name for name in fields(Descent))
 
 
@@ -95,7 +95,7 @@ class Cause:
         return f"{self.why} ({self.where})"
 
 
-#: What indexing does with positions, see `Kind`.
+#: Role of a value in jax.numpy's indexing, see `Kind`.
 Tag: TypeAlias = "str | tuple[Tag, ...] | None"
 #: The value of a field of `Kind` or of `Descent`.
 Trait: TypeAlias = Any
@@ -107,20 +107,19 @@ class Kind:
 
     Attributes:
         family: see the module.
-        descent: what it has of any of its operands.
-        place: where the rows are, of a "row".
-        power: exponent of the number of rows that it changes by; None where it changes in another
-            way.
+        descent: properties inherited from operands.
+        place: position of the rows, of a "row".
+        power: exponent of the number of rows in its scale; None if it does not scale by a power.
         zero: whether all elements are zero.
         splat: whether all elements are equal, of "free".
-        value: a scalar's numbers for the two numbers of rows, where they are known.
-        tag: what jax.numpy's indexing does with positions: "positions" (0, 1, 2, ... along the
-            batch), "false" (such positions are not negative), or a tuple of the tags of index
-            components.
-        running: whether a scan over rows is adding it up.
-        origin: where it is made, of what the whole batch can say beforehand.
-        cause: what mixes the rows, of "mixed" and of "data" that an operation has mixed.
-        vouched: whether it is a `shardlib.WeightedMean`, which the user says is one.
+        value: the numbers of a scalar in the two traces, if known.
+        tag: role in jax.numpy's indexing: "positions" (0, 1, 2, ... along the batch), "false" (the
+            test whether such positions are negative), or a tuple of the tags of index components.
+        running: whether it is the running sum of a scan over rows.
+        origin: the result that makes it, of a value that can be computed from the whole batch in
+            advance.
+        cause: the operation that mixes rows, of "mixed" and of some "data".
+        vouched: whether it is a `shardlib.WeightedMean`, which the user declares to be a mean.
     """
 
     family: str
@@ -138,14 +137,14 @@ class Kind:
 
     @property
     def rows(self) -> Place:
-        """Returns where the rows are, of a "row"."""
+        """The position of the rows, of a "row"."""
         assert self.place is not None
         return self.place
 
     @property
     def beforehand(self) -> bool:
-        """True if the value for the whole batch differs from that for a part of it, and can be had
-        before anything is learned from.
+        """True if the value differs between the whole batch and a part of it, and can be computed
+        from the batch alone, before the parameters are read.
         """
         return not self.descent.learned and (
             self.family in ("data", "sum") or (self.family == "row" and self.descent.weighted)
@@ -159,12 +158,12 @@ class Kind:
 
 
 def free(**more: Trait) -> Kind:
-    """A value that looks at no row."""
+    """A value that depends on no row."""
     return Kind(family="free").with_(**more)
 
 
 def row(place: Place, **more: Trait) -> Kind:
-    """A value whose elements look at one row each."""
+    """A value whose elements depend on one row each."""
     return Kind(family="row", place=place).with_(**more)
 
 
@@ -172,13 +171,13 @@ def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
     """A sum over rows.
 
     Args:
-        power: of the number of rows in its terms, see `Kind`; None where it has none.
+        power: of the number of rows in its terms, see `Kind`.
     """
     return Kind(family="sum", power=power).with_(**more)
 
 
 def mixed(why: str, location: str) -> Kind:
-    """Rows that meet in what is learned."""
+    """A learned value in which rows are mixed."""
     return Kind(
         family="mixed",
         descent=Descent(learned=True),
@@ -187,23 +186,19 @@ def mixed(why: str, location: str) -> Kind:
 
 
 def data(*, tag: Tag = None, cause: Cause | None = None) -> Kind:
-    """Returns what the whole batch says beforehand.
+    """A value of the whole batch that depends on no parameter.
 
     Args:
-        cause: what mixes its rows; None where no operation does.
+        cause: the operation that mixes its rows; None if none does.
     """
     return Kind(family="data", tag=tag, cause=cause)
 
 
 def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
-    """The power of a product.
+    """The power of a product; None if a factor has none.
 
     Args:
-        powers: of the factors; None where one has no power.
         signs: 1 for a factor, -1 for a divisor; all 1 by default.
-
-    Returns:
-        The sum of the powers; None where one of them is None.
     """
     power_sum = Fraction(0)
     for power, sign in zip(powers, signs or [1] * len(powers), strict=True):
@@ -214,7 +209,7 @@ def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Frac
 
 
 def common(kinds: list[Kind]) -> dict[str, Trait]:
-    """Returns what a result has of any of its operands."""
+    """The properties that a result inherits from any operand."""
     return {
         "learned": any(kind.descent.learned for kind in kinds),
         "weighted": any(kind.descent.weighted for kind in kinds),
@@ -224,24 +219,23 @@ def common(kinds: list[Kind]) -> dict[str, Trait]:
 
 
 # --------------------------------------------------------------------------------------------------
-# One equation in two traces of a loss, for two numbers of rows. What differs between them is made
-# by the number of rows: nothing is guessed from sizes or names.
+# One equation in two traces of a loss. Differences between them come from the number of rows alone:
+# nothing is guessed from sizes or names.
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """An equation, twice.
+    """An equation in two traces.
 
     Attributes:
-        first, second: the equation in the first and in the second trace.
         sizes: number of rows in each.
-        scales: operands that are multiplied with a power of the number of parts where a part of the
-            batch stands for the whole, (path, operand) -> exponent; None in loops and custom
-            derivatives, where nothing can be changed.
-        unchanged: whether it is inside of a function whose derivative was written by hand, whose
-            equations stay as they are.
+        scales: operands that are multiplied by a power of the number of parts when one part of the
+            batch is computed, (path, operand) -> exponent; None in loops and custom derivatives,
+            which cannot be edited.
+        unchanged: whether it is inside a function with a custom derivative, whose equations are not
+            edited.
     """
 
     first: Equation
@@ -277,7 +271,7 @@ class Step:
         ]
 
     def inside(self, word: str = "") -> tuple[Program, Program]:
-        """The programs inside of it, see `Equation.inside`."""
+        """Its inner programs, see `Equation.inside`."""
         return self.first.inside(word), self.second.inside(word)
 
     def batch_dims(self, operand: int) -> list[int]:
@@ -290,17 +284,15 @@ class Step:
 
     @property
     def cuts(self) -> bool:
-        """True if it is a conversion that changes values by more than a rounding: numbers to
-        integers or truth values, integers to smaller ones.
-        """
+        """True if it is a lossy conversion: to integers or booleans, or to smaller integers."""
         if self.name != "convert_element_type":
             return False
         old, new = self.first.eqn.invars[0].aval.dtype, self.first.eqn.outvars[0].aval.dtype
         return not jax.dtypes.issubdtype(new, np.inexact) and not np.can_cast(old, new, "safe")
 
     def mixed(self, why: str, kinds: list[Kind]) -> Kind:
-        """A result in which rows meet; where nothing is learned, the whole batch can say it
-        beforehand.
+        """A result in which rows are mixed; one that depends on no parameter is a value of the
+        whole batch.
         """
         if not any(kind.descent.learned for kind in kinds):
             return data(cause=Cause(why=why, where=self.where))
@@ -320,23 +312,23 @@ def differing(shapes: tuple[Shape, Shape]) -> list[int]:
 
 
 def line_of(equation: Equation) -> str:
-    """The user's line of an equation, or of the innermost call around it that has one."""
+    """The user's line of an equation, or of the innermost inlined call around it that has one."""
     return next((line for eqn in (equation.eqn, *equation.within) if (line := user_line(eqn))), "")
 
 
 # --------------------------------------------------------------------------------------------------
-# Whole-batch values that a part of the batch reads.
+# Whole-batch values that a microbatch reads.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handed:
-    """A value that the whole batch says beforehand, where a part of it reads it.
+    """A value computed from the whole batch and passed to every part of it.
 
     Attributes:
         origin: the equation of the whole batch's program that makes it, and the index of the
             result.
-        dim: its dim of rows, which are dealt out like those of the batch; None where it has none.
-        inner: elements of one row that follow each other along that dim.
+        dim: its row dim, which is split like those of the batch; None if it has none.
+        inner: consecutive elements of one row along that dim.
     """
 
     origin: Origin
@@ -345,7 +337,9 @@ class Handed:
 
 
 def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -> Kind:
-    """Returns what the whole batch says, as parts of it find it: a number, or one for each row."""
+    """The kind of a whole-batch value in a part of the batch: a constant, or one value for each
+    row.
+    """
     if kind.family == "row":
         return kind.with_(power=Fraction(0), weighted=True) if kind.descent.weighted else kind
     if kind.family not in ("data", "sum"):
@@ -367,24 +361,23 @@ class Unlike(Exception):
 
 
 # --------------------------------------------------------------------------------------------------
-# Draws of random numbers for the rows of a batch.
+# Random numbers for the rows of a batch.
 #
 # Threefry (`jax_threefry_partitionable`, JAX's default) makes every number of a draw from the key
 # and the number's position alone. A part of the batch can therefore draw exactly the numbers that
 # the whole batch draws for its rows: the same key at the positions of these rows. Generators with
-# a hidden state cannot; what they draw is a value of the whole batch.
+# a hidden state cannot; their draws are values of the whole batch.
 
-#: Primitives that draw an array of a shape of their own from each key.
+#: Primitives that draw an array of a given shape from each key.
 SHAPED = frozenset({"random_bits", "random_split"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Position of the rows in the shape that is drawn from a key.
+    """Position of the rows in the shape drawn from a key.
 
     Attributes:
-        dim: of that shape.
-        inner: elements of one row that follow each other along it.
+        inner: consecutive elements of one row along `dim`.
     """
 
     dim: int
@@ -397,18 +390,18 @@ def _threefry() -> Any:
 
 
 def by_position(dtype: Any) -> bool:
-    """Returns whether keys of a dtype make every number from its position alone."""
+    """True if keys of a dtype make every number from its position alone."""
     return dtype == _threefry() and bool(getattr(jax.config, "jax_threefry_partitionable", True))
 
 
 def own_dims(first_eqn: Eqn, two: Eqn) -> list[int]:
-    """Dims of the drawn shape that the number of rows changes, in two traces of one draw."""
+    """Dims of the drawn shape that the number of rows changes."""
     pairs = zip(first_eqn.params["shape"], two.params["shape"], strict=True)
     return [dim for dim, (first, second) in enumerate(pairs) if first != second]
 
 
 def draw_of(first: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
-    """The rows of a draw; None where they cannot be drawn by their positions."""
+    """The rows of a draw; None if they cannot be drawn by position."""
     keys: Any = (first.invars[0].aval, two.invars[0].aval)
     dims = own_dims(first, two)
     if len(dims) != 1 or keys[0].shape != keys[1].shape or not by_position(keys[0].dtype):
@@ -420,8 +413,8 @@ def draw_of(first: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
 
 
 def draws(first_program: Program, two: Program, sizes: tuple[int, int]) -> dict[str, Draw | None]:
-    """Every draw whose shape the number of rows changes, by its path, those of loops included; None
-    for one whose rows cannot be drawn by their positions.
+    """Every draw whose shape the number of rows changes, by path, loops included; None for one
+    whose rows cannot be drawn by position.
     """
     if [(e.path, e.name) for e in first_program.equations] != [
         (e.path, e.name) for e in two.equations

@@ -1,4 +1,4 @@
-"""Rules of every family of primitives for the rows of the batch."""
+"""Rules for the rows of the batch, by family of primitives."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from shardlib.tracing.rules import ARITHMETIC, COPIES, whole_dims
 # --------------------------------------------------------------------------------------------------
 # Element-wise operations.
 
-#: What rules are: (equation, kinds of its operands) -> the kind of all its results, or of each.
+#: A rule: (equation, kinds of its operands) -> the kind of all its results, or one kind per result.
 Rule = Callable[[Step, list[Kind]], "Kind | list[Kind]"]
 
-#: Why a result is mixed: no sum over rows is left of it.
+#: Reason for a mixed result that is no longer a sum over rows.
 NOT_LINEAR = "a function of a sum over rows that is not linear"
 _ADDING = frozenset({"add", "add_any", "sub"})
 _PASSING = frozenset({*COPIES, "neg", "real", "imag"})
 
 
 def elementwise(step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
-    """Position by position; the operands have the shape of the result, or none."""
+    """Element-wise operations; operands have the shape of the result, or are scalars."""
     if step.name == "bitcast_convert_type" and len(step.operands[0][0]) != len(step.results[0][0]):
         return step.mixed("nothing is known about its rows", kinds)
     if step.name == "optimization_barrier":
@@ -131,9 +131,7 @@ def _product(step: Step, kinds: list[Kind], signs: list[int], more: dict[str, ob
 
 
 def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
-    """Terms, some of them sums over rows, that are added up or stand beside each other in one
-    array.
-    """
+    """The sum or the concatenation of terms, some of which are sums over rows."""
     terms = [(index, kinds[index]) for index in positions if not kinds[index].zero]
     more = common(kinds)
     powers = {kind.power for _, kind in terms if kind.family == "sum"}
@@ -156,7 +154,7 @@ def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
 
 
 def _running(step: Step, kinds: list[Kind]) -> Kind:
-    """A row is added to what a scan over rows has added up."""
+    """A row is added to the running sum of a scan over rows."""
     inside = all(not kind.rows.dims for kind in kinds if kind.family == "row")
     powers = {kind.power for kind in kinds if not kind.zero}
     if (
@@ -179,8 +177,8 @@ Read = Callable[[list[tuple[int, int]]], list[Kind]]
 def declared(
     first_equation: Equation, two: Equation, first: Program, second: Program, read: Read
 ) -> list[Kind] | None:
-    """Kinds of the results of a call, by what the function says of itself; None where it says
-    nothing, or not of such operands.
+    """The kinds of the results of a custom call, as the function declares them; None if it declares
+    none for such operands.
     """
     assert first_equation.call is not None and two.call is not None
     form = first_equation.call.form
@@ -208,8 +206,8 @@ def declared(
 
 
 def _no_sums(kinds: list[Kind]) -> str:
-    """Returns what is known to be wrong with a total and a weight, of which the user says that they
-    are sums over rows; empty where nothing is.
+    """The reason why a total and a weight are not sums over rows, as the user declares; "" if none
+    is known.
     """
     for name, kind in zip(("total", "weight"), kinds, strict=True):
         if kind.cause is not None and kind.cause.why == NOT_LINEAR:
@@ -224,7 +222,7 @@ def _no_sums(kinds: list[Kind]) -> str:
 
 
 def _growth(kind: Kind) -> Fraction | None:
-    """The power of the number of rows that a value grows with; None where that is not known."""
+    """The power of the number of rows by which a value grows; None if unknown."""
     if kind.power is None or kind.family not in ("free", "sum") or kind.descent.scaled or kind.zero:
         return None
     return kind.power + (1 if kind.family == "sum" else 0)
@@ -235,7 +233,7 @@ def _of(kinds: list[Kind]) -> dict[str, Any]:
 
 
 def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] | None:
-    """Tokens that visit experts without being dropped do so one by one, whoever else does."""
+    """Dropless experts: the result for a token does not depend on other tokens."""
     tokens, parameters = kinds[:3], kinds[3:]
     row_kinds = [kind for kind in tokens if kind.family == "row"]
     if (
@@ -261,7 +259,7 @@ def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] |
 
 
 def stacked(step: Step, kinds: list[Kind]) -> Kind:
-    """Rows that are dims of the stack stay apart."""
+    """Rows along stack dims stay independent."""
     places = {kind.rows for kind in kinds if kind.family == "row"}
     if len(places) != 1 or any(kind.family not in ("free", "row") for kind in kinds):
         return step.mixed("rows meet other rows", kinds)
@@ -296,11 +294,11 @@ def stacked(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
-    """A kind whose dim d is dim where(d) of the result; None where the rows do not stay together,
-    in their order.
+    """The kind after dim d of the operand becomes dim `target_dim(d)` of the result; None if the
+    rows do not stay contiguous and in order.
 
     Args:
-        target_dim: dim of the operand -> dim of the result, None where the dim is gone.
+        target_dim: dim of the operand -> dim of the result, None for a removed dim.
     """
     if kind.family != "row" or not kind.rows.dims:
         return kind
@@ -311,7 +309,7 @@ def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
 
 
 def kept(step: Step, kinds: list[Kind], result: Kind | None) -> Kind:
-    """A kind, or "mixed" where there is none since the rows lost their order."""
+    """The kind, or "mixed" if it is None because the rows lost their order."""
     return step.mixed("the order of the rows is lost", kinds) if result is None else result
 
 
@@ -342,13 +340,13 @@ def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def transpose(step: Step, kinds: list[Kind]) -> Kind:
-    """Dims change places."""
+    """Permutes dims."""
     order = list(step.params["permutation"])
     return kinds[0] if kinds[0].family == "sum" else kept(step, kinds, moved(kinds[0], order.index))
 
 
 def squeeze(step: Step, kinds: list[Kind]) -> Kind:
-    """Dims of size 1 go."""
+    """Removes dims of size 1."""
     rank = len(step.operands[0][0])
     gone = {dim % rank for dim in step.params["dimensions"]}
     left = [dim for dim in range(rank) if dim not in gone]
@@ -358,8 +356,8 @@ def squeeze(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def reshape(step: Step, kinds: list[Kind]) -> Kind:
-    """Elements stay in order; the place of rows is found again from the number of elements that
-    follow each other.
+    """Elements keep their order; the place of the rows follows from the number of consecutive
+    elements of a row.
     """
     kind = kinds[0]
     if kind.family == "sum":
@@ -378,9 +376,8 @@ def reshape(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def regrouped_alike(place: Place, step: Step) -> Place | None:
-    """Returns where rows are after a reshape, for both numbers of rows; None where they are
-    elsewhere, or nowhere. Of a single row any dim of size 1 could be the one: there the other trace
-    says which.
+    """The place of rows after a reshape, for both numbers of rows; None if the two differ or there
+    is none. With a single row any dim of size 1 could be the place: the other trace decides.
     """
     places = [
         regrouped(place, step.operands[0][trace], step.results[0][trace], size)
@@ -405,11 +402,7 @@ def regrouped_alike(place: Place, step: Step) -> Place | None:
 
 
 def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | None:
-    """Returns where rows are after a reshape.
-
-    Returns:
-        None where no dims of the result hold exactly the rows.
-    """
+    """The place of rows after a reshape; None if no dims of the result contain exactly the rows."""
     stride = place.inner * math.prod(before[place.stop :])
     stop = next(
         (dim for dim in range(len(after) + 1) if stride % math.prod(after[dim:]) == 0), None
@@ -427,8 +420,8 @@ def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | N
 
 
 def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
-    """In the body of a scan over rows, which of them they are is not known: only a dim that is the
-    same one before and after is followed.
+    """In the body of a scan over rows, which rows they are is unknown: only a dim of the same size
+    before and after is followed.
     """
     place, before, after = kinds[0].rows, step.operands[0], step.results[0]
     merged = [tuple(math.prod(shape[place.start : place.stop]) for shape in before)]
@@ -482,7 +475,7 @@ def last(step: Step) -> list[int]:
 
 
 def tile(step: Step, kinds: list[Kind]) -> Kind:
-    """An array repeated along its dims."""
+    """Repeats an array along its dims."""
     kind = kinds[0]
     if kind.family == "row" and any(step.params["reps"][dim] != 1 for dim in kind.rows.dims):
         return step.mixed("rows are repeated", kinds)
@@ -492,7 +485,7 @@ def tile(step: Step, kinds: list[Kind]) -> Kind:
 # --------------------------------------------------------------------------------------------------
 # Lookups of a row, or by the position of a row.
 
-#: Operations that jax.numpy's indexing makes positions with; they keep their tag.
+#: Operations by which jax.numpy's indexing prepares positions; they keep the tag.
 _KEEPING = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"})
 LOOKUPS: frozenset[str] = frozenset(
     {
@@ -507,8 +500,8 @@ LOOKUPS: frozenset[str] = frozenset(
 
 
 def positional(kind: Kind) -> bool:
-    """Returns whether a value holds positions in the batch, which in a part of it are other
-    numbers.
+    """True if a value contains positions in the batch, which are different numbers in a part of
+    it.
     """
     return kind.tag is not None and "positions" in (
         kind.tag if isinstance(kind.tag, tuple) else (kind.tag,)
@@ -516,7 +509,7 @@ def positional(kind: Kind) -> bool:
 
 
 def tagged(step: Step, kinds: list[Kind]) -> Kind | None:
-    """The result of an operation of indexing with positions in the batch; None where it is another
+    """The result of an indexing operation on positions in the batch; None for any other
     operation.
     """
     tags = [kind.tag for kind in kinds]
@@ -537,7 +530,7 @@ def tagged(step: Step, kinds: list[Kind]) -> Kind | None:
 
 
 def _components(step: Step, kinds: list[Kind]) -> Kind | None:
-    """Positions beside other components of an index."""
+    """Positions concatenated with other components of an index."""
     others = [kind for kind in kinds if kind.tag != "positions"]
     batch = {
         tuple(step.batch_dims(index)) for index, kind in enumerate(kinds) if kind.tag == "positions"
@@ -586,8 +579,8 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _alongside(step: Step, index: Kind) -> bool:
-    """Returns whether an array that is alike for all rows has none, or one for each of the
-    index.
+    """True if an array that is the same for all rows has no dim of rows, or one that is batched
+    with the index.
     """
     numbers = step.params["dimension_numbers"]
     along = dict(
@@ -642,7 +635,7 @@ def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, o
 
 
 def _indexing_by_position(step: Step, index: Kind, mapped: list[int], rows: Place) -> bool:
-    """Returns whether a row looks itself up."""
+    """True if every row looks itself up."""
     component = mapped.index(rows.start) if rows.start in mapped else -1
     tags = index.tag if isinstance(index.tag, tuple) else (index.tag,)
     return (
@@ -666,7 +659,7 @@ def _placed(
 
 
 def scatter(step: Step, kinds: list[Kind]) -> Kind:
-    """Updates are written, or added, at computed positions."""
+    """Writes, or adds, updates at computed positions."""
     numbers, (target, index, updates) = step.params["dimension_numbers"], kinds
     if any(kind.family == "sum" for kind in kinds) or (index.power != 0 and index.family != "data"):
         return step.mixed("sums over rows are written at computed positions", kinds)
@@ -702,12 +695,12 @@ def scatter(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _in_rows(step: Step, kinds: list[Kind]) -> bool:
-    """Returns whether the target has rows, in a scan over them."""
+    """True if the target has rows, in a scan over them."""
     return kinds[0].family == "row" and bool(kinds[0].rows.dims)
 
 
 def _written(step: Step, kinds: list[Kind]) -> int | None:
-    """The dim of the result that holds the rows; None where they are not each their own."""
+    """The dim of the result that contains the rows; None if updates of different rows can meet."""
     numbers, (target, index, updates) = step.params["dimension_numbers"], kinds
     dims = step.result_dims() or list(target.rows.dims)
     if len(dims) != 1:
@@ -758,11 +751,11 @@ def _written(step: Step, kinds: list[Kind]) -> int | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows through operations that take arrays apart and put them together.
+# Rows through operations that split and join arrays.
 
 
 def slice_(step: Step, kinds: list[Kind]) -> Kind:
-    """A part of each dim."""
+    """A slice of each dim."""
     kind = kinds[0]
     if kind.family == "sum":
         return kind
@@ -783,12 +776,12 @@ def slice_(step: Step, kinds: list[Kind]) -> Kind:
             all(low % unit == 0 and high % unit == 0 for low, high, unit in bounds)
             and len({(low // unit, high // unit) for low, high, unit in bounds}) == 1
         ):
-            return kind  # whole batches, of several that were joined
+            return kind  # whole batches, of several that were concatenated
     return step.mixed("rows are picked by their position", kinds)
 
 
 def split(step: Step, kinds: list[Kind]) -> Kind:
-    """Parts along one dim."""
+    """Splits along one dim."""
     kind, dim = kinds[0], step.params["axis"]
     if kind.family == "sum" or dim not in kind.rows.dims:
         return kind
@@ -804,7 +797,7 @@ def split(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def concatenate(step: Step, kinds: list[Kind]) -> Kind:
-    """Arrays, one after the other along one dim."""
+    """Concatenates along one dim."""
     dim, row_kinds = step.params["dimension"], [kind for kind in kinds if kind.family == "row"]
     if not row_kinds:
         return joined(step, kinds, list(range(len(kinds))))
@@ -832,7 +825,7 @@ def concatenate(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def unstack(step: Step, kinds: list[Kind]) -> Kind:
-    """Slices along one dim, which goes."""
+    """Slices along one dim, which is removed."""
     kind, axis = kinds[0], step.params["axis"]
     if kind.family == "sum":
         return kind
@@ -840,7 +833,7 @@ def unstack(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def stack(step: Step, kinds: list[Kind]) -> Kind:
-    """Arrays side by side along a dim of their own."""
+    """Joins arrays along a new dim."""
     axis, row_kinds = step.params["axis"], [kind for kind in kinds if kind.family == "row"]
     if not row_kinds:
         return joined(step, kinds, list(range(len(kinds))))
@@ -860,7 +853,7 @@ def stack(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def pad(step: Step, kinds: list[Kind]) -> Kind:
-    """Elements are added around."""
+    """Pads dims."""
     kind = kinds[0]
     if kinds[1].family != "free" or (kind.family == "sum" and not kinds[1].zero):
         return step.mixed("what is added depends on rows", kinds)
@@ -876,7 +869,7 @@ def pad(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
-    """A part of each dim, at a position that the program computes."""
+    """A slice of each dim at a computed position."""
     kind = kinds[0]
     if any(position.family != "free" or position.power != 0 for position in kinds[1:]):
         return step.mixed("a position that depends on rows", kinds)
@@ -899,7 +892,7 @@ def _shared(kinds: list[Kind]) -> dict[str, bool]:
 
 
 def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
-    """A part is written into an array."""
+    """Writes an update into an array at a computed position."""
     row_kinds = [kind for kind in kinds[:2] if kind.family == "row"]
     powers = {kind.power for kind in kinds[:2] if not kind.zero}
     if (
@@ -926,11 +919,12 @@ def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
 
 
 # --------------------------------------------------------------------------------------------------
-# Numbers that are known in both traces, and scalars that are computed from such.
+# Numbers known in both traces, and scalars computed from them.
 
 
 def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> Fraction | None:
-    """The power of the number of rows that two numbers differ by; None where it is none.
+    """The power of the number of rows by which two numbers differ; None if they do not differ by a
+    power.
 
     Args:
         pair: the number in the two traces; None counts as the same.
@@ -962,7 +956,7 @@ def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> 
 
 
 def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
-    """A scalar that is computed from scalars whose numbers are known."""
+    """A scalar computed from known scalars; None if it cannot be folded."""
     if (
         not kinds
         or any(kind.value is None for kind in kinds)
@@ -1048,10 +1042,10 @@ def _kept(kinds: list[Kind]) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operations on values that look at no row: along dims of the batch all their elements are equal,
-# and the results know how the number of rows scales them.
+# Operations on values that depend on no row: along dims of the batch all their elements are equal;
+# only the power of the number of rows in their scale is tracked.
 
-#: Of values that are equal along a dim, this makes values that are.
+#: Operations that map values equal along a dim to values equal along it.
 _UNIFORM = frozenset(
     {
         "sort",
@@ -1074,12 +1068,12 @@ _UNIFORM = frozenset(
     }
 )
 
-#: So does this, along dims of its own.
+#: The same for operations along one dim, if that is another dim.
 _ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 
 def constant(left: Constant, two: Constant, sizes: tuple[int, int]) -> Kind:
-    """A literal or a captured array, as it is in the two traces."""
+    """The kind of a literal or a captured array, from its two traces."""
     if _opaque(left) or _opaque(two):
         return free()
     first, second = np.asarray(left), np.asarray(two)
@@ -1122,7 +1116,7 @@ def _opaque(array: Any) -> bool:
 
 
 def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Kind]:
-    """The results of an operation on values that are all free."""
+    """The kinds of the results of an operation on free values."""
     name = step.name
     if name == "iota":
         return (
@@ -1182,14 +1176,14 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
 
 
 def _along_others(step: Step) -> bool:
-    """Returns whether an operation works along one dim, and that is none of the batch."""
+    """True if an operation works along one dim that is not a dim of the batch."""
     axis = step.params.get("axis", step.params.get("dimension"))
     return step.name in _ALONG and axis not in step.batch_dims(0)
 
 
 def _reshaped(step: Step, kinds: list[Kind]) -> Kind:
-    """Equal elements stay equal; others along dims of the batch are as rows are: every one the
-    same.
+    """Equal elements stay equal; values with a batch dim are followed like rows that are all
+    equal.
     """
     kind, more = kinds[0], common(kinds)
     before, after = step.batch_dims(0), step.result_dims()
@@ -1229,13 +1223,13 @@ def _joined(step: Step, kinds: list[Kind]) -> Kind:
 
 
 # --------------------------------------------------------------------------------------------------
-# Random numbers and the keys that they are drawn from.
+# Random numbers and their keys.
 
 _TOGETHER = "random numbers of all rows are drawn together"
 
 
 def shaped(step: Step, kinds: list[Kind]) -> Kind:
-    """An array drawn from each key: what is drawn for a position of the batch is that row's."""
+    """An array drawn from each key: the numbers at a row's positions belong to that row."""
     (keys,), dims, rank = kinds, step.result_dims(), len(step.operands[0][0])
     drawn_dims, more = own_dims(step.first.eqn, step.second.eqn), common(kinds)
     if keys.family == "free" and not drawn_dims:
@@ -1257,7 +1251,7 @@ def shaped(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def alike(step: Step, kinds: list[Kind]) -> Kind:
-    """Keys from keys and numbers, one by one; draws from a key for each sample."""
+    """Element-wise operations on keys, and draws with one key per sample."""
     if any(kind.power != 0 for kind in kinds):
         return step.mixed("the number of rows goes into a random key", kinds)
     places = {kind.rows for kind in kinds if kind.family == "row"}
@@ -1272,7 +1266,9 @@ def alike(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def gamma(step: Step, kinds: list[Kind]) -> Kind:
-    """Samples with a number of tries that differs; a key for all rows splits by their number."""
+    """Rejection sampling: the number of tries varies, and a key for all rows is split by their
+    number.
+    """
     keys, dtype = kinds[0], step.first.eqn.invars[0].aval.dtype
     exact = keys.family == "row" and by_position(dtype)
     rank = len(step.operands[0][0])
@@ -1286,7 +1282,7 @@ def gamma(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def reduce_sum(step: Step, kinds: list[Kind]) -> Kind:
-    """Adds up along dims."""
+    """A sum along dims."""
     kind, axes = kinds[0], set(step.params["axes"])
     if kind.family == "sum":
         return kind
@@ -1296,7 +1292,7 @@ def reduce_sum(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def reduce_other(step: Step, kinds: list[Kind]) -> Kind:
-    """Reduces along dims, not by adding."""
+    """A reduction along dims that is not a sum."""
     kind, axes = kinds[0], set(step.params["axes"])
     if kind.family == "sum":
         return step.mixed(NOT_LINEAR, kinds)
@@ -1306,7 +1302,7 @@ def reduce_other(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _beside(step: Step, kinds: list[Kind], axes: set[int], why: str) -> Kind:
-    """A reduction along other dims than those of the rows."""
+    """A reduction along dims other than those of the rows."""
     place = kinds[0].rows
     if axes & set(place.dims):
         return step.mixed(why, kinds)
@@ -1317,7 +1313,7 @@ def _beside(step: Step, kinds: list[Kind], axes: set[int], why: str) -> Kind:
 
 
 def window(step: Step, kinds: list[Kind]) -> Kind:
-    """Reduces over windows."""
+    """A reduction over windows."""
     row_kinds = [kind for kind in kinds if kind.family == "row"]
     if (
         len({kind.rows for kind in row_kinds}) != 1
@@ -1336,7 +1332,7 @@ def window(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def dot_general(step: Step, kinds: list[Kind]) -> Kind:
-    """Multiplies and contracts."""
+    """A product with contracted and batch dims."""
     power = added([kind.power for kind in kinds])
     if power is None:
         return step.mixed("the number of rows goes into a factor", kinds)
@@ -1377,7 +1373,7 @@ def dot_general(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _paired(step: Step, operand: int, rows: Place) -> set[int]:
-    """The dims of one operand that run along the rows of the other."""
+    """The dims of one operand that are paired with the rows of the other."""
     pairs = step.params["dimension_numbers"][1]
     return {
         theirs
@@ -1397,7 +1393,7 @@ def _with_sum(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _rows_by_rows(step: Step, kinds: list[Kind]) -> Kind:
-    """Rows times rows: each with itself, added up or not."""
+    """A product of rows with rows, each with itself, summed or not."""
     contracted, batched, place = _dims(step)
     first, second = (kind.rows for kind in kinds)
     power, more = added([kind.power for kind in kinds]), common(kinds)
@@ -1446,7 +1442,7 @@ def _dims(step: Step) -> tuple[list[dict[int, int]], list[dict[int, int]], list[
 
 
 def convolution(step: Step, kinds: list[Kind]) -> Kind:
-    """Convolves images with kernels."""
+    """A convolution."""
     numbers, (images, kernels) = step.params["dimension_numbers"], kinds
     power, more = added([kind.power for kind in kinds]), common(kinds)
     if (

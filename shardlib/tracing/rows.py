@@ -1,6 +1,7 @@
-"""Dependence of a loss on the rows of its batch. Two traces of it, for different numbers of rows,
-are walked side by side; the kind of every value (`row_kinds.py`) follows from its operands by rules
-(`row_rules.py`).
+"""Dependence of a loss on the rows of its batch.
+
+Two traces of the loss, for different numbers of rows, are walked in parallel; the kind of every
+value (`row_kinds.py`) follows from its operands by rules (`row_rules.py`).
 """
 
 from __future__ import annotations
@@ -42,31 +43,30 @@ from shardlib.tracing.row_kinds import (
 from shardlib.tracing.row_rules import constant, constants
 
 # --------------------------------------------------------------------------------------------------
-# Two traces of a loss are walked side by side, and every value gets its `Kind`.
+# The walk over two traces.
 #
-# Nothing is known of a primitive that has no rule: where it reads rows, its results are mixed.
-# What the whole batch says beforehand (`Kind.beforehand`) becomes a number like others where
-# something that is learned reads it: the operand is noted in `Analysis.handed`, for whoever works
-# through the batch in parts.
+# A primitive without a rule that reads rows has mixed results. A whole-batch value that does not
+# depend on parameters (`Kind.beforehand`) acts as a constant where a learned operation reads it:
+# the operand is recorded in `Analysis.handed`, so that microbatches can be passed the value.
 
 
-#: Operations that leave what a scan over rows is adding up so.
+#: Operations that keep the running sum of a scan over rows a running sum.
 _RUNNING = frozenset({"add", "add_any", "convert_element_type", "copy", "cond", "scan", "while"})
 
 
 @dataclass(kw_only=True, eq=False)
 class Analysis:
-    """The walk, and what it notes.
+    """The walk, and its records.
 
     Attributes:
         sizes: number of rows in the two traces.
         scales: see `Step.scales`, for operands of equations.
-        handed: operands that are handed in, by (path, operand).
-        judged: custom derivatives that were judged, with what is wrong with them.
-        independent: whether parts of the batch know nothing of each other, so that none is handed
-            what the whole batch says.
-        derivatives_are_judged: whether the walk is inside of a function whose derivative is judged
-            as a whole, or inside of that derivative, of which no further one is taken.
+        handed: whole-batch values passed to every microbatch, by (path, operand).
+        judged: custom derivatives already checked, with the fault found ("" if none).
+        independent: whether microbatches are computed independently, so that none is passed a value
+            of the whole batch.
+        derivatives_are_judged: whether the walk is inside a function whose derivative is checked as
+            a whole, or inside that derivative (no further one is taken).
     """
 
     sizes: tuple[int, int]
@@ -77,13 +77,13 @@ class Analysis:
     derivatives_are_judged: bool = False
 
     def beneath(self) -> Analysis:
-        """The walk inside of a function whose derivative was written by hand."""
+        """The walk inside a function with a custom derivative."""
         return Analysis(sizes=self.sizes, independent=self.independent, derivatives_are_judged=True)
 
     def run(
         self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
     ) -> list[Kind]:
-        """Kinds of the results of a program."""
+        """The kinds of the results of a program."""
         first_program, two = programs
         if [(e.path, e.name) for e in first_program.equations] != [
             (e.path, e.name) for e in two.equations
@@ -122,7 +122,7 @@ class Analysis:
     def equation(
         self, first: Equation, two: Equation, kinds: list[Kind], *, editable: bool
     ) -> list[Kind]:
-        """Kinds of the results of an equation."""
+        """The kinds of the results of an equation."""
         step = Step(
             first=first,
             second=two,
@@ -201,8 +201,8 @@ class Analysis:
         )
 
     def _unlearned(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
-        """Results of what is not learned: what the rules do not see through, the whole batch says
-        beforehand.
+        """Results that do not depend on parameters: where the rules do not apply, they are values
+        of the whole batch.
         """
         rows = any(kind.family == "row" for kind in kinds)
         if any(kind.family == "data" for kind in kinds) or (
@@ -220,7 +220,7 @@ class Analysis:
         return self._by_rule(step, kinds)
 
     def _handed(self, step: Step, index: int, kind: Kind, *, editable: bool) -> Kind:
-        """An operand beside others that are learned."""
+        """The kind of an operand of an equation that has learned operands."""
         if (
             not kind.beforehand
             or (step.name in row_rules.LOOKUPS and row_rules.positional(kind))
@@ -255,15 +255,15 @@ class Analysis:
 # --------------------------------------------------------------------------------------------------
 # Functions with custom derivatives.
 #
-# What they compute is judged by their equations, and so is their derivative: it is taken, for both
-# numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of
-# a parameter must be a sum over rows; a derivative that does otherwise (one that is normalised
-# over the batch) couples the rows, although the function does not. And it must be linear in the
-# cotangents (`shardlib.tracing.linearity`), whose size depends on the number of rows.
+# The function is judged by its equations. Its derivative is taken for both numbers of rows and
+# walked as well: the gradient of a row may depend on that row alone, and the gradient of a
+# parameter must be a sum over rows. A derivative that is normalised over the batch couples the
+# rows although the function does not. And it must be linear in the cotangents
+# (`shardlib.tracing.linearity`), whose size depends on the number of rows.
 
 
 def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """Kinds of the results of a call with a derivative of its own."""
+    """The kinds of the results of a call with a custom derivative."""
     inner = step.inside()
     if len(inner[0].inputs) != len(kinds):
         return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
@@ -290,7 +290,7 @@ def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
 
 
 def _told_apart(rule: Any) -> Any:
-    """The rule, or its identity: one that was bound again holds lists, which have no hash."""
+    """A hashable key of the rule: itself, or its id if it contains lists."""
     try:
         hash(rule)
     except TypeError:
@@ -299,7 +299,7 @@ def _told_apart(rule: Any) -> Any:
 
 
 def _fault(walk: Analysis, step: Step, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
-    """Returns what is wrong with the derivative; empty where nothing is."""
+    """The reason why the derivative cannot be split over microbatches; "" if it can."""
     moving = [
         index
         for index, variable in enumerate(step.first.eqn.invars)
@@ -358,7 +358,7 @@ def _fault(walk: Analysis, step: Step, kinds: list[Kind], kinds_inside: list[Kin
 
 
 def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: bool) -> bool:
-    """Returns whether an operand may have such a gradient."""
+    """True if an operand may have such a gradient."""
     if gradient.family == "free":
         return gradient.zero or operand.family == "free"
     if operand.family == "row":
@@ -399,7 +399,7 @@ def _pulled(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
 
 
 def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """A solver and the product that it inverts, by which it is differentiated."""
+    """A solver, and the matrix product that it inverts, by which JAX differentiates it."""
     lengths = step.params["const_lengths"]
     product, transposed, solver, _ = (
         kinds[sum(lengths[:index]) : sum(lengths[: index + 1])] for index in range(4)
@@ -427,7 +427,7 @@ def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
 # --------------------------------------------------------------------------------------------------
 # Loops and branches.
 
-#: Rounds after which kinds of what a loop carries must have settled.
+#: Maximum number of passes over a loop body until the kinds of its carry are stable.
 _ROUNDS = 24
 
 
@@ -467,7 +467,7 @@ def _scan(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
 
 
 def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
-    """A slice of what is scanned over."""
+    """The kind of one slice of a scanned operand."""
     kind = replace(kind, value=None, tag=None)
     if kind.family == "row":
         place = kind.rows
@@ -492,7 +492,7 @@ def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
 
 
 def _entering(kind: Kind, *, over: bool) -> Kind:
-    """Returns what is carried into the first turn."""
+    """The kind of a carry in the first iteration."""
     kind = replace(kind, value=None, tag=None)
     if over and kind.family == "sum":
         return kind.with_(running=True)
@@ -502,8 +502,8 @@ def _entering(kind: Kind, *, over: bool) -> Kind:
 
 
 def _loops_by_position(step: Step, kind: Kind) -> Kind:
-    """Returns what a loop over rows carries and changes, without looking at them: another value for
-    each row by its position.
+    """The kind of a carry that a loop over rows changes without reading them: it depends on a row's
+    position.
     """
     if kind.family == "free" and not kind.descent.learned:
         return step.mixed("a loop over rows carries what changes from row to row", [kind])
@@ -511,7 +511,7 @@ def _loops_by_position(step: Step, kind: Kind) -> Kind:
 
 
 def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
-    """Returns what is carried into the next turn."""
+    """The kind of a carry in the next iteration."""
     if over and result.family == "sum" and not result.running:
         return step.mixed("a loop over rows carries what is not a sum over them", [result])
     joined = _meet(step, before, result)
@@ -526,7 +526,7 @@ def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
 
 
 def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
-    """The results of all turns."""
+    """The kind of the results of all iterations, stacked."""
     if kind.family == "row":
         place = kind.rows
         if place.scans and place.scans[-1][0] == step.first.path:
@@ -551,7 +551,7 @@ def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
 
 
 def _meet(step: Step, first: Kind, two: Kind) -> Kind:
-    """A value that is one or the other."""
+    """The kind of a value that has either of two kinds."""
     if first == two:
         return first
     kinds = [first, two]
@@ -586,7 +586,7 @@ def _meet(step: Step, first: Kind, two: Kind) -> Kind:
 
 
 def _while(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """A loop that ends when its condition says so."""
+    """A while loop, whose condition may depend on the rows."""
     tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
     body = step.inside("body")
     test = step.inside("cond")
@@ -611,7 +611,7 @@ def _while(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
 
 
 def _cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
-    """Branches, one of which is taken."""
+    """A conditional: one of several branches is taken."""
     results: list[Kind] | None = None
     for number in range(len(step.params["branches"])):
         branch = step.inside(f"branch{number}")
@@ -640,22 +640,21 @@ _CALLS: Mapping[str, Callable[[Analysis, Step, list[Kind]], list[Kind]]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# Dependence of every result of a traced loss on the rows of its batch.
+# The proof for the results of a loss.
 #
 # proof = prove(trace_at, arguments, sizes=(8, 16), names=...) proof.rows.loss.kind # "mean"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Kinds of the inputs of a loss.
+    """The kinds of the inputs of a loss.
 
     Attributes:
-        parameters, states: how many of the first inputs are parameters, and how many after these
-            are model state.
-        dims: for each array of the batch its dim of rows; None where it has none.
-        independent: whether parts of the batch know nothing of each other, so that nothing can be
-            made of the data of the whole batch beforehand: a ratio of sums over rows is coupled
-            then.
+        parameters, states: number of parameters, which come first, and of arrays of model state
+            after them.
+        dims: the row dim of each array of the batch; None if it has none.
+        independent: whether microbatches are computed independently, without values of the whole
+            batch; a ratio of sums over rows is then coupled.
     """
 
     parameters: int
@@ -675,12 +674,12 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proof:
-    """Dependence on rows of a loss that was traced for two numbers of rows.
+    """Dependence on rows of a loss traced for two numbers of rows.
 
     Attributes:
-        rows: how its results depend on the rows.
-        kinds: of the results.
-        analysis: what was noted on the way; None where the traces could not be compared.
+        rows: dependence of the results on the rows.
+        kinds: kinds of the results.
+        analysis: records of the walk; None if the traces could not be compared.
         programs: the two traces.
     """
 
@@ -705,10 +704,10 @@ def prove(
     names: Names,
     rows: int,
 ) -> Proof:
-    """Walks the trace of a loss beside one for another number of rows.
+    """Compares the trace of a loss with one for another number of rows.
 
     Args:
-        second: number of rows -> its closed jaxpr; may raise what tracing raises.
+        second: number of rows -> its closed jaxpr; may raise any error of tracing.
     """
     if rows < 2:
         return Proof(rows=_alike(Dependence(kind="mean"), names))
@@ -716,7 +715,7 @@ def prove(
     for other_rows in candidates(rows):
         try:
             again = second(other_rows)
-        except Exception as error:  # what a user's loss raises for another batch can be anything
+        except Exception as error:  # the user's loss can raise any error for another batch size
             fault = fault or _fixed(error, f"{other_rows} rows in place of {rows}")
             continue
         try:
@@ -738,8 +737,8 @@ def prove_parts(
     rows: int,
     parts: int,
 ) -> Rows:
-    """Returns how the results depend on the rows, by the trace for one of so many parts of the
-    batch; arguments as those of `prove`.
+    """Dependence of the results on the rows, from a trace for one of `parts` equal parts of the
+    batch; other arguments as in `prove`.
     """
     number = rows // parts
     try:
@@ -758,7 +757,7 @@ def prove_parts(
 
 
 def candidates(rows: int) -> tuple[int, ...]:
-    """Numbers of rows to compare with, the most telling first."""
+    """Numbers of rows to compare with, the most informative first."""
     return (2 * rows, 3 * rows, *((rows // 2,) if rows % 2 == 0 and rows > 2 else ()))
 
 
@@ -769,7 +768,7 @@ def compare(
     names: Names,
     sizes: tuple[int, int],
 ) -> Proof:
-    """Returns what two traces say."""
+    """The proof from two traces."""
     first_program, two = flatten(first), flatten(second)
     if len(first_program.inputs) != len(two.inputs) or len(first_program.outputs) != len(
         two.outputs
@@ -806,7 +805,7 @@ def compare(
 
 
 def dependence(kind: Kind) -> Dependence:
-    """Returns how a result of a kind depends on the rows."""
+    """The dependence on rows of a result of a kind."""
     notes, cause = tuple(sorted(kind.descent.notes)), kind.cause
     if kind.family == "mixed":
         assert cause is not None
@@ -836,7 +835,9 @@ def dependence(kind: Kind) -> Dependence:
 
 
 def _by_row(kind: Kind, aval: Aval, rows: int) -> Dependence | None:
-    """An array with a value for every row along one dim; None for all else."""
+    """The dependence of an array with one value for every row along one dim; None for all
+    others.
+    """
     place = kind.place
     if kind.family != "row" or kind.power is None or place is None or place.scans:
         return None
@@ -853,8 +854,8 @@ def _by_row(kind: Kind, aval: Aval, rows: int) -> Dependence | None:
 
 
 def _of_state(kind: Kind) -> Dependence:
-    """Returns how an array of the model's state depends on the rows, that is not what it was. Every
-    part of the batch begins with the state before the step, and so makes the same of it.
+    """The dependence of a changed array of model state. Every microbatch starts from the state
+    before the step, so a value that depends on neither rows nor parameters is the same in all.
     """
     if kind.family == "free" and kind.power == 0 and not kind.descent.learned:
         return Dependence(kind="constant")
@@ -871,7 +872,7 @@ def _alike(dependence_of_all: Dependence, names: Names) -> Rows:
 
 
 def _fixed(error: Exception, what: str) -> Dependence:
-    """The loss raises an error for another number of rows."""
+    """The dependence of a loss that raises an error for another number of rows."""
     return Dependence(
         kind="coupled",
         why=(
