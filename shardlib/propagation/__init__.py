@@ -1,4 +1,5 @@
-"""Propagation of colours through a graph: which dims are one index, and where a layout must change.
+"""Propagation of colours through a graph: dims that are one index, and places where a layout
+changes.
 
 colours.py       colours: dims of all arrays that some op ties together
 contractions.py  layouts of the operands of a contraction while it runs

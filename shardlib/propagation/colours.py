@@ -1,26 +1,20 @@
-"""Colours: dims of all the arrays of a program that belong together.
+"""Colours: classes of dims, over all arrays of a program, that are sharded together.
 
 A *colour* is a class of (value, dim) pairs that some op ties together: sharding one of them without
 the others costs a reshard. Classes are found by union-find over the factors of every op, over all
-graphs of a problem at once; the user's logical names are seeds, and dims with the same name share a
-colour. Colours without a name are called after the first input that has them ("mlp.up.kernel:1"),
-so that a model with no annotation at all has a readable plan.
-
-Repeating layers that are written out are one colour, too, wherever they stand: in a loss, in a step
-with its backward pass, in a block of several layers, as five local ones and a global one
+graphs of a problem at once; dims with the same logical name share a colour. Colours without a name
+are named after the first input that has them ("mlp.up.kernel:1"), so that the plan of a model
+without annotations is readable. The same dims of unrolled repeated layers are one colour
 (`ties.tie_alike`).
 
-A colour may occur twice in one value: the query and the key dim of attention scores both come from
-the sequence. It then shards the first of the two; the other stays whole (`Rules.resolve` sees to
-that, and `Colouring.conflicts` lists them).
+A colour may occur twice in one value: the query and the key dim of attention scores are both the
+sequence. It then shards the first of the two (`Rules.resolve`; `Colouring.conflicts` lists them).
 
-A `Choice` says which colours are sharded, and so how every dim and factor is.
-
-For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes shard
-(data, fsdp and expert together), which dim the *context* axis shards, which dim the *tensor* axis
-shards, and which dim of a weight the *expert* axis shards. For the tensor axis a choice follows the
-priority semantics of `shardlib.rules`: the colours of `tensor` in order, then, with sequence
-parallelism, the sequence colour.
+A `Choice` says which colours are sharded, and hence how every dim and factor is. Pricing needs no
+sizes for this: a layout is given by the dim that the *batch* axes shard (data, fsdp and expert
+together), that the *context* axis shards, that the *tensor* axis shards, and the dim of a weight
+that the *expert* axis shards. The tensor axis follows the priority semantics of `shardlib.rules`:
+the colours of `tensor` in order, then, with sequence parallelism, the sequence colour.
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq")
 >>> choice.cut(("batch", "seq", "mlp"))
@@ -28,8 +22,8 @@ parallelism, the sequence colour.
 >>> choice.cut(("batch", "seq", "embed"))
 ('batch', 'tensor', None)
 
-A dim that two axes shard names both, the major one first. The expert axis shards the batch of
-everything that has one, and the experts of weights:
+A dim that two axes shard names both, the major one first. The expert axis shards the batch of every
+value that has one, and the experts of weights:
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq", context="seq", expert="expert")
 >>> choice.cut(("batch", "seq", "embed"))
@@ -65,20 +59,20 @@ from shardlib.rules import Rules
 #: Per dim: the kinds of axes that shard it, joined by "+", or None.
 Cut = tuple[str | None, ...]
 
-#: What a dim is called that merges batch and sequence, as the tokens of a mixture of experts: batch
+#: Sharding of a dim that merges batch and sequence, like the tokens of a mixture of experts: batch
 #: and context axes shard it together.
 TOKENS = "batch+context"
 
 
 @lru_cache(maxsize=1 << 14)
 def has(cut: Cut, kind: str) -> bool:
-    """Returns whether some dim is sharded over a kind of axis."""
+    """True if some dim is sharded over a kind of axis."""
     return any(part is not None and kind in part for part in cut)
 
 
 @lru_cache(maxsize=1 << 14)
 def divisors(cut: Cut) -> tuple[bool, bool, bool, bool]:
-    """Returns whether batch, tensor, context and expert axes divide an array."""
+    """Whether batch, tensor, context and expert axes shard an array."""
     return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
 
 
@@ -92,13 +86,13 @@ class Choice:
     """The colours that the mesh axes shard.
 
     Attributes:
-        tensor: colours that the tensor axis shards, the first has priority.
-        batch: the colour that data, fsdp and expert cut; None where the batch has none.
-        sequence: the colour that the tensor axis shards where no colour of `tensor` occurs; None
-            without sequence parallelism.
-        context: the colour that the context axis shards; None without one.
-        expert: the colour of experts, that the expert axis shards in values without a batch; None
-            without one.
+        tensor: colours that the tensor axis shards, in order of priority.
+        batch: the colour that data, fsdp and expert shard; None if the batch has none.
+        sequence: the colour that the tensor axis shards in values without a colour of `tensor`;
+            None without sequence parallelism.
+        context: the colour that the context axis shards, if any.
+        expert: the colour of experts, which the expert axis shards in values without a batch, if
+            any.
     """
 
     tensor: tuple[str, ...] = ()
@@ -112,16 +106,16 @@ class Choice:
         return hash((self.tensor, self.batch, self.sequence, self.context, self.expert))
 
     def __hash__(self) -> int:
-        return self._hash  # tables of the search are asked for the same choices all the time
+        return self._hash  # search tables look up the same choices very often
 
     def cut(
         self, colours: LogicalAxes, unsharded: Iterable[int] = (), sequence_at: int | None = None
     ) -> Cut:
-        """The cut of a value or of the factors of an op.
+        """The sharding of a value or of the factors of an op.
 
         Args:
-            sequence_at: position along the sequence that is sharded where several are (queries and
-                keys of attention); by default the first.
+            sequence_at: position along the sequence that is sharded if there are several (queries
+                and keys of attention); by default the first.
         """
         result: list[str | None] = [None] * len(colours)
         blocked = set(unsharded)
@@ -161,11 +155,11 @@ class Choice:
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     def alike(self, other: Choice) -> bool:
-        """Returns whether the tensor axis shards the same under another choice."""
+        """True if the tensor axis shards the same dims under another choice."""
         return (self.tensor, self.sequence) == (other.tensor, other.sequence)
 
     def restrict(self, colours: frozenset[str]) -> Choice:
-        """The part of the choice that can matter to something that has only these colours."""
+        """The part of the choice that affects values with only these colours."""
         tensor = tuple(c for c in self.tensor if c in colours)
         sequence = self.sequence if self.sequence in colours else None
         if tensor == self.tensor and sequence == self.sequence:
@@ -189,7 +183,7 @@ class Choice:
         if along:
             name = self.sequence or self.context
             assert name is not None
-            # The second where tensor shards another dim already.
+            # The second entry applies where tensor shards another dim already.
             entries += [
                 (name, along),
                 *([(name, ("context",))] if len(along) > 1 else []),
@@ -198,40 +192,39 @@ class Choice:
 
 
 # --------------------------------------------------------------------------------------------------
-# Fused dims: several things side by side, and the parts of them that may be sharded.
+# Fused dims: several dims concatenated into one, of which every piece is sharded.
 #
 # The kernel of a fused projection makes queries, keys and values at once, [embed, 3 heads]; that
-# of an LSTM makes four gates. A split, slices or a reshape to [3, heads] take the result apart. To
-# cut such a dim so that nothing is gathered, every *piece* of it is sharded: a device has its part
-# of the queries, of the keys and of the values (Megatron-LM stores such weights so). In a rule the
-# major factor of the dim counts the pieces and is outer, and the next one is what is sharded
-# (Shardy's compound factors, openxla/shardy `docs/propagation.md`, with the major one blocked):
+# of an LSTM makes four gates. A split, slices or a reshape to [3, heads] separate the result. To
+# shard such a dim without a gather, every *piece* of it is sharded: a device has its shard of the
+# queries, of the keys and of the values (Megatron-LM stores such weights so). In a rule the major
+# factor of the dim counts the pieces and is outer, and the next one is sharded (Shardy's compound
+# factors, openxla/shardy `docs/propagation.md`, with the major one blocked):
 #
 #     split      [embed*3] -> [embed] [embed] [embed]       outer 3
 #     reshape    [3*heads*width] -> [3] [heads] [width]     outer 3
 #
-# Which dims these are follows from where ops cut them: the starts and ends of all windows
-# (`shardlib.graph.Window`) into a dim, and into every dim that the program ties to it position by
-# position, are its joints. Pieces may differ in size; they are sharded alike by whatever divides
-# all of them.
+# The boundaries of pieces follow from the ops: they are the starts and ends of all windows
+# (`shardlib.graph.Window`) into a dim, and into every dim tied to it position by position. Pieces
+# may differ in size; they are sharded by whatever divides all of them.
 #
-# Dims of the batch and of the sequence are left alone: a part of the batch is not the same part of
-# each of two batches.
+# Dims of the batch and of the sequence are excluded: a shard of two concatenated batches is not the
+# same shard of each.
 
-#: A dim whose pieces have no larger common measure than this part of it is not fused: a padded
-#: vocabulary, a shift by one.
+#: A dim is not fused if the greatest common divisor of its pieces is less than this fraction of it:
+#: a padded vocabulary, a shift by one.
 FINEST = 64
 
 
 def in_pieces(problem: Problem) -> Problem:
-    """The problem with rules that cut every piece of a fused dim, and with the pieces of every
+    """The problem with rules that shard every piece of a fused dim, and with the pieces of every
     fused dim of its forward graph.
     """
     graphs = {
         "forward": problem.forward,
         **{policy: step.graph for policy, step in problem.steps.items()},
     }
-    if not _windows(graphs):  # all joints come from them
+    if not _windows(graphs):  # all boundaries come from windows
         return problem
     fused = _found(problem, graphs)
     if not fused.sizes:
@@ -261,19 +254,19 @@ class _Found:
     """The fused dims of some graphs.
 
     Attributes:
-        same: classes of dims that are the same index of everything, position by position.
-        sizes: for the root of each class of fused dims, its pieces.
+        same: classes of dims that are the same index in every value, position by position.
+        sizes: for the root of each class of fused dims, the sizes of its pieces.
     """
 
     same: Classes
     sizes: Mapping[Hashable, tuple[int, ...]]
 
     def pieces(self, tag: str, value: int, dim: int) -> tuple[int, ...]:
-        """The pieces of a dim; () where it is none."""
+        """The pieces of a dim; () if it is not fused."""
         return self.sizes.get(self.same.find((tag, value, dim)), ())
 
     def changed(self, tag: str, op: Op) -> Op:
-        """An op with the rule that cuts pieces."""
+        """An op with the rule that shards every piece."""
         rule = op.rule
         windows = rule.windows
         if windows and (sizes := self._at(tag, op, windows[0].long)):
@@ -294,9 +287,7 @@ class _Found:
 
     @staticmethod
     def _counts(rule: FactorRule, counter: int, sizes: tuple[int, ...], dim: Dim) -> bool:
-        """Returns whether a factor counts the pieces of a dim, rather than being in shards
-        itself.
-        """
+        """True if a factor counts the pieces of a dim, rather than being sharded itself."""
         inner = math.prod(rule.sizes[factor] for factor in dim if factor != counter)
         return (
             all(size % inner == 0 for size in sizes)
@@ -305,8 +296,8 @@ class _Found:
 
 
 def counters(rule: FactorRule) -> Iterator[tuple[int, Place]]:
-    """Major factors of dims with several, each with such a dim; of the ops that change no order,
-    reshapes alone have them.
+    """Major factors of dims with several factors, each with such a dim; among ops that keep the
+    order of elements only reshapes have them.
     """
     yield from (
         (dim[0], place) for place, dim in rule.dims() if len(dim) > 1 and dim[0] not in rule.summed
@@ -319,8 +310,8 @@ def _dim(rule: FactorRule, place: Place) -> Dim:
 
 
 def _windows_cut(rule: FactorRule, measure: int) -> FactorRule:
-    """The rule of an op with windows, all into one dim: the common measure of all pieces is one
-    factor, that of the long dim and of every window; what counts it is outer.
+    """The rule of an op with windows into one dim: the common divisor of all pieces is one factor
+    of the long dim and of every window; the factor that counts the pieces is outer.
     """
     sizes, outer = list(rule.sizes), set[int]()
     sizes.append(measure)
@@ -385,7 +376,7 @@ def _found(problem: Problem, graphs: Mapping[str, Graph]) -> _Found:
             fit.pop(same.find(long[0]), None)
     for tag, op, window in sorted(
         _windows(graphs), key=lambda window: -_size(*window)
-    ):  # a piece of a fused dim is not a fused one itself
+    ):  # a piece of a fused dim is not fused itself
         if window.short is not None and same.find(_nodes(tag, op, window.long)[0]) in fit:
             fit.pop(same.find(_nodes(tag, op, window.short)[0]), None)
     return _Found(same=same, sizes=fit)
@@ -433,11 +424,10 @@ def _reach(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _joints(same: Classes, graphs: Mapping[str, Graph]) -> dict[Hashable, set[int]]:
-    """Returns the positions at which windows cut each class of dims, its own ends included; of a
-    dim that a reshape makes of several, those of the major one.
+    """The positions at which windows divide each class of dims, both ends included; for a dim that
+    a reshape merges from several, those of the major one.
 
-    A dim of which windows leave some part out (the best few of all experts) is not several things
-    side by side.
+    A dim that windows do not cover completely (the best few of all experts) is not fused.
     """
     joints: dict[Hashable, set[int]] = defaultdict(set)
     read: dict[Hashable, set[tuple[int, int]]] = defaultdict(set)
@@ -467,7 +457,7 @@ def _joints(same: Classes, graphs: Mapping[str, Graph]) -> dict[Hashable, set[in
 
 
 # --------------------------------------------------------------------------------------------------
-# The colour of every factor of every op: that of the dims that the factor is in.
+# The colour of every factor of every op: that of the dims that contain the factor.
 
 
 def all_factor_colours(
@@ -475,9 +465,9 @@ def all_factor_colours(
 ) -> tuple[LogicalAxes, ...]:
     """Colour of every factor of every op.
 
-    A mesh axis shards one dim of a value. Where two dims of a weight have one colour (the matrix of
-    a recurrence, [embed, embed]), it is the first; ops that read the weight, or make its gradient,
-    have it where it lies, and their other factor of that colour is not sharded.
+    A mesh axis shards one dim of a value. If two dims of a weight have one colour (the matrix of a
+    recurrence, [embed, embed]), it is the first; ops that read the weight, or make its gradient,
+    use its stored sharding, and their other factor of that colour is not sharded.
     """
     turned = {
         value: op
@@ -522,7 +512,7 @@ def _where_weights_lie(
 
 
 def _order(value: int, turn: Op | None, rank: int) -> Sequence[int]:
-    """The dims of a form of a parameter, in the order of the parameter's own."""
+    """The dims of a transposed form of a parameter, in the order of the parameter's own."""
     if turn is None:
         return range(rank)
     (before,), (after,) = turn.rule.operands, turn.rule.results
@@ -531,10 +521,8 @@ def _order(value: int, turn: Op | None, rank: int) -> Sequence[int]:
 
 
 def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
-    """Colour of every factor of an op: the colour of a dim of which it is the major factor.
-
-    Returns:
-        One per factor; None where no dim has a colour.
+    """Colour of every factor of an op: the colour of a dim of which it is the major factor; None if
+    no dim has one.
     """
     result: list[str | None] = [None] * len(op.rule.sizes)
     for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
@@ -547,14 +535,14 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 
 
 # --------------------------------------------------------------------------------------------------
-# Dims that loops carry from layer to layer, and dims along which they walk.
+# Dims of carries over layers, and dims that loops iterate over.
 
 
 def carried_along(
     classes: Classes, problem: Problem, sequences: Collection[Hashable]
 ) -> set[Hashable]:
-    """Classes that some loop carries in a value that has the sequence, too; of a model without a
-    sequence, all that loops carry.
+    """Classes that a loop carries in a value that also has the sequence; for a model without a
+    sequence, all classes that loops carry.
     """
     carried: set[Hashable] = set()
     for policy, step in problem.steps.items():
@@ -568,7 +556,7 @@ def carried_along(
 
 
 def walked_along(classes: Classes, problem: Problem) -> set[Hashable]:
-    """Classes of dims along which some loop takes one position per iteration."""
+    """Classes of dims over which a loop iterates, one position per iteration."""
     return {
         classes.find((policy, op.operands[0], 0))
         for policy, step in problem.steps.items()
@@ -577,7 +565,7 @@ def walked_along(classes: Classes, problem: Problem) -> set[Hashable]:
     }
 
 
-#: Names that mean the same as ours, from MaxText, T5X and Flax examples.
+#: Names for the batch and the sequence in MaxText, T5X and Flax examples.
 BATCH_NAMES: tuple[str, ...] = ("batch", "activation_batch")
 SEQUENCE_NAMES: tuple[str, ...] = ("seq", "length", "sequence", "activation_length")
 
@@ -587,16 +575,17 @@ class Colour:
     """One class of dims.
 
     Attributes:
-        name: what rules and plans call it.
+        name: its name in rules and plans.
         aliases: other logical names that the program ties to it.
-        divisor: largest number of parts that divides every parameter and matmul dim of this colour.
+        divisor: largest number of shards that divides every parameter and matmul dim of this
+            colour.
         inputs: (path, dim) of every parameter and batch array that has it.
-        matmuls: number of matmuls and convolutions of the step that it takes part in.
-        flops: FLOPs of these, uncut.
-        carried: whether a loop carries it from layer to layer beside the sequence, as the residual
-            stream does; what a recurrence carries from position to position is not.
-        walked: whether a loop takes one position along it per iteration, as a recurrence does along
-            the sequence: sharded, every iteration would gather what it takes its position from.
+        matmuls: number of matmuls and convolutions of the step that contain it.
+        flops: FLOPs of these, unsharded.
+        carried: whether a loop carries it from layer to layer in a value with the sequence, like
+            the residual stream; carries of a recurrence from position to position do not count.
+        walked: whether a loop iterates over it, as a recurrence does over the sequence: if sharded,
+            every iteration would gather the operand that it slices.
     """
 
     name: str
@@ -614,12 +603,11 @@ class Colouring:
     """Colours of every dim of every graph of a problem.
 
     Attributes:
-        colours: by name.
         forward: colour name per dim for each value of the forward graph.
         steps: the same for each step graph, by remat policy.
         parameters: colour name per dim for each parameter path.
         batch: colour name per dim for each batch path.
-        findings: names tied together and the like.
+        findings: names that the program ties together, and the like.
     """
 
     colours: Mapping[str, Colour]
@@ -630,7 +618,7 @@ class Colouring:
     findings: tuple[Finding, ...]
 
     def canonical(self, name: str) -> str | None:
-        """The colour that a logical name belongs to; None when no dim has it."""
+        """The colour of a logical name; None if no dim has it."""
         if name in self.colours:
             return name
         return next(
@@ -639,12 +627,12 @@ class Colouring:
 
     @property
     def batch_colour(self) -> str | None:
-        """The colour that data parallelism cuts."""
+        """The colour that data parallelism shards."""
         return next((colour for name in BATCH_NAMES if (colour := self.canonical(name))), None)
 
     @property
     def sequence_colour(self) -> str | None:
-        """The colour that sequence parallelism shards; None where a loop walks along it."""
+        """The colour that sequence parallelism shards; None if a loop iterates over it."""
         colour = self.named_sequence
         return None if colour is None or self.colours[colour].walked else colour
 
@@ -657,8 +645,8 @@ class Colouring:
     def shardable(self) -> tuple[Colour, ...]:
         """Colours that the tensor axis may shard.
 
-        That of the residual stream is none where the sequence can be sharded instead: both cost the
-        same collectives, and along the sequence the normalisation needs none.
+        The colour of the residual stream is excluded if the sequence can be sharded instead: both
+        cost the same collectives, and along the sequence the normalisation needs none.
         """
         barred = {self.batch_colour, self.named_sequence}
         return tuple(
@@ -712,7 +700,7 @@ def colour(problem: Problem) -> Colouring:
 
 @diagnostic
 def _misnamed(paths: tuple[str, ...], problem: Problem) -> tuple[Finding, ...]:
-    """Parameters whose names are left out."""
+    """A finding for parameters whose names are ignored."""
     if not paths:
         return ()
     axes = dict(named_dims(problem))
@@ -732,7 +720,7 @@ def _misnamed(paths: tuple[str, ...], problem: Problem) -> tuple[Finding, ...]:
 
 
 def _coloured(classes: Classes, problem: Problem) -> Colouring:
-    """The colouring of a problem whose dims are tied."""
+    """The colouring of a problem whose dims have been tied."""
     stacks = stack_dims(problem)
     shapes = {p.path: p.shape for p in problem.parameters} | {
         path: shape for path, shape, _, _ in problem.batch

@@ -1,14 +1,12 @@
-"""Layouts of the operands of a contraction while it runs, and the places where the lowering pins
-them.
+"""Layouts of the operands of a contraction while it runs, and the places of layout constraints.
 
-Every value has a layout of its own, by the rules. The operands of one contraction may disagree: of
-a square weight [a, b] with both colours on `tensor`, the rules shard one dim, and the activation
-that comes in and the result that goes out are sharded along the other's index as well. XLA's
-partitioner is free to find a way there, and some of the ways that it finds give wrong numbers
-(`tests/lowering/test_partitioner.py`). So the layout *of the operation* is chosen here: every mesh
-axis shards at most one index of it, in all operands and in the result alike. Such a contraction is
-local products and one sum, forward and backward, with nothing left to find; what must be moved for
-it is moved before and after.
+The layouts that the rules give to the operands of a contraction may conflict: of a square weight
+[a, b] with both colours on `tensor`, the rules shard one dim, while the activation and the result
+are sharded along the other index as well. XLA's partitioner is free to resolve that, and some of
+its ways give wrong numbers (`tests/lowering/test_partitioner.py`). So the layout *of the operation*
+is chosen here: every mesh axis shards at most one index of it, in all operands and in the result.
+Such a contraction is local products and one sum, forward and backward; reshards happen before and
+after it.
 
 >>> rule = FactorRule(
 ...     sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),),
@@ -19,14 +17,11 @@ it is moved before and after.
 >>> print(*found)
 [data, tensor] [tensor, -] [data, -]
 
-`shared` says how the heads of attention are shared out over devices that have parts of something
-else.
-
-A kernel of attention needs the whole sequence and the whole width of the heads that it works on.
-Where neither queries nor keys come sharded by heads, the devices that shard their sequence or width
-exchange these for heads (arXiv:2309.14509): of queries one share each, and of keys and values as
-well where there are enough of them. With fewer groups of keys than devices, every device gathers
-all groups and works on the one of its queries.
+`shared` gives the distribution of attention heads over devices that shard another dim. An attention
+kernel needs the whole sequence and the whole width of its heads. If neither queries nor keys are
+sharded by heads, the devices that shard their sequence or width exchange these for heads
+(arXiv:2309.14509): those of queries, and those of keys and values as well if there are enough. With
+fewer groups of keys than devices, every device gathers all groups and uses the one of its queries.
 
 >>> shared(heads=32, groups=8, devices=4), shared(heads=128, groups=8, devices=16)
 ('all', 'queries')
@@ -45,7 +40,7 @@ from shardlib.layout import Layout, LogicalAxes, MeshShape
 from shardlib.propagation.colours import factor_colours
 from shardlib.rules import Rules
 
-#: Categories of the operations that multiply and add up.
+#: Categories of the operations with contracted indices.
 CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution"})
 
 
@@ -55,8 +50,8 @@ def agreed(
     """The layouts of operands and results of one operation in which every mesh axis shards one
     index.
 
-    An axis stays with the index that most of the values have it on; where that is undecided, with
-    the one that the rules prefer, or else with the first.
+    An axis stays on the index that it shards in most of the values; in a tie, on the one that the
+    rules prefer, or else on the first.
     """
     sides = tuple(
         tuple(rule.major(dim) for dim in dims) for dims in (*rule.operands, *rule.results)
@@ -99,7 +94,8 @@ def operand_layouts(
     """The layouts in which the contractions of a graph run.
 
     Returns:
-        Keys of `used` -> layout, for every operand and then for the result; and of `arriving`, for
+        Keys of `used` -> layout, for every operand and then for the result; and keys of `arriving`,
+        for operands that are gathered.
     """
     layouts_by_key: dict[tuple[str, int], Layout] = {}
     for op in graph.ops:
@@ -127,7 +123,7 @@ def operand_layouts(
 def followed_layouts(
     graph: Graph, inputs: Sequence[Layout], mesh: MeshShape
 ) -> Mapping[tuple[str, int], Layout]:
-    """The same for a graph whose colours are not known: layouts are followed from the inputs on,
+    """As `operand_layouts` for a graph without colours: layouts are propagated from the inputs
     along the indices of the operations.
     """
     layouts_by_key: dict[tuple[str, int], Layout] = {}
@@ -158,7 +154,7 @@ def followed_layouts(
 
 
 def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
-    """A layout without what does not divide the dims."""
+    """A layout without the axes whose size does not divide a dim."""
     return Layout(
         *(
             axes if size % mesh.ways(axes) == 0 else ()
@@ -168,31 +164,27 @@ def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
 
 
 def used(path: str, number: int) -> tuple[str, int]:
-    """Returns the key of the layout of an operand of a contraction while it runs, and after the
-    operands that of its result.
+    """The key of the layout of an operand (or after the operands, of the result) while a
+    contraction runs.
     """
     return f"{path}/in use", number
 
 
 def arriving(path: str, number: int) -> tuple[str, int]:
-    """Returns the key of the layout that an operand of a contraction has before it is gathered for
-    it.
-    """
+    """The key of the layout of an operand before it is gathered for a contraction."""
     return f"{path}/arriving", number
 
 
 def returned(path: str) -> tuple[str, int]:
-    """Returns the key of the layout that the gradient of the result of a contraction has when it
-    arrives, where that is not the layout of the result.
+    """The key of the layout of the incoming gradient of a contraction's result, if it differs from
+    that of the result.
     """
     return f"{path}/returned", 0
 
 
 def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
-    """Colour of every index of an op that may be sharded, see `factor_colours`.
-
-    Returns:
-        One per factor; None where no dim has a colour, or it must stay whole.
+    """Colour of every index of an op that may be sharded, see `factor_colours`; None if it has no
+    colour or must stay unsharded.
     """
     return tuple(
         None if factor in op.rule.whole else colour
@@ -200,12 +192,13 @@ def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
     )
 
 
-#: Which heads are shared out: those of queries, keys and values, those of queries alone, or none.
+#: Heads that are distributed over devices: those of queries, keys and values, of queries alone, or
+#: none.
 Shared = Literal["all", "queries", "none"]
 
 
 def shared(*, heads: int, groups: int, devices: int) -> Shared:
-    """Returns the heads that devices can share out."""
+    """The heads that can be distributed over devices."""
     if heads % devices:
         return "none"
     if groups % devices == 0:
@@ -214,14 +207,14 @@ def shared(*, heads: int, groups: int, devices: int) -> Shared:
 
 
 # --------------------------------------------------------------------------------------------------
-# The places where the lowering pins the layout of an activation.
+# The places where the lowering constrains the layout of an activation.
 #
-# Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions
-# and gathers, and on the carry of every loop; and on what contractions read, in the layouts in
-# which they run. What a contraction gathers is pinned as it is before, too: left free, XLA's
-# partitioner makes it gathered from the start, so that a layer which rematerialises nothing would
-# keep it gathered for its backward pass (a sequence sharded over tensor: as many times the bytes
-# as there are devices along the axis). Everything between follows by propagation in XLA.
+# Constraints are placed where the layout could otherwise drift: on the results of matmuls,
+# convolutions and gathers, on the carry of every loop, and on the operands of contractions, in the
+# layouts in which they run. An operand that a contraction gathers is also constrained before the
+# gather: otherwise XLA's partitioner makes it gathered from the start, and a layer without
+# rematerialisation would save it gathered for its backward pass (for a sequence sharded over
+# tensor: the bytes times the size of the axis). All other values follow by propagation in XLA.
 
 _ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
 
@@ -237,11 +230,12 @@ def placements(
     """Layout constraints of a forward graph.
 
     Args:
-        operands: more values that lowering wants to know of, keyed as they shall be in the result
-            -> what makes them.
+        operands: more values whose layouts lowering needs: key in the result -> (path, index) of
+            the op that makes them.
 
     Returns:
         (path of the equation, index of the result) -> layout; for the carry of a loop, the path of
+        the boundary op; for operands of contractions, the keys of `used`.
     """
     layouts: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
     gathered = _gathered(graph, names, rules, mesh, layouts)
@@ -274,7 +268,7 @@ def _gathered(
     mesh: MeshShape,
     operands: Mapping[tuple[str, int], Layout],
 ) -> frozenset[int]:
-    """The values that some mesh axis shards, and of which a contraction reads more than a shard."""
+    """The sharded values of which a contraction reads more than a shard."""
     return frozenset(
         value
         for op in graph.ops

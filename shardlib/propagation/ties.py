@@ -44,7 +44,7 @@ class Classes:
 
 
 def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
-    """Joins the dims that ops of a graph make one index of."""
+    """Joins the dims that the ops of a graph tie to one index."""
     for op in graph.ops:
         rule = op.rule
         members: dict[int, list[Hashable]] = defaultdict(list)
@@ -61,7 +61,7 @@ def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
 
 def tie_inputs(classes: Classes, problem: Problem) -> None:
     """Joins the dims of inputs in the graphs of all remat policies with those of the parameters and
-    of the batch.
+    the batch.
     """
     for index in problem.forward.inputs:
         value = problem.forward.values[index]
@@ -82,9 +82,9 @@ def tie_inputs(classes: Classes, problem: Problem) -> None:
 
 
 def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
-    """Joins the dims that the user gave one name. A parameter whose names would tie two dims that
-    other parameters tell apart keeps none of them: of four kernels of attention that are all called
-    (embed, heads), the one whose first dim counts heads.
+    """Joins the dims with the same logical name. A parameter whose names would tie two dims that
+    are separate in other parameters keeps none of its names: for example the one of four attention
+    kernels, all named (embed, heads), whose first dim counts heads.
     """
     arrays = [
         (path, [(name, ("input", path, dim)) for dim, name in enumerate(axes) if name is not None])
@@ -146,13 +146,12 @@ def tie_alike(
     dims: Mapping[str, tuple[tuple[str, int], ...]],
     values: Iterable[LogicalAxes],
 ) -> bool:
-    """Joins colours that shard parameters of the same shapes along the same dims, as heads and
-    widths of layers do that are written out one after the other. Two that meet in a value, as the
-    widths of two layers in the weight between them do, stay apart: of such a chain every second
-    one is tied.
+    """Joins colours that shard parameters of the same shapes along the same dims, like heads and
+    widths of unrolled layers. Two colours that meet in a value, like the widths of two layers in
+    the weight between them, stay separate: in such a chain every second one is tied.
 
     Args:
-        dims: colour -> the (path, dim) of all inputs that have it; those that may be tied.
+        dims: colour -> the (path, dim) of all inputs that have it, for colours that may be tied.
     """
     shapes = {p.path: p.shape for p in problem.parameters} | {
         path: shape for path, shape, _, _ in problem.batch
@@ -178,8 +177,8 @@ def tie_alike(
 
 
 def stack_dims(problem: Problem) -> set[tuple[str, int]]:
-    """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along
-    it.
+    """(path, dim) of parameters whose dim counts layers: a scan takes one slice of it per
+    iteration.
     """
     dims: set[tuple[str, int]] = set()
     for step in problem.steps.values():

@@ -61,7 +61,7 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def user_line(eqn: Eqn) -> str:
-    """ "file.py:12" of the innermost source line of an equation that is not a library's; "" if there
+    """The innermost source line of an equation that is not a library's, "file.py:12"; "" if there
     is none.
     """
     traceback = eqn.source_info.traceback

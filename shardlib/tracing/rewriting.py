@@ -1,5 +1,5 @@
-"""Traced programs re-evaluated with a callback on every value: remat policies, split loops, custom
-derivatives.
+"""Traced programs evaluated again with a callback on every value: remat policies, split loops,
+custom derivatives.
 """
 
 from __future__ import annotations
@@ -36,21 +36,18 @@ from shardlib.tracing.program import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Dependences of the values of a program.
+# Data dependences of the values of a program.
 
-#: Names of what a value is made from.
+#: Names of the inputs that a value depends on.
 Labels = frozenset[str]
 
 
 def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
-    """The labels of every value: the union of the labels of what it is made from.
+    """The labels of every value, by number: the union of the labels of its operands.
 
-    Results of a loop over layers are told apart: a result that the body makes from few of its
-    operands has their labels alone. Other inner programs than scans, remat and custom derivatives
-    make each result from all operands.
-
-    Returns:
-        Number of a value -> its labels; constants have none.
+    Results of a loop over layers are separate: a result computed from few operands of the body has
+    only their labels. In inner programs other than scans, remat and custom derivatives each result
+    depends on all operands. Constants have no labels.
     """
     labels: dict[int, Labels] = dict.fromkeys(program.constants, frozenset())
     labels.update(zip(program.inputs, inputs, strict=True))
@@ -68,8 +65,8 @@ def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
 def needed(
     equations: Iterable[Equation], targets: Iterable[int], available: Collection[int] = ()
 ) -> tuple[list[Equation], set[int]]:
-    """The equations that some values are made by where others are given, in order, and all values
-    that these read or that are wanted, but for the given ones.
+    """The equations that compute the targets from the available values, in order, and all values
+    that these equations read or that are targets, except available ones.
     """
     reads, chosen = set(targets).difference(available), []
     for equation in reversed(list(equations)):
@@ -112,25 +109,21 @@ def _union(labels: Iterable[Labels]) -> Labels:
 
 
 # --------------------------------------------------------------------------------------------------
-# Custom derivatives, bound again independently of other programs.
+# Custom derivatives, one rule per mesh.
 #
-# JAX keeps the jaxpr of a derivative's rule beside the equation, by which tangents are zero and by
-# nothing else (JAX 0.10.2 and 0.12). The equation of a function that is jitted, such as
-# `jax.nn.softplus`, is one object for all programs of a process, and a rule that is traced under a
-# mesh has that mesh in it: the second program would meet the mesh of the first. Here the flags
-# that say which tangents are zero know the mesh too, so that each mesh has a rule of its own.
+# JAX (0.10.2 and 0.12) caches the jaxpr of a derivative rule with the equation, keyed only by which
+# tangents are zero. The equation of a jitted function such as `jax.nn.softplus` is one object for
+# all programs of a process, and a rule traced under a mesh contains that mesh: a second program
+# would get the mesh of the first. Here the flags that say which tangents are zero compare by mesh
+# too, so that each mesh has its own rule.
 
 #: The parameters of custom derivatives (`jax.custom_jvp`, `jax.custom_vjp`) that make a rule's
-#: jaxpr of flags.
+#: jaxpr from flags.
 RULES: tuple[str, ...] = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
 
 
 class Flag(int):
-    """A flag that equals no flag of another mesh.
-
-    Attributes:
-        mesh: the mesh.
-    """
+    """A flag that differs from all flags of other meshes."""
 
     mesh: Any
 
@@ -147,7 +140,7 @@ class Flag(int):
 
 
 def by_mesh(params: EqnParams) -> EqnParams:
-    """The parameters of an equation; where it is a custom derivative, with a rule for each mesh."""
+    """The parameters of an equation, where rules of custom derivatives are cached per mesh."""
     return {name: _by_mesh(value) if name in RULES else value for name, value in params.items()}
 
 
@@ -160,11 +153,11 @@ def _by_mesh(rule: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation of one equation as it is written.
+# Evaluation of one equation.
 
 
 def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) -> list[Value]:
-    """Runs one equation as it is, or with some of its parameters changed."""
+    """Runs one equation, with some of its parameters changed."""
     primitive = equation.eqn.primitive
     try:
         results = primitive.bind(
@@ -181,9 +174,7 @@ def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) ->
 
 
 def strong(value: Value, aval: Aval) -> Value:
-    """An initial carry as an array of the carry's dtype; literals are Python numbers or NumPy
-    scalars.
-    """
+    """An initial carry as an array of the carry's dtype; literals are Python or NumPy scalars."""
     return (
         value
         if hasattr(value, "aval") or isinstance(value, jax.Array)
@@ -197,8 +188,8 @@ def carried_avals(program: Program, first: int) -> list[Aval]:
 
 
 def as_array(program: Program, number: int, value: Value) -> Value:
-    """A value of a program as an array: what is written in it, such as a metric 3.0, is a number of
-    Python.
+    """A value of a program as an array; a constant, such as a metric 3.0, can be a Python
+    number.
     """
     return (
         value
@@ -208,15 +199,13 @@ def as_array(program: Program, number: int, value: Value) -> Value:
 
 
 def scope_of(call: Call | None) -> AbstractContextManager[object]:
-    """The name scope of a custom call whose form has one; other scopes are not kept."""
+    """The name scope of a custom call whose form has one; other scopes are dropped."""
     name = getattr(call.form, "scope", "") if call is not None else ""
     return jax.named_scope(name) if name else nullcontext()
 
 
 def last_reads(program: Program) -> dict[int, int]:
-    """For every value that is read, the position of its last reader; results of the program are
-    read at the end.
-    """
+    """Position of the last reader of every value; results of the program are read at the end."""
     last = {
         number: position
         for position, equation in enumerate(program.equations)
@@ -226,11 +215,11 @@ def last_reads(program: Program) -> dict[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operands that some results of a program depend on.
+# Operands that some results depend on.
 
 
 def results_wanted(equations: Sequence[Equation], results: Iterable[int]) -> list[set[int]]:
-    """For every equation those of its results that some values are made from."""
+    """For every equation, its results that the given values depend on."""
     reads, needed_results = set(results), list[set[int]]()
     for equation in reversed(equations):
         needed = reads.intersection(equation.outputs)
@@ -241,7 +230,7 @@ def results_wanted(equations: Sequence[Equation], results: Iterable[int]) -> lis
 
 
 def _operands(equation: Equation, results: set[int]) -> set[int]:
-    """The operands that some results of an equation are made from."""
+    """The operands that some results of an equation depend on."""
     if equation.name != "scan":
         return set(equation.inputs)
     body, positions = equation.inside("body", remat=True), positions_of(equation, results)
@@ -252,8 +241,8 @@ def _operands(equation: Equation, results: set[int]) -> set[int]:
 
 
 def closed(equation: Equation, body: Program, positions: set[int]) -> tuple[set[int], set[int]]:
-    """Positions of results with those of the carries that they are made from, and all values of the
-    body that these read.
+    """The positions of results together with those of the carries they depend on, and all values of
+    the body that these read.
     """
     constants, carried = scan_counts(equation.params)
     while True:
@@ -265,7 +254,7 @@ def closed(equation: Equation, body: Program, positions: set[int]) -> tuple[set[
 
 
 def _reads(program: Program, positions: Collection[int]) -> set[int]:
-    """All values that some results of a program are made from, themselves included."""
+    """All values that some results of a program depend on, including themselves."""
     results = [program.outputs[k] for k in positions]
     reads = set(results)
     for equation, needed in zip(
@@ -277,26 +266,26 @@ def _reads(program: Program, positions: Collection[int]) -> set[int]:
 
 
 def positions_of(equation: Equation, numbers: set[int]) -> set[int]:
-    """Positions of the results of an equation that are among some numbers."""
+    """Positions of the results of an equation whose numbers are given."""
     return {k for k, number in enumerate(equation.outputs) if number in numbers}
 
 
 # --------------------------------------------------------------------------------------------------
 # The mark of layers that are traced for rematerialisation.
 #
-# What keeps little of itself for the backward pass may keep more in such a layer: it is in memory
-# for the backward pass of that layer alone.
+# A function that saves little for its backward pass may save more in such a layer: the values are
+# in memory for the backward pass of that layer only.
 
 _RECOMPUTES: ContextVar[bool] = ContextVar("shardlib_recomputes", default=False)
 
 
 def recomputes() -> bool:
-    """Returns whether what is traced now is rematerialised for its backward pass."""
+    """True while a function that is rematerialised for its backward pass is traced."""
     return _RECOMPUTES.get()
 
 
 def recomputed(function: Function) -> Function:
-    """A function inside of which `recomputes()` holds."""
+    """A function inside which `recomputes()` is True."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -310,15 +299,13 @@ def recomputed(function: Function) -> Function:
 
 
 # --------------------------------------------------------------------------------------------------
-# Remat policies: the values that a layer saves for its backward pass, and those that it recomputes.
+# Remat policies: the values that a layer saves for its backward pass; the others are recomputed.
 #
-# The words of a plan, and what a layer saves under each:
-#
-#     "none"    all that its gradient reads, as the layer is written
-#     "full"    its inputs alone
+#     "none"    all values that its gradient reads, as the layer is written
+#     "full"    its inputs
 #     "dots"    its inputs, and results of matmuls
 
-#: Name of results of matmuls that are made in several pieces.
+#: Name of results of matmuls that are computed in several pieces.
 IN_PIECES = "shardlib: a result of matmuls in shards"
 
 
@@ -329,8 +316,8 @@ _NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
 
 
 def results_of_matmuls(primitive: Primitive, *avals: Aval, **params: EqnParam) -> bool:
-    """A policy of `jax.checkpoint` that saves results of matmuls, and where those are made in
-    shards (in a region that is manual over tensor) the whole alone.
+    """A policy of `jax.checkpoint` that saves results of matmuls; of those computed piecewise (in a
+    region that is manual over tensor) only the assembled result.
     """
     return _NAMED(primitive, *avals, **params) or (
         _MATMULS(primitive, *avals, **params) and not any(map(_manual_over_tensor, avals))
@@ -345,15 +332,15 @@ def _manual_over_tensor(aval: Any) -> bool:
     )
 
 
-#: Name of the layers of stacks that a loop reads by their number: there is no need to keep them.
+#: Name of slices read from a stack by index inside a loop: saving them would copy the stack.
 READ = "shardlib: read from a stack"
 
 
-#: Name of what a layer under a scan starts from.
+#: Name of the input of a layer under a scan.
 LAYER_INPUT = "layer_input"
 
 
-#: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
+#: Values saved for the backward pass, per remat policy; "none" leaves the program as written.
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "full": None,
     "dots": _MATMULS,
@@ -361,7 +348,7 @@ POLICIES: Mapping[str, Callable[..., Any] | None] = {
 
 
 def check_policy(remat: str | None) -> str:
-    """The name of a remat policy."""
+    """The validated name of a remat policy; "none" for None."""
     if remat is None or remat == "none" or remat in POLICIES:
         return remat or "none"
     raise TracingError(
@@ -377,14 +364,14 @@ def rematerialised(
     in_pieces: bool = False,
     offloaded: bool = False,
 ) -> Function:
-    """The function under a remat policy; itself for "none", unless what is saved is offloaded.
+    """The function under a remat policy; unchanged for "none", unless saved values are offloaded.
 
     Args:
         function: arrays -> arrays.
     """
     if remat == "none" and not offloaded:
         return function
-    if remat == "none":  # nothing is made again
+    if remat == "none":  # nothing is recomputed
         return jax.checkpoint(function, policy=_offloading(remat), prevent_cse=prevent_cse)
     policy = POLICIES.get(remat)
     saved = (
@@ -398,8 +385,8 @@ def rematerialised(
 
 
 def _offloading(remat: str) -> Callable[..., Any]:
-    """A policy of `jax.checkpoint` that puts in host memory what the policy of that name saves, and
-    what a layer starts from.
+    """A policy of `jax.checkpoint` that offloads to host memory the values that the named policy
+    saves, and the input of a layer.
     """
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -424,8 +411,8 @@ def _offloading(remat: str) -> Callable[..., Any]:
 
 
 def _saved_whole(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
-    """Returns whether a layer that makes nothing again saves what an operation makes: not what it
-    read from a stack, and not a value before it is pinned to a layout (see `partly.keeping`).
+    """True if a layer without recomputation saves the result of an operation: not a slice read from
+    a stack, nor the result of a layout constraint, whose input is saved (see `keeping`).
     """
     return primitive.name != "sharding_constraint" and bool(_ANYTHING(primitive, *avals, **params))
 
@@ -433,18 +420,18 @@ def _saved_whole(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any])
 # --------------------------------------------------------------------------------------------------
 # A loop over layers split in two, of which only the first recomputes.
 #
-# The layers of a loop are slices of stacks. Cutting a stack in two would copy it, so both loops
-# read the whole stack, each its own layers of it; the gradients of what they read come out as two
-# stacks, and are put together after the backward pass, when what was saved of the layers is gone.
+# The layers of a loop are slices of stacks. Splitting a stack would copy it, so both loops read
+# their layers from the whole stack; the gradients of the slices are two stacks, concatenated after
+# the backward pass, when the saved values of the layers have been freed.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Some of the layers.
+    """A range of layers.
 
     Attributes:
-        first, count: which.
-        wrap: layer -> the same layer, with what the backward pass finds saved of it.
+        first, count: the first layer and the number of layers.
+        wrap: layer -> the layer under its remat policy.
     """
 
     first: int
@@ -453,12 +440,12 @@ class Part:
 
 
 def keeping(body: Function) -> Function:
-    """A layer that keeps for the backward pass what it makes, and nothing that it reads from
-    stacks.
+    """A layer that saves its intermediate values for the backward pass, but not the slices read
+    from stacks.
 
-    Of a value that is pinned to a layout, it keeps what is pinned, and pins that again: JAX rounds
-    what it keeps, and the rounded value is a free one, which XLA's partitioner would lay out as the
-    only constraint that reads it says, gathered for a matmul.
+    Of a value with a layout constraint, it saves the input of the constraint and applies the
+    constraint again: JAX rounds saved values, and the rounded value has no layout of its own, so
+    XLA's partitioner would take the layout of its only constrained reader, gathered for a matmul.
     """
     return jax.checkpoint(body, policy=_made, prevent_cse=False)
 
@@ -521,8 +508,8 @@ def _by_number(leaf: Any) -> bool:
 
 @jax.custom_vjp
 def _standing_for(own_slice: jax.Array, read: jax.Array) -> jax.Array:
-    """The array that was read, whose gradient is that of the slice: the slice itself is never
-    looked at.
+    """The array read from the stack, with the gradient of the slice; the values of the slice are
+    unused.
     """
     return checkpoint_name(read, READ)
 
@@ -536,26 +523,24 @@ _standing_for.defvjp(
 # --------------------------------------------------------------------------------------------------
 # Callbacks of a re-evaluation.
 #
-# A walk places values, runs some equations otherwise, and says which layers are rematerialised:
-#
 #     Walk(place=lambda path, index, value: constrain(value))      # every value, by (path, index)
 #     Walk(run=lambda equation, operands: [...])                   # in place of an equation
 
-#: (path of an op of the graph, index of its result, value) -> the value to go on with.
+#: (path of an op of the graph, index of its result, value) -> the value to continue with.
 Place = Callable[[str, int, Any], Any]
 
 
-#: (equation, its operands) -> its results, or None to run it as it is.
+#: (equation, its operands) -> its results, or None to run it unchanged.
 Run = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """Equations that run as one, where the first of them stands; what they read may not depend on
-    any of them.
+    """Equations that run as one, at the place of the first of them; their operands must not depend
+    on any of them.
 
     Attributes:
-        paths: where they stand, in order.
+        paths: their paths, in order.
         run: the operands of each -> the one result of each.
     """
 
@@ -565,7 +550,7 @@ class Together:
     def members(
         self, equations: Sequence[Equation], available: Collection[int]
     ) -> tuple[list[Equation], dict[str, Equation]]:
-        """The equations themselves, and by path those that make what else they read."""
+        """The equations themselves, and by path those that compute their other operands."""
         members = [equation for equation in equations if equation.path in self.paths]
         if len(members) < len(self.paths):
             raise TracingError(
@@ -584,23 +569,21 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """Callbacks on the values of a program that is re-evaluated.
+    """Callbacks on the values of a program that is evaluated again.
 
     Attributes:
-        place: called on every value that an op of the graph makes; None leaves all values alone.
-        run: asked first to run an equation that is not a loop, branch or remat; None runs all as
-            they are.
-        calls: what runs in place of custom calls, by path: operands -> results.
+        place: called on every value that an op of the graph makes; None for no callback.
+        run: called before every equation that is not a loop, branch or remat; its results replace
+            the equation, None runs it unchanged.
+        calls: replacements of custom calls, by path: operands -> results.
         together: equations that run as one, by the path of each.
-        beside: by path, (operands, array) -> result of an equation that takes an array beside its
-            operands.
-        arrays: those arrays, by path, with a leading dim for every scan around the equation, the
-            outermost first.
+        beside: by path, (operands, array) -> result of an equation that takes an extra array.
+        arrays: the extra arrays, by path, with a leading dim for every scan around the equation,
+            the outermost first.
         remat: policy for repeated layers; "none" leaves the program as written.
-        layer_policies: by path of a scan, or of the first equation of layers that are written out:
-            the policy and how many of the layers follow it, the first ones; the others keep all.
-        offloaded: whether what the backward pass finds saved of layers under a scan waits for it in
-            host memory.
+        layer_policies: by path of a scan, or of the first equation of unrolled layers: the policy
+            and the number of layers it applies to, from the first; the others save everything.
+        offloaded: whether saved values of layers under a scan are offloaded to host memory.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is
             dropped.
     """
@@ -617,16 +600,18 @@ class Walk:
     inside: bool = False
 
     def policy(self, path: str, layers: int) -> tuple[str, int]:
-        """The policy of the repeated layers at a path, and how many of them follow it."""
+        """The policy of the repeated layers at a path, and the number of layers it applies to."""
         policy, count = self.layer_policies.get(path, (self.remat, layers))
         return (policy, count) if count else ("none", layers)
 
     def put(self, path: str, index: int, value: Value) -> Value:
-        """The value after `place`."""
+        """The value after the `place` callback."""
         return value if self.place is None else self.place(path, index, value)
 
     def placed(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
-        """The results of an equation that is not a loop, branch or remat after `place`."""
+        """The results of an equation after the `place` callback; loops, branches and remat
+        excluded.
+        """
         if self.place is None:
             return results
         paths = [
@@ -643,18 +628,18 @@ class Walk:
         return replace(self, remat="none", layer_policies={}, offloaded=False, inside=True)
 
     def as_written(self) -> Walk:
-        """The walk inside something that is repeated within a layer."""
+        """The walk inside an inner loop of a layer."""
         return replace(self, remat="none", layer_policies={}, offloaded=False, inside=False)
 
 
 # --------------------------------------------------------------------------------------------------
-# Re-evaluation of a traced program with a callback on every intermediate value.
+# Re-evaluation of a traced program.
 #
-# The lowering re-evaluates the user's loss to place sharding constraints and to choose what is
-# rematerialised. The walk is that of `program.py`, so a value reaches `place` under the path that
-# its op has in the `Graph`. Calls of jit are inlined; loops, branches and remat are rebuilt around
-# their re-evaluated bodies; custom derivatives are kept whole, so that gradients are the user's
-# own. Only their results reach `place`.
+# The lowering evaluates the user's loss again to place sharding constraints and to choose what is
+# rematerialised. A value reaches `place` under the path that its op has in the `Graph`. Calls of
+# jit are inlined; loops, branches and remat are rebuilt around their re-evaluated bodies; custom
+# derivatives are kept whole, so that gradients are the user's own, and only their results reach
+# `place`.
 
 
 def evaluate(
@@ -665,19 +650,14 @@ def evaluate(
     run: Run | None = None,
     remat: str | None = None,
 ) -> list[Value]:
-    """Runs a closed jaxpr again.
-
-    Args:
-        run: called as `run(equation, operands)`; returns the results, or None for the equation to
-            be run as it is.
-    """
+    """Evaluates a closed jaxpr with callbacks, see `Walk`."""
     return evaluate_program(
         flatten(closed_jaxpr), args, Walk(place=place, run=run, remat=check_policy(remat))
     )
 
 
 def evaluate_program(program: Program, args: Sequence[Value], walk: Walk) -> list[Value]:
-    """Runs a program again; see `evaluate`."""
+    """Evaluates a program with callbacks."""
     env: dict[int, Any] = dict(program.constants)
     env.update(zip(program.inputs, args, strict=True))
     runs = find_repeats(program) if walk.remat != "none" or walk.layer_policies else ()
@@ -731,7 +711,7 @@ def _block(
 
 
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], walk: Walk) -> None:
-    """Runs equations in order; `env` holds the values by number and gains the results."""
+    """Runs equations in order; reads values by number from `env` and adds the results to it."""
     done: Call | None = None
     ready: set[str] = set()
     for position, equation in enumerate(equations):
@@ -761,8 +741,8 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], wal
 def _together(
     group: Together, equations: Sequence[Equation], env: dict[int, Any], walk: Walk
 ) -> set[str]:
-    """Runs equations as one, and before them what else they read; returns the paths of all that
-    have run.
+    """Runs a group as one, and first the equations that compute its other operands; returns the
+    paths of all equations that ran.
     """
     members, early = group.members(equations, env)
     evaluate_equations([equation for equation in equations if equation.path in early], env, walk)

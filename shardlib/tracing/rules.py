@@ -1,9 +1,7 @@
 """Factor rules of primitives.
 
-Operations that move data map dims of the operand to dims of the result.
-
-A reshape is the interesting one. Both shapes are walked from the major side and split into common
-factors:
+Data movement maps dims of the operand to dims of the result. In a reshape both shapes are walked
+from the major side and split into common factors:
 
 >>> call = Call(name="reshape", operands=((2, 12),), results=((6, 4),), params={})
 >>> print(reshape(call).rule)
@@ -21,10 +19,10 @@ from typing import Any
 from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise
 
 # --------------------------------------------------------------------------------------------------
-# An equation as rules see it, and their answer.
+# Input and output of a rule.
 #
-# Every rule is a function from `Call` to `Description` (`primitives.py` says of which primitive).
-# Neither holds anything of JAX but the parameters, so every rule can be read as a small theorem
+# Every rule is a function from `Call` to `Description` (`primitives.py` maps primitives to rules).
+# Neither depends on JAX except for the parameters, so every rule can be read as a small theorem
 # about shapes.
 
 Shape = tuple[int, ...]
@@ -32,12 +30,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """An equation of a jaxpr, as far as a rule needs it.
+    """The part of an equation that a rule reads.
 
     Attributes:
         name: the primitive.
-        operands: shape of each operand.
-        results: shape of each result.
+        operands, results: their shapes.
         params: the primitive's parameters.
     """
 
@@ -49,8 +46,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Description:
-    """The part of an equation that the graph keeps: its factor rule, its category, its
-    floating-point operations.
+    """The part of an equation that the graph keeps.
+
+    Attributes:
+        flops: floating-point operations.
     """
 
     rule: FactorRule
@@ -62,7 +61,7 @@ Describe = Callable[[Call], Description]
 
 
 class Factors:
-    """Collects the factors of one op while its rule is written down."""
+    """Collects the factors of one op."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -83,13 +82,13 @@ class Factors:
         return dim
 
     def keep(self, size: int) -> Dim:
-        """A new factor that must stay whole."""
+        """A new factor that must stay unsharded."""
         dim = self.parallel(size)
         self.whole.update(dim)
         return dim
 
     def dims(self, shape: Shape, whole: Container[int] = ()) -> Dims:
-        """New factors for the dims of a shape; those of some dims must stay whole."""
+        """New factors for the dims of a shape; those of `whole` must stay unsharded."""
         return tuple(
             self.keep(size) if dim in whole else self.parallel(size)
             for dim, size in enumerate(shape)
@@ -107,7 +106,7 @@ class Factors:
 
 
 def unsharded(shapes: Sequence[Shape]) -> list[Dims]:
-    """The dims of operands that have no factors: scalars, sizes and positions."""
+    """The dims of operands without factors: scalars, sizes and positions."""
     return [((),) * len(shape) for shape in shapes]
 
 
@@ -145,10 +144,9 @@ def dot_general(call: Call) -> Description:
 
 
 def ragged_dot_general(call: Call) -> Description:
-    """A product whose rows fall into groups of unequal size, each with its own right-hand side.
+    """A product whose rows are in groups of unequal size, each with its own right-hand side.
 
-    The ragged dim and the group dim stay whole: a part of the rows needs other group sizes than the
-    whole.
+    The ragged dim and the group dim stay unsharded: a shard of the rows needs other group sizes.
     """
     numbers = call.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
@@ -186,7 +184,8 @@ def ragged_dot_general(call: Call) -> Description:
 def conv_general_dilated(call: Call) -> Description:
     """[batch, in, space] * [out, in, window] -> [batch, out, space], with feature and batch groups.
 
-    Spatial dims stay whole (their parts overlap), except where the window is a single position.
+    Spatial dims stay unsharded (their shards overlap), except where the window is a single
+    position.
     """
     numbers, groups, batch_groups = (
         call.params[key]
@@ -229,7 +228,7 @@ def _ordered(dims: Mapping[int, Dim]) -> Dims:
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops that work position by position; any dim may be sharded.
+# Element-wise ops; any dim may be sharded.
 
 ARITHMETIC: tuple[str, ...] = (
     "abs",
@@ -346,7 +345,7 @@ def arithmetic(call: Call) -> Description:
 
 
 def identity(call: Call) -> Description:
-    """Each result is its operand, perhaps in another dtype or place."""
+    """Each result is its operand, perhaps in another dtype or memory."""
     factors = Factors()
     dims: list[Dims] = [factors.dims(shape) for shape in call.results]
     operands = dims + [((),) * len(shape) for shape in call.operands[len(dims) :]]
@@ -354,8 +353,8 @@ def identity(call: Call) -> Description:
 
 
 def same_bits(call: Call) -> Description:
-    """Same bits, another dtype, or keys as their words; a change of width adds or removes a last
-    dim, which stays whole.
+    """The same bits in another dtype, or keys as their words; a change of width adds or removes a
+    last dim, which stays unsharded.
     """
     (operand,), (result,) = call.operands, call.results
     shared = min(len(operand), len(result))
@@ -367,23 +366,23 @@ def same_bits(call: Call) -> Description:
 
 
 # --------------------------------------------------------------------------------------------------
-# Linear algebra on stacks of matrices and Fourier transforms: stacked dims are free, the last ones
-# stay whole.
+# Linear algebra on stacks of matrices and Fourier transforms: stack dims may be sharded, the last
+# dims stay unsharded.
 
 #: Primitives that work on vectors.
 _VECTORS = frozenset({"lu_pivots_to_permutation", "tridiagonal_solve"})
 
 
 def whole_dims(name: str, params: Mapping[str, Any]) -> int:
-    """Returns how many of the last dims of the first operand of a primitive are worked on as a
-    whole; those before are a stack.
+    """Number of trailing dims of the first operand that a primitive transforms as a unit; the
+    leading ones are a stack.
     """
     return len(params["fft_lengths"]) if name == "fft" else 1 if name in _VECTORS else 2
 
 
 def matrices(call: Call) -> Description:
-    """Each matrix or vector of the stack is worked on as a whole; about n^3 operations for an n x n
-    matrix, n for a vector.
+    """Each matrix or vector of the stack is a unit; about n^3 operations for an n x n matrix, n for
+    a vector.
     """
     shape, whole_rank = call.operands[0], whole_dims(call.name, call.params)
     stack = max(0, len(shape) - whole_rank)
@@ -405,8 +404,8 @@ def matrices(call: Call) -> Description:
 
 
 def broadcast_in_dim(call: Call) -> Description:
-    """Operand dim i becomes result dim `broadcast_dimensions[i]`; every other result dim is a
-    copy.
+    """Operand dim i becomes result dim `broadcast_dimensions[i]`; along every other result dim the
+    operand is repeated.
     """
     operand, result = call.operands[0], call.results[0]
     targets = {target: i for i, target in enumerate(call.params["broadcast_dimensions"])}
@@ -420,8 +419,8 @@ def broadcast_in_dim(call: Call) -> Description:
 
 
 def reshape(call: Call) -> Description:
-    """Splits and merges dims; where the shapes share no common factorisation, the dims involved
-    stay whole.
+    """Splits and merges dims; if the shapes have no common factorisation, these dims stay
+    unsharded.
     """
     operand, result = call.operands[0], call.results[0]
     if call.params.get("dimensions") is not None:
@@ -435,8 +434,8 @@ def reshape(call: Call) -> Description:
 
 
 def _common_factors(factors: Factors, operand: Shape, result: Shape) -> tuple[Dims, Dims]:
-    """Walks both shapes from the major side; a shared divisor of what is left of the two dims
-    becomes a shared factor.
+    """Walks both shapes from the major side; a common divisor of the remaining sizes becomes a
+    shared factor.
     """
     dims: tuple[list[Dim], list[Dim]] = ([()] * len(operand), [()] * len(result))
     if 0 in operand:
@@ -467,7 +466,7 @@ def _misaligned(
     dims: tuple[list[Dim], list[Dim]],
     progress: tuple[int, int, int, int],
 ) -> tuple[int, int, int, int]:
-    """Keeps the rest of both dims whole, and further dims until the two sides have the same number
+    """Keeps the rest of both dims unsharded, and further dims until both sides have the same number
     of elements.
     """
     i, j, left, right = progress
@@ -486,7 +485,7 @@ def _misaligned(
 
 
 def squeeze(call: Call) -> Description:
-    """Drops dims of size 1."""
+    """Removes dims of size 1."""
     factors = Factors()
     dims = factors.dims(call.operands[0])
     dropped = {axis % len(dims) for axis in call.params["dimensions"]}
@@ -497,7 +496,7 @@ def squeeze(call: Call) -> Description:
 
 
 def transpose(call: Call) -> Description:
-    """Reorders dims."""
+    """Permutes dims."""
     factors = Factors()
     dims = factors.dims(call.operands[0])
     return Description(
@@ -506,7 +505,7 @@ def transpose(call: Call) -> Description:
 
 
 def slice_(call: Call) -> Description:
-    """Dims that are taken as a whole may be sharded, sliced ones not."""
+    """Sliced dims stay unsharded; dims taken in full may be sharded."""
     starts, strides = call.params["start_indices"], call.params["strides"]
     sliced = [
         i
@@ -525,7 +524,7 @@ def slice_(call: Call) -> Description:
 
 
 def pad(call: Call) -> Description:
-    """Padded dims stay whole; the padding value is a scalar."""
+    """Padded dims stay unsharded; the padding value is a scalar."""
     padded = {
         i: tuple(config)
         for i, config in enumerate(call.params["padding_config"])
@@ -549,7 +548,7 @@ def _with_windows(description: Description, windows: Iterable[Window]) -> Descri
 def _side_by_side(
     sizes: Iterable[int], place: Callable[[int], tuple[Place, Place | None]]
 ) -> Iterator[Window]:
-    """Runs of the given lengths, one after the other; `place` says of which dim in which."""
+    """Consecutive windows of the given lengths; `place` gives the two dims of each."""
     start = 0
     for position, size in enumerate(sizes):
         long, short = place(position)
@@ -559,7 +558,7 @@ def _side_by_side(
 
 def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
     """A result of the operand's rank: dims of equal size that are not `touched` are shared, the
-    others stay whole.
+    others stay unsharded.
     """
     operand, result = call.operands[0], call.results[0]
     factors = Factors()
@@ -576,8 +575,8 @@ def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Descriptio
 def _in_parts(
     axis: int, parts: Sequence[Shape], whole: Shape, *, joins: bool, stacks: bool = False
 ) -> Description:
-    """Parts that are joined to a whole along one of its dims, which stays whole, or that it is
-    taken apart into; with `stacks`, the parts do not have that dim.
+    """Parts that are joined along a dim of the whole, which stays unsharded, or split from it; with
+    `stacks`, the parts do not have that dim.
     """
     factors = Factors()
     dims = factors.dims(whole, {axis})
@@ -594,7 +593,7 @@ def _in_parts(
 
 
 def concatenate(call: Call) -> Description:
-    """Joins arrays along one dim."""
+    """Concatenates along one dim."""
     return _in_parts(call.params["dimension"], call.operands, call.results[0], joins=True)
 
 
@@ -605,7 +604,7 @@ def stack(call: Call) -> Description:
 
 
 def unstack(call: Call) -> Description:
-    """Takes an array apart along a dim, which goes away."""
+    """Slices along one dim, which is removed."""
     axis = call.params["axis"]
     return _in_parts(axis, call.results, call.operands[0], joins=False, stacks=True)
 
@@ -625,24 +624,24 @@ def tile(call: Call) -> Description:
 
 
 def split(call: Call) -> Description:
-    """Takes an array apart along one dim."""
+    """Splits along one dim."""
     return _in_parts(call.params["axis"], call.results, call.operands[0], joins=False)
 
 
 def generated(call: Call) -> Description:
-    """A result made from its position alone (iota): every device can make its own part."""
+    """A result made from its position alone (iota): every device can make its own shard."""
     factors = Factors()
     results = [factors.dims(shape) for shape in call.results]
     return Description(factors.rule(unsharded(call.operands), results), "movement")
 
 
 # --------------------------------------------------------------------------------------------------
-# Ops that look positions up: gather, scatter, dynamic slices.
+# Gather, scatter and dynamic slices.
 #
-# Cutting the dim that a gather looks up (an embedding table's vocabulary) works as a lookup in the
-# local part, zero where the position lies elsewhere, and a sum over the parts: a *summed* factor.
-# Cutting what a scatter writes to is parallel, for every part takes the updates that fall into it;
-# cutting the updates of a scatter-add leaves partial results.
+# A sharded dim that a gather looks up (an embedding table's vocabulary) is a lookup in the local
+# shard, zero if the position is in another shard, and a sum over the shards: a *summed* factor.
+# Sharding the target of a scatter is parallel: every shard applies the updates that fall into it;
+# sharding the updates of a scatter-add leaves partial sums.
 
 
 def gather(call: Call) -> Description:
@@ -679,7 +678,7 @@ def gather(call: Call) -> Description:
 
 
 def scatter(call: Call) -> Description:
-    """The scatter family, from its dimension numbers; an overwriting scatter must see its updates
+    """The scatter family, from its dimension numbers; an overwriting scatter must apply its updates
     in order.
     """
     numbers = call.params["dimension_numbers"]
@@ -715,14 +714,12 @@ def scatter(call: Call) -> Description:
 
 
 def dynamic_slice(call: Call) -> Description:
-    """A window at a position known only at run time; dims that it covers as a whole may be
-    sharded.
-    """
+    """A window at a position known only at run time; dims that it covers in full may be sharded."""
     return Description(resize(call).rule, "gather")
 
 
 def dynamic_update_slice(call: Call) -> Description:
-    """(operand, window, position) -> the operand with the window written over it."""
+    """(operand, window, position) -> the operand with the window written into it."""
     operand, update, *starts = call.operands
     factors = Factors()
     target: list[Dim] = []
@@ -741,7 +738,7 @@ def dynamic_update_slice(call: Call) -> Description:
 
 
 def drawn(call: Call) -> Description:
-    """keys -> keys x shape: counters are positions, so every device can draw its own part
+    """keys -> keys x shape: counters are positions, so every device can draw its own shard
     (partitionable Threefry).
     """
     (keys,), (result,) = call.operands, call.results
@@ -751,7 +748,7 @@ def drawn(call: Call) -> Description:
 
 
 def sequential(call: Call) -> Description:
-    """A generator with hidden state: its results exist only as a whole."""
+    """A generator with hidden state: its results cannot be sharded."""
     factors = Factors()
     dims = [tuple(map(factors.keep, shape)) for shape in (*call.operands, *call.results)]
     return Description(
@@ -762,23 +759,25 @@ def sequential(call: Call) -> Description:
 # --------------------------------------------------------------------------------------------------
 # Ops that combine positions along a dim: reductions, running sums, windows, sorts.
 #
-# A reduction can be sharded along the reduced dim, the parts combined afterwards; an argmax, a
-# running sum or a sort cannot.
+# The reduced dim of a reduction can be sharded, and the partial results combined afterwards; that
+# of an argmax, a running sum or a sort cannot.
 
 
 def reduction(call: Call) -> Description:
-    """Sum, maximum, ...: the reduced dims leave partial results when cut."""
+    """Sum, maximum, ...: a sharded reduced dim leaves partial results."""
     return _reduction(call, call.params["axes"], cut=True)
 
 
 def argument_reduction(call: Call) -> Description:
-    """argmax, argmin: the position is known only to who sees the whole dim."""
+    """argmax, argmin: the position cannot be combined from shards, so the reduced dims stay
+    unsharded.
+    """
     return _reduction(call, call.params["axes"], cut=False)
 
 
 def generic_reduction(call: Call) -> Description:
-    """`jax.lax.reduce` with any function; its initial value would be counted once per part, so the
-    dims stay whole.
+    """`jax.lax.reduce` with any function; its initial value would be counted once per shard, so the
+    reduced dims stay unsharded.
     """
     return _reduction(call, call.params["dimensions"], cut=False)
 
@@ -798,7 +797,7 @@ def _reduction(call: Call, axes: Sequence[int], *, cut: bool) -> Description:
 
 
 def cumulative(call: Call) -> Description:
-    """Running sum, product, maximum: whole along its axis."""
+    """Running sum, product, maximum: unsharded along its axis."""
     return _along(call, {call.params["axis"]}, "reduction", elements(call.operands[0]))
 
 
@@ -808,7 +807,7 @@ def sort(call: Call) -> Description:
 
 
 def reverse(call: Call) -> Description:
-    """Reverses dims, which stay whole."""
+    """Reverses dims, which stay unsharded."""
     return _along(call, set(call.params["dimensions"]), "movement", 0.0)
 
 
@@ -832,7 +831,7 @@ def top_k(call: Call) -> Description:
 
 
 def window_reduction(call: Call) -> Description:
-    """Pooling. A dim is sharded freely where windows are single positions, window by window where
+    """Pooling. A dim can be sharded freely if windows are single positions, and between windows if
     they tile the dim.
     """
     result, *_ = call.results

@@ -1,4 +1,6 @@
-"""A step that a user wrote, with gradients and optimizers inside, as a problem to be planned."""
+"""A training step written by the user, with gradients and optimizer inside, as a planning
+problem.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +54,19 @@ from shardlib.tracing.rewriting import Walk, evaluate_equations
 from shardlib.tracing.trace import Described, describe_batch, require_rows, tokens_of
 
 # --------------------------------------------------------------------------------------------------
-# The losses that a step marks: where they stand, and which arrays of the state they are given.
+# The losses that a step marks: their paths, and the arrays of the state among their operands.
 #
-# An operand of a loss is an array of the state, or made of one element by element, as updated
-# weights are: that array is its *root*. Params and weights among the rest are planned and laid out
-# as their roots are. What has rows of the batch has no root.
+# An operand of a loss is an array of the state, or computed from one element by element, as updated
+# weights are: that array is its *root*. Params and other weights are planned and laid out like
+# their roots. Operands with rows of the batch have no root.
 #
-# A loss may close over arrays of the step. It cannot be traced by itself then for another number
-# of rows: the whole step is, and the loss taken out of that trace. What is as many times as long
-# there as the batch are rows.
+# A loss may close over arrays of the step, and then cannot be traced by itself for another number
+# of rows: the whole step is, and the loss is taken from that trace. Dims that grow there in
+# proportion to the batch are rows.
 
-#: Categories of operations that make something else of an array.
+#: Categories of operations after which a value is no longer an element-wise form of an array.
 _OTHERS = frozenset({"matmul", "convolution", "scatter", "reduction", "gather"})
-#: How many times as many rows the batch has -> the losses that the step marks then, in order.
+#: Factor on the number of rows of the batch -> the losses that the step marks then, in order.
 Again = Callable[[Fraction], Sequence[MarkedLoss]]
 
 
@@ -73,12 +75,12 @@ class FoundLoss:
     """A marked loss in a step.
 
     Attributes:
-        call: where it stands.
+        call: its call.
         form: the loss.
         operands: values of the step's graph, one for each leaf.
-        roots: for each leaf the number of the array of the state that it is made of; None for those
-            with rows of the batch, and of what is made of no weight.
-        number: of the loss among those of the step.
+        roots: for each leaf, the number of the state array that it is computed from; None for
+            leaves with rows of the batch or computed from no weight.
+        number: index among the losses of the step.
         again: traces the step for other batches.
     """
 
@@ -91,12 +93,12 @@ class FoundLoss:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Positions of the leaves whose gradients are asked for."""
+        """Positions of the leaves whose gradients are requested."""
         return tuple(position for position, flag in enumerate(self.form.trained) if flag)
 
     @property
     def frozen(self) -> tuple[int, ...]:
-        """Positions of other leaves that are weights."""
+        """Positions of the other leaves that are weights."""
         rooted = {position for position, root in enumerate(self.roots) if root is not None}
         return tuple(sorted(rooted - {*self.trained}))
 
@@ -107,8 +109,8 @@ class FoundLoss:
 
     @cached_property
     def rows(self) -> Mapping[int, int] | None:
-        """Positions of the leaves with rows of the batch -> their dim of rows, by the trace of a
-        batch with more rows; None where the step has no such trace.
+        """Positions of the leaves with rows of the batch -> their row dim, from the trace of a
+        larger batch; None if the step cannot be traced for one.
         """
         ratio = Fraction(2)
         try:
@@ -122,7 +124,7 @@ class FoundLoss:
                 ]
                 for traced_shape, two in pairs
             ]
-        except Exception:  # whatever a user's step raises for another batch
+        except Exception:  # the user's step can raise any error for another batch
             return None
         return {
             position: dims[0]
@@ -132,8 +134,8 @@ class FoundLoss:
         }
 
     def function(self, leaves: Sequence[Value]) -> tuple[Value, Any]:
-        """(value, auxiliary results) of the loss, for any number of rows that it can be traced
-        for.
+        """(value, auxiliary results) of the loss, for any number of rows for which it can be
+        traced.
         """
         if not self.form.captured:
             return self.form.function(leaves)
@@ -151,7 +153,7 @@ class FoundLoss:
         return value, form.results.unflatten(aux)
 
     def _ratio(self, shapes: Sequence[tuple[int, ...]]) -> Fraction:
-        """Returns how many times as many rows arrays have as those that were traced."""
+        """Factor on the number of rows, compared with the trace."""
         return next(
             Fraction(new, old)
             for aval, shape in zip(self.form.shapes, shapes, strict=True)
@@ -160,7 +162,7 @@ class FoundLoss:
         )
 
     def _other(self, ratio: Fraction) -> MarkedLoss:
-        """The same loss in a trace of the step for other batches."""
+        """The same loss in a trace of the step for another batch."""
         return self.again(ratio)[self.number]
 
 
@@ -230,7 +232,7 @@ def _first(preferred: int | None, fallback: int | None) -> int | None:
 
 
 def _root(graph: Graph, value: int, state: Mapping[int, int]) -> int | None:
-    """The nearest array of the state that a value is made of, element by element."""
+    """The nearest state array that a value is computed from, element by element."""
     shape = graph.values[value].shape
     makers = {result: op for op in graph.ops for result in op.results}
     seen, waiting = {value}, [value]
@@ -249,15 +251,15 @@ def _root(graph: Graph, value: int, state: Mapping[int, int]) -> int | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows of the batch that are put side by side, and taken apart again.
+# Rows of several batches that are concatenated and split again.
 #
-# `jnp.concatenate([real, fake])` has twice the rows. By its general rule such a dim stays whole;
-# here it becomes a dim of equal parts, of which a cut cuts each (`FactorRule.outer`), so that what
-# is computed of it keeps the rows of the batch.
+# `jnp.concatenate([real, fake])` has twice the rows. By its general rule such a dim stays
+# unsharded; here it becomes a dim of equal parts, each of which is sharded (`FactorRule.outer`), so
+# that values computed from it keep the rows of the batch.
 
 
 def tied_rows(problem: Problem) -> Problem:
-    """A problem in whose graphs rows side by side are tied to those of its batch."""
+    """A problem in whose graphs concatenated rows are tied to those of the batch."""
     names = {path: axes for path, _, _, axes in problem.batch}
 
     def tied(graph: Graph) -> Graph:
@@ -292,7 +294,7 @@ def rows_of(
 
 
 def tied_parts(graph: Graph, rows: frozenset[tuple[int, int]]) -> Graph:
-    """The graph with rows side by side tied to those of the batch."""
+    """The graph with concatenated rows tied to those of the batch."""
     parts_by_dim = dict.fromkeys(rows, 1)
     ops: list[Op] = []
     for op in graph.ops:
@@ -317,7 +319,7 @@ def _joined(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> O
 
 
 def _parts_taken(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> Op | None:
-    """A slice, or a split, of one part of rows that are side by side."""
+    """A slice, or a split, of one part of concatenated rows."""
     if op.kind not in ("slice", "split") or len(op.operands) != 1:
         return None
     full_shape = graph.values[op.operands[0]].shape
@@ -347,7 +349,7 @@ def _in_parts(op: Op, axis: int, parts: int, shape: tuple[int, ...], *, joined: 
 
 
 def _spread(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> None:
-    """Dims of the results that are the rows of the operands, and of how many parts."""
+    """Propagates to the results: their dims that are rows, and the number of concatenated parts."""
     factors: dict[int, int] = {}
     for value, dims in zip(op.operands, op.rule.operands, strict=True):
         for position, dim in enumerate(dims):
@@ -371,18 +373,18 @@ def _parts(op: Op, dim: Dim, parts: int) -> int:
 # --------------------------------------------------------------------------------------------------
 # Roles of the arrays of a step's state, by their use in the step.
 #
-#     weight     a matmul, a convolution or a lookup uses it beside values that depend on the batch,
-#                or it is added to or multiplied with something that has the rows of the batch
-#     follower   a float array that only element-wise updates see: moments, averages
+#     weight     a matmul, convolution or lookup combines it with values that depend on the batch,
+#                or it is added to or multiplied with a value that has the rows of the batch
+#     follower   a float array that only element-wise updates read: moments, averages
 #     other      counters, keys, scalars
 #
-# A weight's *gradient* is what the step makes its new value of: the sum over all contractions, of
-# as many elements as the weight, that reach the new value through element-wise operations; where
-# loops or branches make it, their result. A weight whose new value depends on none is frozen, as a
-# teacher is. One whose new value is made of another weight, which is made without it, follows
-# that, as an average that is also used does: it has no gradient of its own.
+# The *gradient* of a weight is the value from which the step computes the new weight: the sum over
+# all contractions, of as many elements as the weight, that reach the new value through element-wise
+# operations; if a loop or branch computes them, its result. A weight whose new value depends on
+# none is frozen, like a teacher. One whose new value is computed from another weight, which is
+# computed without it, follows that weight, like an average that is also used: it has no gradient.
 
-#: Operations that show the same array in another form.
+#: Operations whose result is the same array in another form.
 _VIEWS = frozenset(
     {
         "convert_element_type",
@@ -402,7 +404,7 @@ _VIEWS = frozenset(
     }
 )
 _USES = frozenset({"matmul", "convolution", "gather"})
-#: Where gradients come from.
+#: Categories of operations that compute gradients.
 _SOURCES = frozenset({"matmul", "convolution", "scatter", "reduction"})
 _SUMS = frozenset(
     {"add", "add_any", "convert_element_type", "transpose", "reshape", "exit", "carry"}
@@ -414,9 +416,9 @@ class StateRoles:
     """Roles of the arrays of a state, as numbers of the graph's inputs.
 
     Attributes:
-        weights: that the step computes with.
-        gradients: of these, those that have one, and its value in the graph.
-        followers: of the other float arrays with a dim.
+        weights: arrays that the forward computation reads.
+        gradients: weight -> the graph value of its gradient, for trained weights.
+        followers: other float arrays of rank at least 1.
     """
 
     weights: tuple[int, ...]
@@ -425,7 +427,7 @@ class StateRoles:
 
 
 def state_roles(graph: Graph, count: int, batch: frozenset[tuple[int, int]]) -> StateRoles:
-    """Returns what each array of the state is."""
+    """The role of each array of the state."""
     state = graph.inputs[:count]
     used = _used(graph, state, batch)
     floats = [
@@ -462,7 +464,7 @@ def state_roles(graph: Graph, count: int, batch: frozenset[tuple[int, int]]) -> 
 def _used(
     graph: Graph, state: tuple[int, ...], batch: frozenset[tuple[int, int]]
 ) -> frozenset[int]:
-    """The arrays of the state that the step computes with."""
+    """The state arrays that the step computes with."""
     views: dict[int, int] = {value: value for value in state}
     rows = {value for value, _ in batch}
     moving = {value for value in graph.inputs if value not in views}
@@ -477,14 +479,14 @@ def _used(
             moving.update(op.results)
             if (op.category in _USES) or any(value in rows for value in others):
                 used.update(shown)
-        elif shown:  # of the state alone, such as a key that becomes random numbers
+        elif shown:  # of the state alone, such as a key from which random numbers are drawn
             moving.update(value for value in op.results if op.category in _USES)
     return frozenset(used)
 
 
 def _gradient(graph: Graph, weight: int, new: int) -> tuple[int | None, set[int]]:
-    """The value that is the gradient of a weight, None where its new value depends on none; and the
-    values that the new one is made of, element by element.
+    """The gradient of a weight, None if its new value depends on none; and the values that the new
+    value is computed from, element by element.
     """
     if new == weight:
         return None, set()
@@ -533,17 +535,16 @@ def _adds(op: Op) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# The sum of the marked losses of a step, as a function of its weights and of the batch.
+# The sum of the marked losses of a step, as a function of its weights and of the batch: the problem
+# that is planned for a marked step.
 #
-# Gradients that the step takes otherwise, as with `jax.value_and_grad`, are computed as the step
-# computes them, and become a part of the gradients of the sum.
+# The inputs of the losses are computed as in the step, without gradients; weights that the step has
+# updated count as the weights. Equations that no loss needs, such as updates, are left out.
+# Gradients that the step takes otherwise, as with `jax.value_and_grad`, are computed as in the
+# step, and added to the gradients of the sum.
 #
-# That is what is planned of a marked step. What the losses get is computed as the step computes
-# it, and no gradient goes through it; weights that the step has updated are the weights. What no
-# loss needs, as updates, is left out.
-#
-# Loops run their body as often as the step does, from the values that they begin with, and of
-# branches those run that have a loss: costs are those of the step, numbers need not be.
+# Loops run as many iterations as in the step, each from the initial values, and only branches with
+# a loss run: costs are those of the step, values need not be.
 
 
 def total_loss(
@@ -556,7 +557,7 @@ def total_loss(
     """The sum of the marked losses: float32 scalar.
 
     Args:
-        arguments: for its inputs, the state and the batch; None for what no loss needs.
+        arguments: the state and the batch; None for arrays that no loss needs.
     """
     total = _Total(losses={loss.call.path: loss for loss in losses}, weights=weights)
     env = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
@@ -574,8 +575,8 @@ class _Total:
     def run(
         self, program: Program, env: dict[int, Any], targets: frozenset[int] = frozenset()
     ) -> Any:
-        """The sum of the losses of a program, whose inputs and constants are in `env`; computes
-        what is wanted beside it.
+        """The sum of the losses of a program, whose inputs and constants are in `env`; also
+        computes the targets.
         """
         needed, inputs = self._needed(program, targets), {*program.inputs}
         values: list[Any] = []
@@ -589,7 +590,7 @@ class _Total:
             elif self._around(equation):
                 values.append(self._inside(equation, env))
             elif position in needed:
-                if targets:  # no gradient is taken of a gradient
+                if targets:  # no second-order gradient
                     env.update(
                         (number, _stopped(env[number]))
                         for number in sorted({*equation.inputs} & inputs)
@@ -601,11 +602,11 @@ class _Total:
         return None if equation.call is None else self.losses.get(equation.call.path)
 
     def _around(self, equation: Equation) -> bool:
-        """Returns whether a loss stands inside of a loop, a branch or the like."""
+        """True if a loss is inside of a loop or branch."""
         return any(path.startswith(f"{equation.path}/") for path in self.losses)
 
     def _needed(self, program: Program, targets: frozenset[int]) -> set[int]:
-        """Positions of the equations that some loss needs, or what is wanted."""
+        """Positions of the equations that a loss or a target needs."""
         numbers: set[int] = {*targets}
         positions: set[int] = set()
         for position in reversed(range(len(program.equations))):
@@ -626,7 +627,7 @@ class _Total:
         return positions
 
     def _value(self, loss: FoundLoss, env: dict[int, Any], program: Program) -> Any:
-        def taken(number: int) -> Any:  # what a loss is given and does not look at is not there
+        def taken(number: int) -> Any:  # operands that a loss does not read may be missing
             value = env[number]
             return _zeros(program.avals[number]) if value is None else value
 
@@ -661,7 +662,7 @@ class _Total:
         return value
 
     def _body(self, program: Program, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The sum of the losses of a program, and its results where they are known."""
+        """The sum of the losses of a program, and its results as far as they are computed."""
         env = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
         value = self.run(program, env)
         return value, [env.get(number, _zeros(program.avals[number])) for number in program.outputs]
@@ -690,7 +691,7 @@ class _Total:
 
 @jax.custom_vjp
 def _total_loss_taken(weight: Any, gradient: Any) -> Any:
-    """Nothing, with a gradient that is known."""
+    """Zero, with a given gradient."""
     return jnp.zeros((), jnp.float32)
 
 
@@ -717,9 +718,9 @@ def _zeros(aval: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients that a step takes outside of the losses that it marks, as with `jax.value_and_grad`.
+# Gradients that a step takes outside of its marked losses, as with `jax.value_and_grad`.
 #
-# They are computed as they are written: on the whole batch, with what the user rematerialises.
+# They are computed as written: on the whole batch, with the user's own rematerialisation.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -727,10 +728,9 @@ class UnmarkedGradients:
     """Gradients that a step takes outside of its marked losses.
 
     Attributes:
-        gradients: number of a weight among the state -> the value of the program that is its
-            gradient.
-        unknown: weights that are trained outside of the losses, where no such value is found: in a
-            loop, or a branch, that has a marked loss, too.
+        gradients: number of a weight in the state -> the program value of its gradient.
+        unknown: weights trained outside of the losses whose gradient cannot be identified, because
+            it is in a loop or branch together with a marked loss.
     """
 
     gradients: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -744,11 +744,11 @@ def unmarked_gradients(
     losses: Sequence[FoundLoss],
     state: int,
 ) -> UnmarkedGradients:
-    """The gradients that a step takes outside of its marked losses; none where it marks none.
+    """The gradients that a step takes outside of its marked losses; empty if it marks none.
 
     Args:
         values: number of a value of the program -> value of its graph.
-        gradients: weight -> the value of the graph that is its gradient.
+        gradients: weight -> the graph value of its gradient.
     """
     if not losses:
         return UnmarkedGradients()
@@ -771,13 +771,13 @@ def unmarked_gradients(
 
 
 def _marked(equation: Equation, calls: set[str]) -> bool:
-    """Returns whether an equation is one of a marked loss, or has one inside."""
+    """True if an equation belongs to a marked loss or contains one."""
     inside = equation.call is not None and equation.call.path in calls
     return inside or any(path.startswith(f"{equation.path}/") for path in calls)
 
 
 def _read(number: int, makers: Mapping[int, Equation], calls: set[str]) -> set[int]:
-    """The values that one is made of, up to marked losses."""
+    """The values that a value depends on, up to marked losses."""
     seen, waiting = {number}, [number]
     while waiting:
         maker = makers.get(waiting.pop())
@@ -790,12 +790,12 @@ def _read(number: int, makers: Mapping[int, Equation], calls: set[str]) -> set[i
 
 
 # --------------------------------------------------------------------------------------------------
-# A step as a program, and as a problem like that of a loss.
+# A step as a program, and as a planning problem like that of a loss.
 #
-# What a search plans is a loss with its gradients, and an optimizer of so many bytes. A step has
-# all of that inside: its weights and their gradients are found by data flow, what the optimizer
-# keeps of each weight is counted, and the operations that only the update needs are left out of
-# the problem, which prices an update by its bytes. The program that runs is the whole step.
+# The planner expects a loss with its gradients, and bytes of optimizer state. In a step, weights
+# and gradients are found by data flow, the optimizer state per weight is counted, and operations
+# that only the update needs are left out of the problem, which prices an update by its bytes. The
+# program that runs is the whole step.
 
 _with_paths = jax.tree_util.tree_leaves_with_path
 #: (state, batch) -> (new state, metrics), or the new state alone.
@@ -807,22 +807,19 @@ class TracedStep:
     """A step as a program.
 
     Attributes:
-        name: of the step.
-        closed: as it was traced.
-        program: with the leaves of the state, then of the batch.
-        problem: what is planned; `problem.forward` is the whole step.
-        roles: what the arrays of the state are.
-        paths: of the arrays of the state.
-        state: abstract arrays of the state.
-        batch: abstract arrays of the batch.
-        metrics: abstract metrics.
-        returns_pair: whether the step returns a pair (new state, metrics), and not the new state
-            alone.
-        losses: those that the step marks, in order; none in a step that marks none.
-        unmarked: gradients that are taken outside of them, in a step that marks some.
-        others: kinds of the custom calls that stand outside of them.
-        layouts: those that the step brings along, with values of `problem.forward`.
-        findings: about names of its state.
+        name: name of the step.
+        closed: its closed jaxpr.
+        program: the program over the leaves of the state, then of the batch.
+        problem: the planning problem; `problem.forward` is the whole step.
+        roles: roles of the state arrays.
+        paths: paths of the state arrays.
+        state, batch, metrics: abstract arrays.
+        returns_pair: whether the step returns (new state, metrics) rather than the new state alone.
+        losses: marked losses, in order.
+        unmarked: gradients taken outside of marked losses, in a step that marks some.
+        others: kinds of the custom calls outside of marked losses.
+        layouts: layouts written in the step, with values of `problem.forward`.
+        findings: findings about names of its state.
     """
 
     name: str
@@ -843,7 +840,7 @@ class TracedStep:
 
     @property
     def trained(self) -> frozenset[int]:
-        """Numbers of the arrays of the state that its marked losses train."""
+        """Numbers of the state arrays that its marked losses train."""
         return frozenset(
             root
             for loss in self.losses
@@ -867,7 +864,9 @@ def trace_step(
     Args:
         step: (state, batch) -> (new state, metrics), or the new state alone.
     """
-    if isinstance(step, FunctionType) and hasattr(step, "lower"):  # of `jax.jit` is not one
+    if isinstance(step, FunctionType) and hasattr(
+        step, "lower"
+    ):  # functions under `jax.jit` are not FunctionType
         raise TracingError(
             f"the step {name} is under jax.pmap, which has devices of its own\nTry: the function"
             " itself and the whole batch; lax.pmean and the like may stay"
@@ -954,7 +953,7 @@ def _traced(
 
 
 def _again(step: Step, shapes: tuple[Tree, Tree], described: Sequence[Described]) -> Again:
-    """Traces the step for batches of so many times as many rows: the losses that it marks then."""
+    """A function that traces the step for a larger batch and returns the losses that it marks."""
     leaves, structure = jax.tree.flatten(shapes[1])
 
     def sized(leaf: jax.ShapeDtypeStruct, axes: LogicalAxes, ratio: Fraction) -> Leaf:
@@ -978,7 +977,7 @@ def _again(step: Step, shapes: tuple[Tree, Tree], described: Sequence[Described]
 
 
 def _is_pair(state: Tree, out: Any, name: str) -> bool:
-    """Returns whether a step returns (new state, metrics), and not the new state alone."""
+    """True if a step returns (new state, metrics) rather than the new state alone."""
     if isinstance(out, tuple) and len(out) == 2 and not same_form(state, out):
         return True
     if type(out) is not type(state):
@@ -990,8 +989,8 @@ def _is_pair(state: Tree, out: Any, name: str) -> bool:
 
 
 def same_form(first: Tree, second: Tree) -> bool:
-    """Returns whether two trees have the same form, shapes and dtypes; functions may be made
-    anew.
+    """True if two trees have the same structure, shapes and dtypes; static functions may be
+    recreated.
     """
     same = not static_difference(jax.tree.structure(first), jax.tree.structure(second))
     return same and all(
@@ -1083,8 +1082,8 @@ def _problem(
 
 
 def _bytes_kept(graph: Graph, roles: StateRoles) -> Mapping[int, float]:
-    """Bytes of followers for each element of a trained weight: of those of its shape, shared
-    evenly among the weights of that shape; the rest is spread over all.
+    """Bytes of followers per element of a trained weight: those of its shape, shared evenly among
+    the weights of that shape; the rest is spread over all.
     """
     shapes: dict[tuple[int, ...], list[int]] = {}
     for number in roles.gradients:

@@ -1,8 +1,8 @@
 """The traced loss and its gradient: the only entry from JAX to the planner.
 
-`trace` calls the user's loss once on abstract arrays. The jaxpr that comes back is the program that
-will run (`Traced.rewrite` evaluates it again, with constraints placed and layers rematerialised);
-its graph, and the graphs of value-and-gradient under each remat policy, are what is planned.
+`trace` calls the user's loss once on abstract arrays. The resulting jaxpr is the program that will
+run (`Traced.rewrite` evaluates it again, with constraints placed and layers rematerialised); its
+graph, and the graphs of value-and-gradient under each remat policy, are what is planned.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ from shardlib.untrusted.data import fit
 # --------------------------------------------------------------------------------------------------
 # Names of the dims of a batch, and its number of tokens.
 
-#: Kinds of NumPy's dtypes that hold no numbers: strings, objects, dates.
+#: Kinds of NumPy dtypes that are not numbers: strings, objects, dates.
 NO_NUMBERS = "SUOMm"
 #: (path, shape, dtype name, logical axes) of one batch array, as `Problem.batch` has it.
 Described = tuple[str, tuple[int, ...], str, LogicalAxes]
-#: Arrays have fewer elements than this; what counts them, here and in XLA, has 63 bits.
+#: Arrays must have fewer elements: counts are 63-bit integers, here and in XLA.
 ELEMENTS = 1 << 63
-#: Arrays that a message lists.
+#: Maximum number of arrays that a message lists.
 LISTED = 4
 
 
@@ -81,8 +81,8 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
     """Names the dims of every array of a batch.
 
     Args:
-        batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names
-            by convention.
+        batch_axes: pytree of the same structure, a tuple of names (or None) per array; None for
+            names by convention.
     """
     leaves = _arrays(
         [
@@ -103,7 +103,7 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
 
 
 def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-    """Refuses arrays, by path and shape, with more elements than can be counted."""
+    """Raises an error for arrays, by path and shape, with too many elements to count."""
     failures = [
         *dict.fromkeys(
             f"{path}: shape {fit(str(shape), 200)}"
@@ -122,7 +122,7 @@ def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
 
 
 def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The leaves of a batch, numbers as arrays."""
+    """The leaves of a batch, with numbers as arrays."""
     arrays: list[tuple[str, Any]] = []
     failures: list[str] = []
     for path, leaf in leaves:
@@ -147,7 +147,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def require_rows(described: tuple[Described, ...]) -> None:
-    """Refuses a batch of no rows."""
+    """Raises an error for a batch without rows."""
     empty = [
         f"{path}: shape {shape}"
         for path, shape, _, axes in described
@@ -178,8 +178,8 @@ def _by_convention(batch: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAx
 
 
 def _which_rows(batch: Tree, leaves: list[Any]) -> str:
-    """Returns how to say which arrays of a batch have rows: as many as most arrays have, for
-    example.
+    """Hint that names the arrays of a batch with rows: for example those of the commonest leading
+    size.
     """
     sizes = Counter(leaf.shape[0] for leaf in leaves if leaf.shape and not _is_raw_key(leaf))
     common_size = sizes.most_common(1)[0][0] if sizes else 0
@@ -197,7 +197,9 @@ def _which_rows(batch: Tree, leaves: list[Any]) -> str:
 
 
 def _spelled(axes: Tree) -> str:
-    """A batch of names as its user writes it, by the fields of its own types."""
+    """Logical names in the form in which the user writes them, with the fields of the batch's own
+    types.
+    """
     if isinstance(axes, Mapping):
         return f"{{{', '.join(f'{key!r}: {_spelled(entry)}' for key, entry in axes.items())}}}"
     fields = getattr(axes, "_fields", ())
@@ -212,13 +214,13 @@ def _spelled(axes: Tree) -> str:
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """Returns whether an array may be the integers of one random key."""
+    """True if an array may be the integers of one random key."""
     return leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))
 
 
 def _is_key(leaf: Any) -> bool:
-    """Returns whether an array holds typed random keys: as many of them as there are rows are one
-    for each, others belong to the whole batch.
+    """True for an array of typed random keys: as many keys as rows are one per row, others belong
+    to the whole batch.
     """
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -285,14 +287,11 @@ def tokens_of(batch: tuple[Described, ...]) -> int:
 def described_parameters(
     model: Model, optimizer: optax.GradientTransformation | None
 ) -> tuple[Parameter, ...]:
-    """The parameters of a model for the planner, in tree order, and then the model state that a
-    step updates.
+    """The parameters of a model for the planner in tree order, then the model state that a step
+    updates.
 
     Args:
-        optimizer: optax transformation, whose state is counted for each parameter; None for none.
-
-    Returns:
-        Each with path, shape, dtype, logical axes, role and bytes of optimizer state.
+        optimizer: optax transformation, whose state is counted for each parameter.
     """
     leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "")]
     roles = ["trained" if trained else "frozen" for trained in model.partition.flags]
@@ -370,7 +369,7 @@ def _state_bytes(
 
 
 def trainable(leaf: Leaf) -> bool:
-    """Returns whether a leaf could have a gradient."""
+    """True if a leaf can have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -383,8 +382,8 @@ def named(tree: Tree, prefix: str) -> list[tuple[str, Tree]]:
 
 
 def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[str, str]]:
-    """(path, role) of every input: parameters go by their own path, state and batch behind these
-    words. State that is floating-point is used as frozen parameters are.
+    """(path, role) of every input: parameters have their own path, state and batch a prefix.
+    Floating-point state has the role of frozen parameters.
     """
     params, state, batch = shapes
     inputs = [
@@ -398,8 +397,8 @@ def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[st
 
 
 def abstract(tree: Tree) -> Tree:
-    """Shapes and dtypes of a tree of arrays as JAX takes them, without shardings: 64-bit numbers of
-    NumPy are 32 bits wide there.
+    """Shapes and dtypes of a tree of arrays without shardings, as JAX takes them: 64-bit numbers of
+    NumPy become 32-bit.
     """
 
     def leaf(x: Any) -> jax.ShapeDtypeStruct:
@@ -412,7 +411,7 @@ def abstract(tree: Tree) -> Tree:
 
 
 def constant_state(jaxpr: Jaxpr, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
-    """Paths of floating-point arrays of the model state that the loss hands on as they came."""
+    """Paths of floating-point arrays of model state that the loss returns unchanged."""
     leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
     results = origins(jaxpr)
     state = enumerate(results[len(results) - len(leaves) :], first)
@@ -430,11 +429,11 @@ def function_name(function: Function) -> str:
 # --------------------------------------------------------------------------------------------------
 # Arrays hidden in a model: in functions and in static fields.
 #
-# They are made while an initialiser is traced, and are not numbers yet when a loss uses them.
+# They are made while an initialiser is traced, and have no values when a loss uses them.
 
 
 def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
-    """The loss as it was traced, refused where it uses such arrays."""
+    """The traced loss; raises an error if it uses such arrays."""
     captured = [
         f"{constant.dtype}{list(constant.shape)}"
         for constant in _jax_compat.open_jaxpr(closed)[1]
@@ -451,16 +450,16 @@ def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
 
 
 # --------------------------------------------------------------------------------------------------
-# A forward pass as the planner sees it, without a loss and its gradient.
+# A forward pass for the planner, without a loss and its gradient.
 
-#: Rows and tokens of the batch that weights are laid out for; layouts hardly depend on it.
+#: Rows and tokens of the batch for which weights are laid out; layouts hardly depend on them.
 ROWS, TOKENS = 8, 32
 
 
 def forward_problem(
     model: Model, forward: Callable[[Tree, jax.Array], jax.Array], *, rows: int, tokens: int
 ) -> Problem:
-    """The forward pass of a model; there are no step graphs.
+    """The planning problem of a forward pass; it has no step graphs.
 
     Args:
         forward: (model, int32 tokens [rows, tokens]) -> logits.
@@ -487,10 +486,10 @@ def forward_problem(
 def served_problem(
     model: Model, forward: Callable[[Tree, jax.Array], jax.Array], *, longest: int
 ) -> Problem:
-    """The forward pass by which programs that serve lay out weights."""
+    """The forward pass from which serving programs lay out weights."""
     try:
         return forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
-    except ModelError:  # a model may want whole blocks of tokens
+    except ModelError:  # some models need whole blocks of tokens
         return forward_problem(model, forward, rows=ROWS, tokens=longest)
 
 
@@ -507,8 +506,8 @@ def proven_rows(
     described: Sequence[Described],
     rows: str,
 ) -> Callable[[int], Rows]:
-    """Returns how the loss depends on the rows of the batch: for a number of microbatches, by the
-    trace of one of them, and for 1, by that of another batch.
+    """A function from a number of microbatches to the dependence of the loss on rows: from the
+    trace of one microbatch, or for 1, of a batch of another size.
     """
     if rows not in ("prove", "mean"):
         raise ArgumentError(
@@ -545,8 +544,8 @@ def proven_rows(
 
 
 def rows_of(described: Sequence[Described]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
-    """For each array of a described batch its dim of rows, None where it has none; and the numbers
-    of rows that there are.
+    """The row dim of each array of a batch (None if it has none), and the numbers of rows that
+    occur.
     """
     dims = tuple(axes.index("batch") if "batch" in axes else None for _, _, _, axes in described)
     return dims, tuple(
@@ -561,7 +560,7 @@ def rows_of(described: Sequence[Described]) -> tuple[tuple[int | None, ...], tup
 
 
 def result_names(out_shape: Tree) -> Names:
-    """Returns what the results of a loss are called, for (loss, (metrics, state))."""
+    """Names of the results of a loss, for (loss, (metrics, state))."""
     _, (metrics, state) = out_shape
     return Names(
         metrics=tuple(path for path, _ in named(metrics, "")),
@@ -573,7 +572,7 @@ def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:
     """A batch with another number of rows.
 
     Args:
-        dims: dim of the rows in each leaf; None where it has none.
+        dims: row dim of each leaf; None if it has none.
     """
     leaves, structure = jax.tree.flatten(batch)
 
@@ -598,12 +597,11 @@ class Traced:
         program: the same with jit calls inlined and values numbered.
         in_tree: structure of (params, state, batch).
         out_tree: structure of (loss, (metrics, new state)).
-        problem: what is to be planned.
-        model: what was traced: the given model, with state that its loss does not change among its
-            parameters.
-        rows_in: number of microbatches -> how the results depend on the rows, by the trace of one
-            of them. Traces.
-        layouts: those that the loss brings along, with values of `problem.forward`.
+        problem: the planning problem.
+        model: the model, with state that its loss does not change moved to its parameters.
+        rows_in: number of microbatches -> dependence of the results on rows, from the trace of one
+            microbatch (traces when called).
+        layouts: layouts written in the loss, with values of `problem.forward`.
     """
 
     closed_jaxpr: core.ClosedJaxpr
@@ -616,7 +614,7 @@ class Traced:
     layouts: tuple[PlacedLayout, ...] = ()
 
     def rewrite(self, place: Place | None = None, remat: str = "none") -> PureLoss:
-        """The loss, evaluated again with a hand on every value.
+        """The loss, evaluated again with a callback on every value.
 
         Returns:
             (params, state, batch) -> (loss, (metrics, new state)), for arrays of the traced shapes.
@@ -667,7 +665,7 @@ def trace(
     Args:
         batch_axes: pytree of tuples of logical names, like `batch`; by default the leading dim is
             "batch", and the second dim of integer arrays of rank 2 is "seq".
-        optimizer: an optax transformation; counts the bytes of its state.
+        optimizer: an optax transformation, for the bytes of its state.
     """
     described = describe_batch(batch, batch_axes)
     require_rows(described)
@@ -772,7 +770,7 @@ def _trace_loss(
 
 
 def _attention_calls(closed: core.ClosedJaxpr) -> AttentionCalls:
-    """Returns what the calls of attention ask of kernels."""
+    """The kernel requirements of the attention calls."""
     calls = [
         Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)
     ]
