@@ -1,17 +1,17 @@
 """The training loop, the folder of a run, and measurements on the way.
 
 byte_program.py  the program of a byte-level transformer
-callbacks.py     functions that are called while a run goes on
+callbacks.py     functions called during a run
 display.py       progress in a notebook, and text of the trained model
 fit.py           the training loop
-identity.py      digests of what is trained, as far as it decides the numbers
+identity.py      digests of everything that determines the numbers of a run
 loggers.py       receivers of the numbers and events of a run, beside the JSON lines in its folder
 measures.py      losses and metrics, and the load of the machine
-rates.py         learning rates that go with a batch, and profiles
+rates.py         learning rates scaled with the batch, and profiles
 run.py           the folder of a run
 settings.py      settings of a run
 states.py        averages of parameters, learning rates, adapters, and changed models
 stepping.py      the steps of a run, from the first to the last
-supervisor.py    the supervisor, which starts a run again when its process dies
+supervisor.py    the supervisor, which restarts a run when its process dies
 validation.py    the exact loss of a whole set of rows during training
 """

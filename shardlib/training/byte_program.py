@@ -1,4 +1,4 @@
-"""The program of a byte-level transformer: its model, the machine that is there, its plan."""
+"""The program of a byte-level transformer: its model, the available machine, its plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardlib.processes.devices import cpu_devices_of_job, keep_compiled, simula
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import TrainConfig, optimizer
 
-#: Steps that are not finite are left out, and gradients are clipped to a norm of 1.
+#: Non-finite steps are skipped, and gradients are clipped to a norm of 1.
 GUARDS = Guards(clip=1.0)
 
 
@@ -41,7 +41,7 @@ def byte_model(config: TrainConfig) -> TransformerConfig:
 
 
 def _machine(config: TrainConfig, console: Console) -> str:
-    """Returns what to plan for: the topology, or as much of it as is there."""
+    """The topology to plan for, or the available part of it."""
     name = config.topology or f"cpu:{cpu_devices_of_job()}"
     topology = parse_topology(name)
     if topology.name.startswith("cpu:"):
@@ -62,7 +62,7 @@ def _machine(config: TrainConfig, console: Console) -> str:
 
 
 def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans; on "cpu:N", simulates N devices first."""
+    """Plans a program; on "cpu:N", simulates N devices first."""
     topology = _machine(config, console)
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
@@ -80,7 +80,7 @@ def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> 
 
 
 def compiled(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans and compiles."""
+    """Plans and compiles a program."""
     if config.run is not None:
         keep_compiled(RunFolder(Path(config.run)).compiled)
     program = planned(config, model, console)

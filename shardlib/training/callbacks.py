@@ -1,4 +1,4 @@
-"""Callbacks of a run: functions that are called while it goes on.
+"""Callbacks: functions called during a run.
 
 settings = Settings(callbacks=(EarlyStop("validation/loss"), BestCheckpoint("validation/loss")))
 """
@@ -17,7 +17,7 @@ from shardlib.training.states import learning_rate
 from shardlib.untrusted.data import Json, JsonMapping
 
 # --------------------------------------------------------------------------------------------------
-# A moment of a run, as callbacks see it, and requests that they may make.
+# A moment of a run, the argument of callbacks, and the requests that they can make.
 #
 #     def shout(moment):
 #         if moment.event == "validation" and moment.numbers["validation/loss"] < 0.1:
@@ -25,24 +25,24 @@ from shardlib.untrusted.data import Json, JsonMapping
 #
 # Settings(callbacks=(shout,), validation=...)
 #
-# Callbacks are called in all processes of a run, with the same numbers; what they ask for must be
-# the same in all of them.
+# Callbacks are called in all processes of a run, with the same numbers; their requests must be the
+# same in all of them.
 
-#: When callbacks are called: before the first step of a process, after every step, after every
-#: validation, after the last step.
+#: Events at which callbacks are called: before the first step of a process, after every step, after
+#: every validation, after the last step.
 EVENTS = ("begin", "step", "validation", "end")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Asks:
-    """Requests that a callback may make of a run.
+    """Requests that a callback can make of a run.
 
     Attributes:
-        stop: reason; the run ends after this step, in order.
-        save: the state is saved after this step, where the run has a folder.
-        log: numbers by name, written beside those of the step; at "begin" and "end" nowhere.
+        stop: (reason); ends the run after this step.
+        save: saves the state after this step, if the run has a folder.
+        log: (numbers by name); logged with those of the step; ignored at "begin" and "end".
         say: shows a line.
-        note: (event, more) writes an event down.
+        note: (event, fields); records an event.
     """
 
     stop: Callable[[str], None]
@@ -58,14 +58,14 @@ class Moment:
 
     Attributes:
         event: one of `EVENTS`.
-        step: steps that are done.
-        steps: in all.
-        numbers: of the step, or of the validation, by name; empty at "begin" and "end".
-        program: that trains.
-        state: the newest one, which the next step takes over: nothing of it may be kept without a
-            copy. At "step" it is one step further than `numbers` where steps run ahead, which they
-            do on accelerators; at all others it is that of `step`.
-        asks: what can be asked of the run.
+        step: number of steps done.
+        steps: number of steps of the run.
+        numbers: numbers of the step, or of the validation, by name; empty at "begin" and "end".
+        program: the program being trained.
+        state: the newest state, which the next step donates: copy what is needed later. At "step"
+            it is one step ahead of `numbers` where steps run ahead, as they do on accelerators; at
+            all other events it is that of `step`.
+        asks: the requests.
     """
 
     event: str
@@ -77,38 +77,38 @@ class Moment:
     asks: Asks
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step; it is saved, and `Fitted.stopped` has the reason."""
+        """Ends the run after this step; it is saved, and `Fitted.stopped` contains the reason."""
         self.asks.stop(reason)
 
     def save(self) -> None:
-        """Saves the state after this step, whether that is due or not."""
+        """Saves the state after this step, even if no save is due."""
         self.asks.save()
 
     def log(self, **numbers: float) -> None:
-        """Adds numbers to what is written down of this step or validation."""
+        """Adds numbers to the record of this step or validation."""
         self.asks.log(numbers)
 
     def say(self, text: str) -> None:
-        """Shows a line where the run is shown."""
+        """Shows a line on the display of the run."""
         self.asks.say(text)
 
     def note(self, event: str, **more: Json) -> None:
-        """Writes an event down, to all loggers."""
+        """Records an event with all loggers."""
         self.asks.note(event, more)
 
 
 class Callback(Protocol):
-    """A function of a moment. One that raises ends the run, after its state was saved."""
+    """A function of a moment. If it raises an error, the run ends after its state is saved."""
 
     def __call__(self, moment: Moment, /) -> None:
-        """Looks at the moment."""
+        """Called at every event."""
         ...
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A callback with a memory, which checkpoints keep: a run that is resumed has the callbacks of
-    one that was never interrupted.
+    """A callback with state, which checkpoints store: a resumed run continues with the callbacks of
+    an uninterrupted one.
     """
 
     def memory(self) -> JsonMapping:
@@ -116,7 +116,7 @@ class Remembers(Protocol):
         ...
 
     def remember(self, memory: JsonMapping, /) -> None:
-        """Takes over what it knew when a checkpoint was saved; an empty mapping at the beginning
+        """Restores the state saved in a checkpoint; called with an empty mapping at the beginning
         of a run.
         """
         ...
@@ -127,21 +127,21 @@ class Remembers(Protocol):
 
 
 class LearningRate:
-    """Writes the learning rate of every step down as "learning_rate".
+    """Logs the learning rate of every step as "learning_rate".
 
     Args:
-        schedule: the schedule that the optimizer was made with; by default the state says it, as
-            that of `optax.inject_hyperparams` does.
+        schedule: the schedule of the optimizer; by default the rate is read from the state, as
+            stored by `optax.inject_hyperparams`.
 
     Raises:
-        ModelError: at the first step, where neither says it.
+        ModelError: at the first step, if there is neither.
     """
 
     def __init__(self, schedule: Callable[[int], float] | None = None) -> None:
         self._schedule = schedule
 
     def __call__(self, moment: Moment, /) -> None:
-        """Adds it to the numbers of the step."""
+        """Adds the rate to the numbers of the step."""
         if moment.event != "step":
             return
         if self._schedule is not None:
@@ -157,15 +157,15 @@ class LearningRate:
 
 
 # --------------------------------------------------------------------------------------------------
-# Samples of what was learned, every so many steps.
+# Samples of the model's output.
 
 
 class Samples:
-    """Shows what a model makes, and writes it down.
+    """Shows and records samples of the model's output.
 
     Args:
-        make: (program, state) -> text, after every validation; called in all processes.
-        every: where it is given, steps between two samples, in place of after validations.
+        make: (program, state) -> text; called in all processes.
+        every: steps between two samples; by default one after every validation.
 
     Raises:
         ModelError: `every` is out of range.
@@ -179,7 +179,7 @@ class Samples:
         self._make, self._every = make, every
 
     def __call__(self, moment: Moment, /) -> None:
-        """Makes a sample where it is time."""
+        """Makes a sample if one is due."""
         due = (
             moment.event == "validation"
             if self._every is None
@@ -192,9 +192,9 @@ class Samples:
 
 
 # --------------------------------------------------------------------------------------------------
-# A metric that is to fall, or to rise, and the best of it so far.
+# A metric to be minimised or maximised, and its best value so far.
 
-#: Which values are better.
+#: Directions of improvement.
 MODES = ("min", "max")
 
 
@@ -202,10 +202,9 @@ class Watched:
     """A metric and its best value.
 
     Attributes:
-        metric: its name.
-        mode: "min" where less is better, or "max".
-        delta: less than this is not an improvement.
-        best: the best value so far; not a number before the first.
+        mode: "min" if smaller is better, or "max".
+        delta: minimum change that counts as an improvement.
+        best: the best value so far; NaN before the first.
     """
 
     def __init__(self, metric: str, mode: str = "min", delta: float = 0.0) -> None:
@@ -216,9 +215,7 @@ class Watched:
         self.metric, self.mode, self.delta, self.best = metric, mode, delta, math.nan
 
     def seen(self, numbers: Mapping[str, float]) -> bool | None:
-        """Returns whether the metric is better than ever; None where it is not among the
-        numbers.
-        """
+        """True if the metric has improved; None if it is not among the numbers."""
         if self.metric not in numbers:
             return None
         value = numbers[self.metric]
@@ -234,19 +231,16 @@ class Watched:
 
 
 class BestCheckpoint:
-    """Saves the state whenever a metric of a validation is better than ever, and keeps the best of
-    these checkpoints beside those that `Settings.keep` keeps.
+    """Saves the state whenever a metric of a validation improves, and keeps the best of these
+    checkpoints in addition to those that `Settings.keep` keeps.
 
     Args:
         metric: name of a number of a validation.
-        mode: "min" where less is better, or "max".
-        count: how many of the best stay.
+        mode: "min" if smaller is better, or "max".
+        count: number of best checkpoints to keep.
 
     Raises:
         ModelError: arguments out of range.
-
-    Attributes:
-        metric, mode, count: as they were given.
     """
 
     def __init__(
@@ -256,7 +250,7 @@ class BestCheckpoint:
         self._watched = Watched(metric, mode)
 
     def __call__(self, moment: Moment, /) -> None:
-        """Asks for a save where the metric is better than ever."""
+        """Requests a save if the metric has improved."""
         if moment.event == "validation" and self._watched.seen(moment.numbers):
             moment.save()
 
@@ -266,24 +260,24 @@ class BestCheckpoint:
         return {"best": None if math.isnan(best) else best}
 
     def remember(self, memory: JsonMapping, /) -> None:
-        """Goes on from there."""
+        """Restores the best value."""
         best = memory.get("best")
         self._watched.best = math.nan if best is None else float(best)
 
 
 # --------------------------------------------------------------------------------------------------
-# The end of a run whose metric no longer improves.
+# Early stopping.
 
 
 class EarlyStop:
-    """Stops a run once a metric has not improved for some time. What it has seen is a part of
-    checkpoints, and a run that it has ended stays ended, unless `patience` is larger.
+    """Stops a run when a metric has not improved for some time. Its state is part of checkpoints,
+    and a run that it has ended stays ended, unless `patience` is increased.
 
     Args:
         metric: name of a number of a validation, "validation/loss", or of a step, "loss".
-        patience: times that the metric may be seen without an improvement.
-        mode: "min" where less is better, or "max".
-        delta: less than this is not an improvement.
+        patience: number of values without an improvement that are tolerated.
+        mode: "min" if smaller is better, or "max".
+        delta: minimum change that counts as an improvement.
 
     Raises:
         ModelError: arguments out of range.
@@ -302,7 +296,7 @@ class EarlyStop:
         self.patience, self._watched, self._waited = patience, Watched(metric, mode, delta), 0
 
     def __call__(self, moment: Moment, /) -> None:
-        """Counts, and asks for the end where it is time."""
+        """Counts values without improvement, and ends the run after `patience` of them."""
         better = self._watched.seen(moment.numbers)
         if better is None and moment.event != "begin":
             return
@@ -315,12 +309,12 @@ class EarlyStop:
             )
 
     def memory(self) -> JsonMapping:
-        """The best value so far, and how often there was none."""
+        """The best value, and the number of values since."""
         best = self._watched.best
         return {"best": None if math.isnan(best) else best, "waited": self._waited}
 
     def remember(self, memory: JsonMapping, /) -> None:
-        """Goes on from there."""
+        """Restores the best value and the count."""
         best = memory.get("best")
         self._watched.best = math.nan if best is None else float(best)
         self._waited = int(memory.get("waited", 0))

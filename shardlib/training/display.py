@@ -25,19 +25,18 @@ from shardlib.training.measures import in_words
 from shardlib.training.settings import Figures, TrainResult
 
 # --------------------------------------------------------------------------------------------------
-# The progress of a run in a notebook: one line of HTML that is updated where it stands, with no
-# widgets.
+# The progress of a run in a notebook: one line of HTML, updated in place, without widgets.
 
 #: Seconds between two updates.
 EVERY = 0.25
 
 
 class NotebookBar:
-    """A bar with the step, the loss, tokens a second and the time that is left.
+    """A bar with the step, the loss, tokens per second and the remaining time.
 
     Args:
-        steps: in all.
-        clock: gives seconds.
+        steps: number of steps of the run.
+        clock: returns seconds.
     """
 
     def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +44,7 @@ class NotebookBar:
         self._began: tuple[int, float] | None = None
 
     def update(self, step: int, loss: float, rate: float) -> None:
-        """Shows where the run is."""
+        """Shows the progress."""
         now = self._clock()
         if self._began is None:
             self._began = (step, now)
@@ -79,19 +78,19 @@ def _duration(seconds: float) -> str:
     return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
 
 
-#: Steps whose median gives the tokens a second that are shown.
+#: Number of steps over whose median tokens per second are shown.
 RECENT = 50
-#: Seconds between two lines where the output is a file and not a terminal.
+#: Seconds between two lines if the output is a file rather than a terminal.
 LINE_EVERY = 30.0
 
 
 class Display:
-    """Progress on a console: a bar with the step, the loss, tokens a second and the time that is
-    left; in a notebook the same in HTML; in files, a line now and then.
+    """Progress on a console: a bar with the step, the loss, tokens per second and the remaining
+    time; in a notebook the same in HTML; in a file, lines at intervals.
     """
 
     def __init__(self, console: Console, steps: int, tokens: int) -> None:
-        """Args: steps: in all. tokens: of a batch."""
+        """Args: steps: of the run. tokens: per batch."""
         self.tokens = tokens
         self._console, self._steps, self._line = console, steps, time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -119,11 +118,7 @@ class Display:
             self._bar.stop()
 
     def step(self, step: int, loss: float, seconds: float) -> None:
-        """A step is done, in so many seconds.
-
-        Args:
-            seconds: that it took.
-        """
+        """Shows a finished step, which took `seconds`."""
         self._recent.append(seconds)
         rate = self.tokens / statistics.median(self._recent)
         self._bar.update(self._task, completed=step, loss=loss, rate=rate)
@@ -135,11 +130,11 @@ class Display:
             self.say(f"step {step} of {self._steps}: loss {loss:.3f}, {rate:,.0f} tokens/s")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Shows a separate line."""
         self._console.print(text, highlight=False, markup=False)
 
     def resumed(self, step: int, steps: int) -> None:
-        """The run goes on where it was saved."""
+        """Shows the step from which the run resumes."""
         self._bar.update(self._task, completed=step)
         self.say(
             f"the run has done all of its {steps} steps"
@@ -148,10 +143,10 @@ class Display:
         )
 
     def stopped(self, reason: str, step: int, loss: float, *, kept: int | None) -> None:
-        """Somebody stopped the run.
+        """Shows that the run was stopped.
 
         Args:
-            kept: the step that was saved; None where nothing is.
+            kept: the saved step; None if nothing is saved.
         """
         after = f", loss {loss:.3f}" if math.isfinite(loss) else ""
         saved = (
@@ -191,11 +186,11 @@ def show_result(console: Console, result: TrainResult, prompt: str) -> None:
 
 
 def figures_table(predicted: Figures, measured: Figures, busy: float | None = None) -> Table:
-    """Predicted against measured; times are compared where others left the machine alone, or where
-    nobody knows whether they did.
+    """Predicted against measured; times are compared only if other programs left the machine idle,
+    or if that is unknown.
 
     Args:
-        busy: share of the processors that other programs used; None where it is not known.
+        busy: fraction of processor time used by other programs; None if unknown.
     """
     compared = busy is None or not in_words(busy)
     table = Table("", "predicted", "measured", "measured / predicted")
@@ -241,7 +236,7 @@ def _printable(text: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Text that the trained model writes.
+# Text generated by the trained model.
 
 
 def generate(
@@ -255,14 +250,14 @@ def generate(
 ) -> bytes:
     """Continues a text byte by byte.
 
-    Every byte is predicted from the last `window` bytes, which are run through the model anew each
-    time: short, and quick enough for a sample.
+    Every byte is predicted from the last `window` bytes, recomputed each time without a cache: fast
+    enough for a sample.
 
     Args:
-        prompt: at least one byte; its last `window` bytes count.
-        count: bytes to write.
-        window: bytes that the model looks at.
-        temperature: below 1 prefers likely bytes.
+        prompt: at least one byte; only its last `window` bytes are used.
+        count: number of bytes to generate.
+        window: context length in bytes.
+        temperature: values below 1 prefer likely bytes.
     """
     definition, state = nnx.split(model)
     start = np.zeros((1, window), np.int32)

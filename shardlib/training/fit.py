@@ -1,14 +1,13 @@
-"""The training loop: from a program and a stream of batches to a trained state, through whatever
-happens on the way.
+"""The training loop: from a program and a stream of batches to a trained state, with recovery from
+failures.
 
     program = shardlib.compile(init, loss, optimizer, batch)
     settings = shardlib.Settings(run="runs/first")
     fitted = shardlib.fit(program, batch_of, steps=1000, settings=settings)
 
-With a folder, a run is what the folder holds: a process that was killed, preempted or hung is
-started again with the same words, on the same machine or another one, and goes on at the newest
-good checkpoint. What follows depends on the state and the step alone, so the losses are those of a
-run that was never interrupted.
+With a folder, a run resumes: after a kill, a preemption or a hang the same command, on the same
+machine or another one, continues from the newest good checkpoint. All further steps depend on the
+state and the step number alone, so the losses are those of an uninterrupted run.
 
 The steps themselves are in `shardlib.training.stepping`.
 """
@@ -53,7 +52,7 @@ def _count(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__") and value >= 0
 
 
-#: What the arguments of `fit` must be.
+#: Expected kinds of the arguments of `fit`.
 _KINDS: Mapping[str, Kind] = {
     "program": (
         is_program,
@@ -76,23 +75,20 @@ _KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fitted:
-    """A run, as far as it went.
+    """A run, up to the last step done.
 
     Attributes:
-        state: after the last step.
-        steps: steps done, by this process and those before it.
-        losses: of every step, where it is known: with a folder of all steps, otherwise of this
-            process.
-        seconds: of every step, where they are known, like `losses`.
-        waited_seconds: of those of this process, spent waiting for batches.
-        saved_seconds: beside them, spent on saving by this process.
-        resumed: the step that this process began after; 0 at the very beginning.
-        stopped: why it ended before the last step: "SIGTERM", or what a callback said; empty where
-            it did not.
-        validations: metrics of every validation by name, by step, where they are known, like
-            `losses`.
-        busy: share of the processors that other programs used meanwhile; None where it is not
-            known.
+        state: the state after the last step.
+        steps: steps done, including those of earlier processes.
+        losses: loss of every known step: with a folder all steps, otherwise those of this process.
+        seconds: seconds of every known step, like `losses`.
+        waited_seconds: part of the seconds of this process spent waiting for batches.
+        saved_seconds: additional seconds that this process spent on saving.
+        resumed: the step from which this process started; 0 for a new run.
+        stopped: why it ended before the last step: "SIGTERM", or the reason given by a callback; ""
+            if it did not.
+        validations: metrics of every known validation by name, by step.
+        busy: fraction of processor time used by other programs meanwhile; None if unknown.
     """
 
     state: TrainState
@@ -120,49 +116,48 @@ def fit(
     advice: str = "a smaller learning rate, or another seed",
     later: Sequence[tuple[int, TrainingProgram]] = (),
 ) -> Fitted:
-    """Trains for a number of steps in all, from the newest checkpoint of the run where there is
-    one.
+    """Trains up to a total number of steps, from the newest checkpoint of the run if there is one.
 
     Args:
-        program: what to run: of `shardlib.compile`, or of `shardlib.compile_step`, whose metrics
-            have a "loss", or another one that `Policy(metric=...)` names.
-        data: a dataset (`shardlib.data.open.read`), of which every process reads the rows that its
-            devices hold; or a function from the step, counted from 0, to the whole global batch on
-            the host, which must give the same batch whenever it is asked for a step; with a folder,
-            it is asked for the first one whenever the run goes on.
-        steps: in all, those of earlier processes of the run included; a run that has done them is
-            given back as it is.
-        seed: of `program.init`, where nothing is restored.
-        settings: folder, checkpoints, what follows a bad loss, validation, callbacks, loggers; by
-            default those of `Settings()`, which keep nothing.
-        console: where to show progress; nowhere by default.
-        identity: what is trained, as plain data, for `run.json`: whoever resumes must say the same.
-        tokens: of a batch, for the tokens a second that `console` shows; 0 where they are not
-            known.
-        advice: what to try when the loss is no longer finite.
-        later: (steps before it, program) of programs that take over, in that order: for batches
-            that grow (`shardlib.training.rates.Ramp`). States must be laid out alike, as
-            they are where `mesh`, `rules` and `zero` are pinned to those of the first plan. A
-            function of the step gives batches of the size of its step.
+        program: result of `shardlib.compile`, or of `shardlib.compile_step` with a metric "loss" or
+            the one that `Policy(metric=...)` names.
+        data: a dataset (`shardlib.data.open.read`), of which every process reads the rows of its
+            devices; or a function from the step, counted from 0, to the whole global batch on the
+            host, which must return the same batch each time it is called for a step; with a folder,
+            it is called for the first step whenever the run resumes.
+        steps: total number of steps, those of earlier processes included; a finished run is
+            returned unchanged.
+        seed: for `program.init`, if nothing is restored.
+        settings: folder, checkpoints, handling of bad losses, validation, callbacks, loggers; by
+            default `Settings()`, which stores nothing.
+        console: where to show progress; by default nowhere.
+        identity: description of the training task as plain data, stored in `run.json`; it must be
+            the same when the run is resumed.
+        tokens: tokens per batch, for the tokens per second on `console`; 0 if unknown.
+        advice: suggestion in the error when the loss is no longer finite.
+        later: (first step, program) of programs that take over, in order: for batches that grow
+            (`shardlib.training.rates.Ramp`). States must have the same layout, as they do if
+            `mesh`, `rules` and `zero` are pinned to those of the first plan. A function of the step
+            returns batches of the size of its step.
 
     Returns:
-        The last state, with the loss and the seconds of every step; also where the run was stopped
+        The last state, with the loss and the seconds of every step; also if the run was stopped
         before its end (`Fitted.stopped`).
 
     Raises:
-        ArgumentError: arguments of another kind than is asked for, all of them listed; or a seed
-            that is not an integer from 0 to 2**31 - 1.
-        LayoutError: a program that takes over lays states out otherwise.
-        TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves nothing
-            else.
-        RunError: the folder holds another run: another loss, optimizer, seed, model, or other data,
-            all of it listed.
+        ArgumentError: arguments of the wrong kind, all of them listed; or a seed that is not an
+            integer from 0 to 2**31 - 1.
+        LayoutError: a program that takes over has another layout of the state.
+        TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves no
+            alternative.
+        RunError: the folder contains another run: another loss, optimizer, seed, model, or other
+            data, all of it listed.
         OwnedError: another process writes to the folder, or has taken it over from this one.
         CheckpointError: none of its checkpoints can be restored, or the last state could not be
             saved.
-        LaunchError: processes that train together do not mean the same program, data, code or
-            packages, or are missing.
-        KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
+        LaunchError: processes that train together differ in program, data, code or packages, or are
+            missing.
+        KeyboardInterrupt: Ctrl-C when nothing can be saved, or twice.
     """
     require_kinds(
         "fit",
@@ -197,27 +192,27 @@ def fit(
 
 
 # --------------------------------------------------------------------------------------------------
-# Training a byte-level transformer on real text, from the plan to a sample of what it learned.
+# Training of a byte-level transformer on real text, from the plan to a generated sample.
 #
 # result = train(TrainConfig(steps=100)) print(result.validation_loss, "against",
 # result.bigram_loss)
 
-#: What the sample begins with.
+#: Prompt of the sample.
 PROMPT = "def "
-#: Steps that are not timed: the first ones of a process are slower.
+#: The first steps of a process, which are slower and not timed.
 WARM_UP_STEPS = 3
-#: Bytes that the bigram model learns from, at most.
+#: Maximum number of bytes for the bigram model.
 BIGRAM_BYTES = 20_000_000
-#: Batches of held-out text that the validation loss is measured on.
+#: Number of batches of held-out text for the validation loss.
 VALIDATION_BATCHES = 32
 
 
 def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
-    """Reads the text, plans, compiles, trains, validates and writes a sample.
+    """Reads the text, plans, compiles, trains, validates and generates a sample.
 
     Args:
         console: where to show it; by default standard output, or standard error with `config.json`.
-            Of several processes the first shows it.
+            Of several processes only the first shows it.
     """
     first = is_first()
     shown = (console or Console(stderr=config.json)) if first else Console(quiet=True)
@@ -290,8 +285,8 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
 def _refuse(
     error: OtherRunError, folder: RunFolder, config: TrainConfig, model: TransformerConfig
 ) -> NoReturn:
-    """Says that the folder holds another run, with all that is different: words can be compared at
-    once, and what is traced and read only after planning, quietly.
+    """Raises an error that lists all differences between the run in the folder and this one; the
+    ones that need planning and tracing are computed quietly.
     """
     quiet = Console(quiet=True)
     try:
@@ -309,15 +304,13 @@ def _refuse(
 
 
 def _sampled(data: TokenDataset) -> Iterator[dict[str, np.ndarray]]:
-    """Text that the bigram model learns from: an epoch, or as much of it as makes no difference to
-    65,536 counts.
-    """
+    """Text for the bigram model: an epoch, or as much as suffices for 65,536 counts."""
     total, chunk = min(data.examples_per_epoch, BIGRAM_BYTES // data.seq + 1), 4096
     return (data.batch(start, min(chunk, total - start)) for start in range(0, total, chunk))
 
 
 def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: Console) -> Fitted:
-    """The run, as far as it went."""
+    """The trained run."""
     return fit(
         program,
         data,
@@ -332,7 +325,7 @@ def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: 
 
 
 def _kept(config: TrainConfig) -> str:
-    """Returns where the run is kept, and how."""
+    """The folder and the checkpoint rules of the run, in words."""
     if config.run is None:
         return (
             "nothing of this run is kept; with --run FOLDER, a checkpoint every"
@@ -346,13 +339,13 @@ def _kept(config: TrainConfig) -> str:
 
 
 def _identity(config: TrainConfig, model: TransformerConfig) -> JsonObject:
-    """Returns what is trained, in words, with what a model card says in place of its path."""
+    """The training task as plain data, with the content of a model card in place of its path."""
     fields = {name: value for name, value in asdict(model).items() if name != "name"}
     return {"model": json.loads(json.dumps(fields, default=str)), **config.identity}
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """Median seconds of a step, the first ones left out where there are others."""
+    """Median seconds per step, without the first ones if there are others."""
     return statistics.median(seconds[WARM_UP_STEPS:] or seconds)
 
 

@@ -1,20 +1,20 @@
-"""Digests of what is trained, as far as it decides the numbers: of the traced programs, whatever
-their names.
+"""Digests of everything that determines the numbers of a run: of the traced programs, independent
+of names.
 
-    loss        its jaxpr, with derivatives that are written by hand, and the numbers in it
-    optimizer   the jaxprs of its `init` and `update`, without their numbers; the guards of the step
-    lr          the numbers in them: learning rates, schedules, decays
+    loss        its jaxpr, with custom derivatives, and the constants in it
+    optimizer   the jaxprs of its `init` and `update`, without constants; the guards of the step
+    lr          the constants in them: learning rates, schedules, decays
     data        the digest of a dataset; of a function, that of its first batch
     seed, model, batch
-                as they are; of the model and the batch paths, shapes and dtypes
-    exchange    how islands meet, with its numbers; not how many there are
+                the seed; of the model and the batch paths, shapes and dtypes
+    exchange    the outer step of islands, with its numbers; not their number
 
-A step of the user's own (`shardlib.compile_step`) has all of it inside: its jaxpr is the loss, and
-the numbers in it count as `lr`.
+A user's own step (`shardlib.compile_step`) contains all of it: its jaxpr is the loss, and the
+constants in it count as `lr`.
 
-Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests are
-the same in every process; other versions of JAX, Flax or optax may write the same function down
-otherwise, and then the versions are a part of the message (`differences.py`, which compares).
+Plan, mesh, topology and microbatches are excluded: a run can resume under any. The digests are the
+same in every process; other versions of JAX, Flax or optax may trace the same function differently,
+and then the versions are part of the message (`run.differences`, which compares).
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from shardlib.processes.values import first_decides
 from shardlib.training.run import SHOWN, Difference, Opened, RunFolder, unknown_names
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
-#: Parameters of operations that say where something is, what it is called, or how it is compiled,
-#: and not what is computed.
+#: Parameters of operations for layout, name or compilation, which do not change what is computed.
 UNSEEN = frozenset(
     {
         "name",
@@ -78,19 +77,19 @@ UNSEEN = frozenset(
 )
 
 
-#: Operations that carry functions of Python for their derivatives.
+#: Operations with Python functions for their derivatives.
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A jaxpr, as far as two can be compared.
+    """The comparable part of a jaxpr.
 
     Attributes:
-        structure: digest of what is done.
-        constants: digest of the numbers in it.
-        numbers: the first elements of each of these, rounded, to be shown.
-        operations: how many of each kind there are.
+        structure: digest of the operations.
+        constants: digest of the constants.
+        numbers: the first elements of each constant, rounded, for messages.
+        operations: count of operations by kind.
     """
 
     structure: str
@@ -100,7 +99,7 @@ class Drawn:
 
 
 def draw(closed: core.ClosedJaxpr) -> Drawn:
-    """A jaxpr, as far as two can be compared."""
+    """The comparable part of a jaxpr."""
     writer = _Writer()
     writer.closed(closed)
     return Drawn(
@@ -112,14 +111,12 @@ def draw(closed: core.ClosedJaxpr) -> Drawn:
 
 
 def drawn(function: Function, *arguments: Tree) -> Drawn:
-    """The jaxpr of a function for abstract arguments."""
+    """The comparable part of the jaxpr of a function for abstract arguments."""
     return draw(jax.make_jaxpr(function)(*arguments))
 
 
 def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJaxpr:
-    """The jaxpr itself; where it has operations with derivatives of their own, that of its
-    gradient, in which they stand.
-    """
+    """The jaxpr itself; if it has custom derivatives, that of its gradient, which contains them."""
     if not has_custom(closed.jaxpr):
         return closed
     function = core.jaxpr_as_fun(closed)
@@ -141,7 +138,7 @@ def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJa
 
 
 def has_custom(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether an operation of a jaxpr, however deep, has a derivative of its own."""
+    """True if an operation of a jaxpr, at any depth, has a custom derivative."""
     return any(
         eqn.primitive.name in CUSTOM or any(has_custom(inner) for inner in _inner(eqn.params))
         for eqn in jaxpr.eqns
@@ -164,7 +161,7 @@ def _inner(value: Any) -> list[core.Jaxpr]:
 
 
 class _Writer:
-    """Writes jaxprs down, what is done and the numbers apart."""
+    """Serialises jaxprs, operations and constants separately."""
 
     def __init__(self) -> None:
         self.structure, self.constants = hashlib.sha256(), hashlib.sha256()
@@ -206,7 +203,7 @@ class _Writer:
             self.say("var", numbers[atom])
 
     def constant(self, value: Any) -> None:
-        """A number, or an array of them; of an array that other processes hold, its shape."""
+        """A number or an array; of an array on other processes, only its shape."""
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             self.say("elsewhere", value.dtype, value.shape)
             return
@@ -258,25 +255,25 @@ class _Writer:
         else:
             self.say(
                 "other", type(value).__name__
-            )  # functions, whose derivatives are written out, and what has no words of its own
+            )  # functions, whose derivatives are written out, and values without a stable text
 
 
 @functools.lru_cache(maxsize=4096)
 def _aval(aval: Any) -> str:
-    """Shape and dtype of a value, without where it is."""
+    """Shape and dtype of a value, without its sharding."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return type(aval).__name__
     return f"{aval.dtype}{list(aval.shape)}{' weak' if getattr(aval, 'weak_type', False) else ''}"
 
 
-#: Numbers of an optimizer that are kept to be shown.
+#: Number of optimizer constants kept for messages.
 NUMBERS = 64
 
 
 def traced(
     programs: Sequence[tuple[int, TrainingProgram]], data: Rows | Callable[[int], Tree], seed: int
 ) -> JsonObject:
-    """The traced program, as plain data."""
+    """The digests of the traced programs, as plain data."""
     program = programs[0][1]
     loss_program = program.loss_program
     if loss_program is None:
@@ -309,7 +306,7 @@ def traced(
 
 
 def _of_step(program: TrainingProgram, data: Rows | Callable[[int], Tree], seed: int) -> JsonObject:
-    """The traced program of a step that has everything inside."""
+    """The digests of a user's own step."""
     assert program.source is not None
     drawing = draw(program.source.closed_jaxpr)
     return {
@@ -330,7 +327,7 @@ def _of_step(program: TrainingProgram, data: Rows | Callable[[int], Tree], seed:
 
 
 def _exchange(program: TrainingProgram) -> str:
-    """The exchange of islands, however many there are."""
+    """The exchange of islands, without their number."""
     numbers = program.plan.exchange.to_json()
     kind = str(numbers.pop("kind"))
     numbers.pop("islands", None)
@@ -339,8 +336,8 @@ def _exchange(program: TrainingProgram) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loss:
-    """A loss: digests, operations, first numbers, and why its derivatives by hand are not among
-    that, where they are not.
+    """Digests, operations and first constants of a loss, and the reason if its custom derivatives
+    could not be traced.
     """
 
     digests: tuple[str, ...]
@@ -361,7 +358,7 @@ def _loss(program: TrainingProgram) -> _Loss:
         second = first if differentiated is closed else draw(differentiated)
     except (
         Exception
-    ) as error:  # whatever a user's own derivative, or JAX, raises outside of the step
+    ) as error:  # any error of a user's own derivative, or of JAX, outside of the step
         untraceable = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     return _Loss(
         digests=(first.structure, second.structure, first.constants, second.constants),
@@ -372,7 +369,7 @@ def _loss(program: TrainingProgram) -> _Loss:
 
 
 def _optimizer(program: Program) -> JsonObject:
-    """The program of the optimizer, and its numbers separately."""
+    """The digest of the optimizer, and of its constants separately."""
     params, optimizer = program.model.params, optax.with_extra_args_support(program.optimizer)
     state = jax.eval_shape(optimizer.init, params)
     loss = jax.ShapeDtypeStruct((), np.float32)
@@ -406,7 +403,7 @@ def _optimizer(program: Program) -> JsonObject:
 
 
 def _data(data: Any) -> str:
-    """The examples, as plain data."""
+    """The digest of the examples."""
     digest = getattr(data, "digest", None)
     if isinstance(digest, str):
         return digest
@@ -437,13 +434,13 @@ def _hash(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A folder that this job may write to. The first of its processes owns it for all of them.
+    """A run folder that this job may write to. The first of its processes owns it for all of them.
 
     Attributes:
         owner: in the first process; None in the others.
-        trace: what is traced.
-        changes: what is another than before, on purpose.
-        texts: what there is to say about it.
+        trace: digests of the traced programs.
+        changes: allowed differences from the stored run.
+        texts: messages about it.
     """
 
     owner: Owner | None
@@ -462,8 +459,8 @@ class Held:
         stack: contextlib.ExitStack,
         say: Callable[[str], None],
     ) -> Held:
-        """Takes a folder into hand until the end of `stack`; to be called by all processes of the
-        job. That it has to wait is said to `say`.
+        """Claims a folder until the end of `stack`; must be called by all processes of the job.
+        Waiting is reported to `say`.
         """
         for wrong in unknown_names(allow, identity):
             raise ModelError(wrong)

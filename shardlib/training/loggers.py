@@ -1,4 +1,5 @@
-"""Loggers: receivers of the numbers and events of a run, beside the JSON lines in its folder.
+"""Loggers: receivers of the numbers and events of a run, in addition to the JSON lines in its
+folder.
 
 settings = Settings(run="runs/a", loggers=(TensorBoard(), WandB(project="a")))
 """
@@ -22,7 +23,7 @@ from shardlib.training.measures import JsonLines as Lines
 from shardlib.untrusted.data import JsonMapping, read_regular
 
 # --------------------------------------------------------------------------------------------------
-# A logger: a value that opens a sink, once the run knows what it goes on with.
+# A logger: a value that opens a sink when the run starts.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,9 @@ class LoggedRun:
     """The run that is logged.
 
     Attributes:
-        folder: of the run; None where nothing is kept.
-        step: steps that are done when the sink is opened.
-        words: what is trained, and the plan, as plain data.
+        folder: of the run; None if nothing is stored.
+        step: number of steps done when the sink is opened.
+        words: the training task and the plan, as plain data.
     """
 
     folder: Path | None
@@ -40,13 +41,13 @@ class LoggedRun:
     words: JsonMapping = field(default_factory=dict)
 
     def place(self, name: str) -> Path:
-        """Returns where a logger keeps its files: a folder of the run, or else of the working
+        """The path of a logger's files: in the folder of the run, or else in the working
         directory.
         """
         return (self.folder or Path()) / name
 
     def kept(self, name: str, make: Callable[[], str]) -> str:
-        """An identifier that all processes of a run share: that of the first one."""
+        """An identifier, made by the first process of a run and shared by all later ones."""
         if self.folder is None:
             return make()
         path = self.folder / name
@@ -62,15 +63,15 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """A place where numbers go. It is opened in the first process alone."""
+    """A destination of numbers. It is opened in the first process only."""
 
     def open(self, run: LoggedRun, /) -> Sink | None:
-        """Returns what takes records; None where the run gives it no place."""
+        """The receiver of records; None if the run has no folder for it."""
         ...
 
 
 # --------------------------------------------------------------------------------------------------
-# Lines of JSON in a file of one's own; a run with a folder has `metrics.jsonl` anyway.
+# JSON lines in a separate file; a run with a folder always has `metrics.jsonl`.
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class JsonLines:
     """A line of JSON for every step, validation and event.
 
     Attributes:
-        path: of the file, which is added to.
+        path: of the file, which is appended to.
     """
 
     path: str | Path
@@ -91,19 +92,19 @@ class JsonLines:
 # --------------------------------------------------------------------------------------------------
 # MLflow.
 
-#: Letters of a parameter's value, at most.
+#: Maximum length of a parameter's value.
 LONGEST = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow:
-    """Numbers as metrics, what is trained as parameters, and events as tags, for MLflow. All
-    processes of a run write to one run there.
+    """Metrics, the training task as parameters, and events as tags, for MLflow. All processes of a
+    run log to one MLflow run.
 
     Attributes:
-        experiment: its name.
-        uri: where MLflow keeps it; by default the file `mlflow.db` in the folder of the run, or
-            else of the working directory, which `mlflow ui --backend-store-uri` shows.
+        experiment: name of the experiment.
+        uri: tracking URI; by default the file `mlflow.db` in the folder of the run, or else in the
+            working directory, which `mlflow ui --backend-store-uri` shows.
         name: of the run; by default MLflow makes one.
     """
 
@@ -112,7 +113,7 @@ class MLflow:
     name: str | None = None
 
     def open(self, run: LoggedRun, /) -> _MlflowSink:
-        """Begins a run there, or goes on with it."""
+        """Starts an MLflow run, or resumes it."""
         try:
             tracking: Any = importlib.import_module("mlflow.tracking")
             entities: Any = importlib.import_module("mlflow.entities")
@@ -163,7 +164,7 @@ class _MlflowSink:
 # --------------------------------------------------------------------------------------------------
 # Event files for TensorBoard.
 
-#: Where a run keeps its plan (`shardlib.training.run`).
+#: Name of the plan's file in a run folder (`shardlib.training.run`).
 _PLAN = "plan.json"
 
 
@@ -172,8 +173,8 @@ class TensorBoard:
     """Numbers as scalars, events and the plan of the run as text, for TensorBoard.
 
     Attributes:
-        folder: of event files; by default `tensorboard/` in the folder of the run. A run without a
-            folder has none then.
+        folder: of event files; by default `tensorboard/` in the folder of the run, and none for a
+            run without a folder.
     """
 
     folder: str | Path | None = None
@@ -190,12 +191,12 @@ class TensorBoard:
 
 
 def _plan_text(run: LoggedRun) -> str:
-    """The plan of a run as Markdown; empty where it has none that can be read."""
+    """The plan of a run as Markdown; "" if it has no readable plan."""
     if run.folder is None:
         return ""
     with contextlib.suppress(OSError, ShardlibError):
         plan = Plan.from_json(read_regular(run.folder / _PLAN))
-        # Lines that are indented are shown as they are, whatever is in them.
+        # Indented lines are shown verbatim.
         return "\n".join(f"    {line}" for line in plan.explain().splitlines())
     return ""
 
@@ -208,12 +209,12 @@ MODES = ("offline", "online")
 
 @dataclass(frozen=True, kw_only=True)
 class WandB:
-    """Numbers and events for Weights & Biases. All processes of a run write to one run there.
+    """Numbers and events for Weights & Biases. All processes of a run log to one run there.
 
     Attributes:
         project: name of the project.
         name: of the run; by default the service makes one.
-        mode: "offline", which writes files that `wandb sync` sends; or "online".
+        mode: "offline", which writes files for `wandb sync`; or "online".
         folder: of the files; by default the folder of the run, or else the working directory.
 
     Raises:
@@ -230,7 +231,7 @@ class WandB:
             raise ModelError(f"mode is {self.mode!r}\nTry: one of {', '.join(MODES)}")
 
     def open(self, run: LoggedRun, /) -> _WandbSink:
-        """Begins a run there, or goes on with it."""
+        """Starts a run there, or resumes it."""
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError as error:
@@ -249,7 +250,7 @@ class WandB:
             config=dict(run.words),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # Steps come again where a run goes back: they are a number like others.
+        # Steps repeat when a run rolls back, so the step is logged as a metric.
         opened.define_metric("*", step_metric="step")
         return _WandbSink(opened)
 

@@ -1,18 +1,16 @@
 """Measurements of a run: losses and metrics, rates, the load of the machine, profiles.
 
-The loss of a bigram model of bytes: the baseline that a trained model must beat.
+The loss of a byte bigram model: the baseline that a trained model must beat.
 
 >>> text = np.frombuffer(b"abababab", np.uint8)
 >>> batch = {"inputs": text[None, :-1], "targets": text[None, 1:]}
 >>> round(cross_entropy(fit([batch], smoothing=0.01), [batch]), 2)
 0.54
 
-Detection of bad losses.
-
-Two things go wrong with a loss: it is no longer finite, or it jumps. A jump is measured against the
-last steps by their median and by the median distance from it, which one outlier does not move; PaLM
-(arXiv:2204.02311, 5.1) met about twenty of them, and got past each by going back about 100 steps
-and leaving out the batches around it.
+Detection of bad losses: those that are not finite, and spikes. A spike is measured against the last
+losses by their median and the median absolute deviation, which one outlier does not move; PaLM
+(arXiv:2204.02311, 5.1) met about twenty of them, and got past each by restarting about 100 steps
+earlier and skipping the batches around it.
 
 >>> judge = Judge(Policy(window=4, spike=10.0, action="roll-back"))
 >>> [judge.see(loss) for loss in (5.0, 4.9, 5.1, 4.8, 4.9, 90.0)]
@@ -20,11 +18,9 @@ and leaving out the batches around it.
 >>> judge.see(float("nan"))
 'roll-back'
 
-Metrics of every step, and their files.
-
-A run's metrics are lines of JSON, one a step, flushed as they are written: a process that is killed
-loses at most the line it was writing. A run that resumes at an earlier step writes those steps
-again; whoever reads takes the last line of each step, so the file is never rewritten.
+Metrics files: one line of JSON per step, flushed when written, so that a killed process loses at
+most the last line. A run that resumes at an earlier step writes those steps again; readers take the
+last line of each step, so the file is never rewritten.
 
 >>> steps = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
 >>> again = [{"event": "resumed", "step": 1}, {"step": 2, "loss": 2.5}]
@@ -53,11 +49,11 @@ from tensorboardX import SummaryWriter
 from shardlib.errors import ModelError, RunError, raise_all
 from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular
 
-#: Earlier names of its parts are found by `shardlib._moved`.
+#: Former submodules are resolved by `shardlib._moved`.
 __path__: list[str] = []
 
 
-#: Of a batch: "inputs" and "targets" [batch, seq], bytes.
+#: A batch: "inputs" and "targets" [batch, seq], bytes.
 Batch = Mapping[str, np.ndarray]
 
 
@@ -66,7 +62,7 @@ def fit(batches: Iterable[Batch], *, smoothing: float = 1.0) -> np.ndarray:
     smoothing.
 
     Args:
-        batches: what it learns from.
+        batches: training data.
         smoothing: added to every count.
     """
     counts = np.full(256 * 256, smoothing)
@@ -78,7 +74,7 @@ def fit(batches: Iterable[Batch], *, smoothing: float = 1.0) -> np.ndarray:
 
 
 def cross_entropy(log_probabilities: np.ndarray, batches: Iterable[Batch]) -> float:
-    """Mean cross entropy in nats a byte over the predictions of batches of equal size.
+    """Mean cross entropy in nats per byte over the predictions of batches of equal size.
 
     Args:
         log_probabilities: of the next byte, [256, 256].
@@ -90,26 +86,23 @@ def cross_entropy(log_probabilities: np.ndarray, batches: Iterable[Batch]) -> fl
 
 
 # --------------------------------------------------------------------------------------------------
-# The share of this machine that others used while this process trained.
+# The fraction of this machine that other programs used while this process trained.
 #
-# A time that was measured while other programs computed says little about a prediction for a
-# machine of one's own. The system counts the time that its processors were at work (proc(5), the
-# first line of /proc/stat; time that a hypervisor gave to other machines is among it), and that of
-# this process; the rest is that of others.
+# A time measured while other programs computed says little about a prediction for an idle machine.
+# The kernel counts the busy time of its processors (proc(5), the first line of /proc/stat; it
+# includes time that a hypervisor gave to other machines), and that of this process; the rest is
+# that of other programs.
 
 STAT = Path("/proc/stat")
-#: Share of the processors up to which a machine counts as quiet.
+#: Fraction of processor time up to which a machine counts as idle.
 QUIET = 0.1
-#: Seconds after which the share of the last ones is looked at again: the system counts in
-#: hundredths of a second.
+#: Minimum seconds between two recent samples: the kernel counts in hundredths of a second.
 EVERY = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """Ticks since the boot: of all processors together, at work or not; at work; and by this
-    process.
-    """
+    """Ticks since the boot: of all processors together, busy, and used by this process."""
 
     total: float
     busy: float
@@ -117,23 +110,25 @@ class _Sample:
 
 
 class Busy:
-    """Processor time that others use from now on."""
+    """Processor time used by other programs since the start."""
 
     def __init__(self, *, alone: bool = True) -> None:
-        """Args: alone: whether this is the only process of its job here; of several, each would
-        take the others for strangers.
+        """Args: alone: whether this is the only process of its job here; several would count each
+        other as other programs.
         """
         self._first = self._last = _sample() if alone else None
         self._looked, self._recent = time.monotonic(), None
 
     def share(self) -> float | None:
-        """Of all processors, from 0 to 1, used by others since the beginning; None where the system
-        does not say.
+        """Fraction of all processors used by others since the start, 0 to 1; None if the system
+        does not report it.
         """
         return _share(self._first, _sample())
 
     def recent(self) -> float | None:
-        """The same of the last second or more; None at first, and where the system does not say."""
+        """The same over the last second or more; None at first, or if the system does not report
+        it.
+        """
         if self._last is not None and time.monotonic() - self._looked >= EVERY:
             now = _sample()
             self._recent, self._last, self._looked = _share(self._last, now), now, time.monotonic()
@@ -141,7 +136,7 @@ class Busy:
 
 
 def in_words(share: float | None) -> str:
-    """Returns why times are not compared with a prediction; empty where the machine was quiet.
+    """The reason why times are not compared with a prediction; "" if the machine was idle.
 
     >>> in_words(0.43), in_words(0.02)
     ('other programs used 43% of the processors', '')
@@ -173,33 +168,31 @@ def _sample() -> _Sample | None:
         return None
 
 
-#: What may follow a spike: nothing but a warning; the step is left out, by a guard of the program
-#: (`shardlib.Guards(spike=True)`); back to the newest checkpoint, and past the batches since; an
-#: error.
+#: Responses to a spike: a warning; skipping the step, by a guard of the program
+#: (`shardlib.Guards(spike=True)`); rolling back to the newest checkpoint and skipping the batches
+#: since; an error.
 ACTIONS = ("warn", "skip", "roll-back", "stop")
-#: Median absolute deviations of a normal distribution in one standard deviation.
+#: Standard deviation over median absolute deviation, for a normal distribution.
 MAD_OF_SIGMA = 1.4826
-#: Deviations below this part of the median are taken for it: a loss that has settled is not made of
-#: spikes.
+#: Minimum deviation as a fraction of the median, so that a converged loss has no spikes.
 FLOOR = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The conditions of a bad loss, and the response.
+    """Conditions for a bad loss, and the response.
 
     Attributes:
-        window: losses that the next one is compared with; a spike is not looked for before there
+        window: number of losses that the next one is compared with; spikes are detected once there
             are that many.
-        spike: standard deviations above the median of the window that make a spike; 0 looks for
-            none.
-        action: after a spike, one of `ACTIONS`. A loss that is not finite warns nobody: it rolls
-            back, or stops.
-        attempts: times that a run may roll back without a new checkpoint between.
-        metric: the metric of a step that is judged; of a step of the user's own it is what stands
-            for the loss.
-        skips: steps in a row that guards may leave out; one more is a bad loss. A scale of the loss
-            that begins too high takes up to twenty.
+        spike: standard deviations above the median of the window that make a spike; 0 for no
+            detection.
+        action: response to a spike, one of `ACTIONS`. A loss that is not finite stops the run under
+            "stop", and otherwise rolls it back.
+        attempts: maximum number of roll-backs without a new checkpoint in between.
+        metric: the metric of a step that is judged; of a user's own step, the one that is its loss.
+        skips: steps in a row that guards may skip; one more is a bad loss. A loss scale that starts
+            too high takes up to twenty.
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -225,8 +218,8 @@ class Policy:
 
 
 class Judge:
-    """Sees every loss in its order; its memory is `seen`, which checkpoints keep, so that a resumed
-    run judges as one that was never interrupted.
+    """Judges every loss in order; its state is `seen`, which checkpoints store, so that a resumed
+    run judges like an uninterrupted one.
     """
 
     def __init__(self, policy: Policy, seen: Iterable[float] = ()) -> None:
@@ -235,7 +228,9 @@ class Judge:
         self.skipped = 0
 
     def see(self, loss: float) -> str:
-        """ "go", or an action of the policy; a bad loss is not remembered."""
+        """The response to a loss, "go" or an action of the policy; bad losses are not added to
+        `seen`.
+        """
         if math.isfinite(loss):
             self.skipped = 0
         if not math.isfinite(loss):
@@ -246,12 +241,12 @@ class Judge:
         return "go"
 
     def skip(self) -> str:
-        """The same for a step that guards have left out."""
+        """The response to a step that guards have skipped."""
         self.skipped += 1
         return "go" if self.skipped <= self.policy.skips else self.see(math.nan)
 
     def limit(self) -> float:
-        """The largest loss that is not a spike; infinite as long as too little was seen."""
+        """The largest loss that is not a spike; infinite until `window` losses were seen."""
         if not self.policy.spike or len(self.seen) < self.policy.window:
             return math.inf
         middle = statistics.median(self.seen)
@@ -259,7 +254,7 @@ class Judge:
         return middle + self.policy.spike * max(spread, FLOOR * abs(middle))
 
 
-#: The event that has numbers of its own.
+#: The event with numbers.
 VALIDATION = "validation"
 
 
@@ -267,26 +262,24 @@ class Sink(Protocol):
     """A receiver of metrics."""
 
     def write(self, record: JsonMapping) -> None:
-        """Takes one record: "step" and numbers, or an "event" with "step" and whatever belongs to
-        it.
-        """
+        """Writes one record: "step" and numbers, or an "event" with "step" and further fields."""
         ...
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes."""
         ...
 
 
 class JsonLines:
-    """Appends records to a file; a line that a killed process left unfinished is ended first.
+    """Appends records to a file; a line that a killed process left unfinished is terminated first.
 
     Args:
         path: of the file.
-        own: whether it has to be a file of one name, in its own place: what a folder of a stranger
-            links to is somebody else's.
+        own: whether the file must be a regular file with a single link: a folder from elsewhere may
+            link to another's file.
 
     Raises:
-        OSError: it cannot be opened, or is not of its own.
+        OSError: it cannot be opened, or is not such a file.
     """
 
     def __init__(self, path: Path, *, own: bool = False) -> None:
@@ -308,8 +301,8 @@ class EventFiles:
     """Writes numbers as scalars and events as text, for TensorBoard."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """Args: folder: of event files. after: steps beyond this one are hidden, where an earlier
-        process wrote them.
+        """Args: folder: of event files. after: steps beyond this one, written by an earlier
+        process, are hidden.
         """
         self._writer = SummaryWriter(
             str(folder), purge_step=after + 1 if after else None, flush_secs=10
@@ -324,7 +317,7 @@ class EventFiles:
             self._writer.add_scalar(name, value, step)
 
     def page(self, name: str, text: str, step: int) -> None:
-        """Writes a text of its own."""
+        """Writes a separate text."""
         self._writer.add_text(name, text, step)
 
     def close(self) -> None:
@@ -336,9 +329,8 @@ class Records:
     """Contents of a file of metrics.
 
     Attributes:
-        records: in the order they were written; those of steps have a number as "loss".
-        unread: how many lines are none: a process that was killed left them unfinished, or somebody
-            else wrote them.
+        records: in file order; those of steps have a number as "loss".
+        unread: number of invalid lines: left unfinished by a killed process, or written by others.
     """
 
     records: list[JsonObject]
@@ -346,14 +338,12 @@ class Records:
 
 
 def read_records(path: Path) -> list[JsonObject]:
-    """All records of a file in the order they were written; lines that are none are passed over
-    (`read_lines` counts them).
-    """
+    """All records of a file in file order; invalid lines are skipped (`read_lines` counts them)."""
     return read_lines(path).records
 
 
 def read_lines(path: Path) -> Records:
-    """All records of a file, whatever else is in it."""
+    """All records of a file, and the number of invalid lines."""
     try:
         lines = read_regular(path).decode("utf-8", errors="replace").split("\n")
     except FileNotFoundError:
@@ -369,7 +359,7 @@ def read_lines(path: Path) -> Records:
 
 
 def _record(line: str) -> JsonObject | None:
-    """Returns what a line says; None where it says nothing that a reader could count on."""
+    """The record of a line; None if it is not valid."""
     try:
         record = json.loads(line)
         step = record["step"]
@@ -396,7 +386,7 @@ def _record(line: str) -> JsonObject | None:
 
 
 def scalars(record: JsonMapping) -> dict[str, float]:
-    """The numbers of a step or a validation by name; of other events none."""
+    """The numbers of a step or a validation by name; {} for other events."""
     if record.get("event", VALIDATION) != VALIDATION:
         return {}
     return {
@@ -407,7 +397,7 @@ def scalars(record: JsonMapping) -> dict[str, float]:
 
 
 def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
-    """The numbers of every validation that counts, by step."""
+    """The numbers of the last validation at every step."""
     by_step: dict[int, dict[str, float]] = {}
     for record in records:
         if record.get("event") in ("resumed", "rolled-back"):
@@ -420,7 +410,7 @@ def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
 
 
 def number(record: JsonMapping, name: str) -> float:
-    """A number of a record; 0 where it has none that is finite."""
+    """A number of a record; 0 if it is missing or not finite."""
     value = record.get(name)
     try:
         return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
@@ -429,7 +419,7 @@ def number(record: JsonMapping, name: str) -> float:
 
 
 def _opened_own(path: str, flags: int) -> int:
-    """Opens a regular file of one name that is not a link."""
+    """Opens a regular file that is not a link and has no other links."""
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     status = os.fstat(file)
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
@@ -439,7 +429,7 @@ def _opened_own(path: str, flags: int) -> int:
 
 
 def _torn(path: Path) -> bool:
-    """Returns whether the last line of a file has no end."""
+    """True if the last line of a file is unfinished."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -448,8 +438,8 @@ def _torn(path: Path) -> bool:
 
 
 def by_step(records: Iterable[JsonMapping]) -> dict[int, JsonMapping]:
-    """The record of every step that counts: the last one written; steps that a resumed or rolled
-    back run has not done again are not there.
+    """The last record of every step; steps that a resumed or rolled back run has not repeated are
+    left out.
     """
     latest: dict[int, Mapping[str, Any]] = {}
     for record in records:
@@ -461,7 +451,7 @@ def by_step(records: Iterable[JsonMapping]) -> dict[int, JsonMapping]:
 
 
 def _plain(record: JsonMapping) -> JsonObject:
-    """JSON has no infinite numbers; they are written as words."""
+    """The record with non-finite numbers as strings, since JSON has none."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()

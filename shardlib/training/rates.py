@@ -1,12 +1,12 @@
-"""Learning rates that go with a batch, the largest sensible batch, and profiles of steps.
+"""Learning rates scaled with the batch, the largest sensible batch, and profiles of steps.
 
 A batch k times as large takes k times fewer steps, so each must go further. Goyal et al.
 (arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to 8,192 images;
-for Adam the square root of k is the rule that follows from the noise of its normalised steps
-(Malladi et al., arXiv:2205.10287). LARS (You et al., arXiv:1708.03888) and LAMB (arXiv:1904.00962)
-give every layer a rate of its own, by the norms of weights and updates, and reach batches of 32
-thousand. (Beyond the critical batch size more examples a step save few steps under any rule; plans
-of language models say so, `shardlib.planner.findings`.)
+for Adam the square root of k follows from the noise of its normalised steps (Malladi et al.,
+arXiv:2205.10287). LARS (You et al., arXiv:1708.03888) and LAMB (arXiv:1904.00962) scale the rate of
+every layer by the norms of weights and updates, and reach batches of 32 thousand. (Beyond the
+critical batch size more examples per step save few steps under any rule; plans of language models
+report it, `shardlib.planner.findings`.)
 
 >>> scaled(0.1, batch=8192, base=256, rule="linear")
 3.2
@@ -27,7 +27,7 @@ import optax
 from shardlib.errors import ModelError, raise_all
 from shardlib.findings import Finding
 
-#: Steps that are recorded when somebody asks while the run goes on.
+#: Number of steps in a trace requested during a run.
 STEPS = 3
 
 
@@ -40,15 +40,15 @@ class Profiler:
         wanted: tuple[int, int] | None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Args: folder: of the traces; None where nothing is kept, and then nothing is recorded.
-        wanted: first step and number of steps. say: shows why a trace was not written.
+        """Args: folder: of the traces; None for no traces. wanted: first step and number of steps.
+        say: shows why a trace was not written.
         """
         self._folder, self._say = folder, say
         self._first, self._last = (wanted[0], wanted[0] + wanted[1] - 1) if wanted else (0, 0)
         self._running = False
 
     def before(self, step: int) -> None:
-        """Begins to record where this step is wanted."""
+        """Starts a trace if this step is requested."""
         if self._folder is None or self._running:
             return
         asked = self._folder / "profile"
@@ -68,24 +68,24 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what has been recorded."""
+        """Writes the trace."""
         if self._running:
             self._running = False
             try:
                 jax.profiler.stop_trace()
-            except Exception as error:  # whatever the profiler and its files raise
+            except Exception as error:  # any error of the profiler and its files
                 self._say(f"the trace of the profiler was not written: {error}; training goes on")
 
 
-#: How a rate grows with the batch: the exponent of the ratio.
+#: Scaling of the rate with the batch: the exponent of the ratio.
 RULES = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 
 
-#: Optimizers for large batches, and the rule that goes with each.
+#: Optimizers for large batches, and the scaling rule of each.
 OPTIMIZERS = {"sgd": "linear", "lars": "linear", "adamw": "sqrt", "lamb": "sqrt"}
 
 
-#: Ratio to the base batch up to which each rule was seen to keep the result: 256 to 8,192 images
+#: Ratio to the base batch up to which each rule was shown to keep the result: 256 to 8,192 images
 #: (Goyal et al.); 512 to 32,768 sequences of BERT (You et al., with LAMB).
 SEEN = {"linear": 32.0, "sqrt": 64.0}
 
@@ -104,8 +104,8 @@ def scaled(rate: float, *, batch: int, base: int, rule: str) -> float:
 
 
 def warmed_up(rate: float, *, warm_up: int, steps: int, floor: float = 0.05) -> optax.Schedule:
-    """A rate that rises in a line over `warm_up` steps, and falls along a cosine to `floor` of its
-    peak at the last step.
+    """A rate that rises linearly over `warm_up` steps, and decays along a cosine to `floor` times
+    its peak at the last step.
     """
     return optax.warmup_cosine_decay_schedule(
         rate / max(warm_up, 1), rate, warm_up, max(steps, warm_up + 1), rate * floor
@@ -120,7 +120,7 @@ def large_batch(
     clip: float | None = None,
     momentum: float = 0.9,
 ) -> optax.GradientTransformation:
-    """An optimizer for large batches, as optax has it."""
+    """An optax optimizer for large batches."""
     if name == "sgd":
         chosen = optax.chain(
             optax.add_decayed_weights(weight_decay),
@@ -141,7 +141,7 @@ def large_batch(
 
 
 def batch_findings(*, batch: int, base: int, rule: str) -> tuple[Finding, ...]:
-    """A warning where a batch leaves the range in which a rule was seen to keep results."""
+    """A warning if a batch is outside the range in which a rule was shown to keep results."""
     if batch <= SEEN.get(rule, math.inf) * base:
         return ()
     return (
@@ -160,8 +160,8 @@ def batch_findings(*, batch: int, base: int, rule: str) -> tuple[Finding, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """A global batch that grows: from `first` to `last` examples, by `increment` at a time, over
-    the first `examples` examples (as Megatron-LM's rampup-batch-size).
+    """A global batch that grows from `first` to `last` examples, by `increment` at a time, over the
+    first `examples` examples (like Megatron-LM's rampup-batch-size).
 
     >>> ramp = Ramp(first=8, last=32, increment=8, examples=96)
     >>> ramp.stages()
@@ -169,9 +169,9 @@ class Ramp:
 
     Attributes:
         first: examples of the first batch.
-        last: examples of the batch from then on.
-        increment: of every stage.
-        examples: after which the batch has its full size.
+        last: examples of the final batch.
+        increment: increase at every stage.
+        examples: number of examples after which the batch has its full size.
 
     Raises:
         ModelError: numbers that do not fit, all of them listed.
@@ -197,8 +197,8 @@ class Ramp:
             raise_all(ModelError, "the ramp of the batch size is not usable", failures)
 
     def stages(self) -> tuple[tuple[int, int, int], ...]:
-        """(examples of a batch, first step, examples seen before it) of every stage; a stage ends
-        with the first step that has seen its share.
+        """(examples per batch, first step, examples seen before it) of every stage; a stage ends
+        with the first step that completes its share of the examples.
         """
         found: list[tuple[int, int, int]] = []
         number = (self.last - self.first) // self.increment

@@ -22,31 +22,31 @@ from shardlib.untrusted.data import SEEDS, JsonMapping, JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run: how it is kept, watched and judged; none of them changes what is computed,
-    except after a bad loss.
+    """Settings of a run: storage, supervision and judgement of losses; none of them changes what is
+    computed, except after a bad loss.
 
     Attributes:
-        run: folder of the run; None keeps nothing.
+        run: folder of the run; None stores nothing.
         save_every: steps between checkpoints.
-        save_seconds: seconds between checkpoints, beside that; None for no such rule.
-        keep: which checkpoints stay.
-        policy: what follows a bad loss.
-        hang_seconds: how long a step may take before the process is ended as hung; None for any
-            time.
+        save_seconds: maximum seconds between checkpoints, in addition; None for no such rule.
+        keep: checkpoints to keep.
+        policy: response to a bad loss.
+        hang_seconds: maximum duration of a step, after which the process is ended as hung; None for
+            no limit.
         profile: (first step, number of steps) to record a trace of; None for none.
-        allow_changes: what may be another than the run in the folder was begun with: "loss",
-            "optimizer", "lr" (the numbers of the optimizer), "data", "seed", "model", "batch",
-            "exchange" (how islands meet), or a word of `identity`. A difference that is not named
-            is an error; one that is, is said and written down in the folder. An optimizer whose
-            state has other arrays starts anew. "identity" goes on from checkpoints in a folder
-            whose `run.json` is gone.
-        doctor_seconds: that several processes may take to look at their hosts before the first step
-            (`shardlib.launch.doctor`); what is wrong is an error that names the host. None looks at
-            nothing.
-        validation: what is validated on the way; None for nothing.
+        allow_changes: accepted differences from the run in the folder: "loss", "optimizer", "lr"
+            (the constants of the optimizer), "data", "seed", "model", "batch", "exchange" (the
+            outer step of islands), or a key of `identity`. Any other difference is an error; an
+            accepted one is shown and recorded in the folder. An optimizer whose state has other
+            arrays starts anew. "identity" resumes from checkpoints in a folder whose `run.json` is
+            missing.
+        doctor_seconds: time limit for the examination of hosts before the first step, in runs of
+            several processes (`shardlib.launch.doctor`); a fault is an error that names the host.
+            None for no examination.
+        validation: validation during the run; None for none.
         callbacks: called before the first step, after every step and validation, and at the end.
-        loggers: where numbers and events go, beside `metrics.jsonl` in the folder; by default event
-            files for TensorBoard in the folder.
+        loggers: destinations of numbers and events, in addition to `metrics.jsonl` in the folder;
+            by default event files for TensorBoard in the folder.
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -97,7 +97,7 @@ class Settings:
 
     @property
     def kept(self) -> Keep:
-        """Returns which checkpoints stay: `keep`, and what a `BestCheckpoint` keeps."""
+        """The checkpoints to keep: `keep`, and those of a `BestCheckpoint`."""
         best = self._bests()
         if not best:
             return self.keep
@@ -109,7 +109,7 @@ class Settings:
         return [callback for callback in self.callbacks if isinstance(callback, BestCheckpoint)]
 
     def _best(self) -> list[str]:
-        """Returns what is wrong with a best checkpoint."""
+        """The errors in a best checkpoint."""
         best = self._bests()
         if len(best) > 1 or (best and self.keep.best is not None):
             return ["there is more than one best checkpoint: `BestCheckpoint`, `Keep(best=...)`"]
@@ -119,45 +119,46 @@ class Settings:
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings that an operator may change for the training of a byte-level transformer.
+# Settings for the training of a byte-level transformer on the command line.
 
-#: Steps in a row that may be left out.
+#: Maximum number of consecutive skipped steps.
 SKIPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a run that an operator may change.
+    """Command-line settings of a run.
 
     Attributes:
         data: file or folder of text; None for the Python standard library.
         model: preset, configuration file or model card; its vocabulary has at least 256 tokens, one
             for each byte.
         steps: optimizer steps.
-        batch: sequences of the global batch.
-        seq: bytes of a sequence.
-        lr: peak learning rate; warms up over the first steps and falls to a twentieth along a
-            cosine.
+        batch: sequences per global batch.
+        seq: bytes per sequence.
+        lr: peak learning rate; warms up over the first steps and decays along a cosine to a
+            twentieth.
         average: decay of a moving average of the parameters, which `shardlib serve --average`
-            serves; None keeps none.
+            serves; None for none.
         seed: of parameters, batches and the sample.
-        topology: what to plan for; "cpu:8" simulates eight devices on this machine. None for the
-            CPU devices that the processes of the job were given, or else eight.
+        topology: machine to plan for; "cpu:8" simulates eight devices on this machine. None for the
+            CPU devices given to the processes of the job, or else eight.
         pin: decisions fixed by hand.
-        sample_bytes: bytes of text to write at the end; 0 for none.
-        run: folder of the run, which keeps checkpoints and metrics and goes on where it was; None
-            keeps nothing.
+        sample_bytes: bytes of text to generate at the end; 0 for none.
+        run: folder of the run, with checkpoints and metrics, from which it resumes; None stores
+            nothing.
         save_every: steps between checkpoints.
-        keep: newest checkpoints that stay.
-        hang_seconds: how long a step may take before the process ends as hung; None for any time.
-        spike: standard deviations above the last losses that make a spike, after which the run goes
-            back to its newest checkpoint; 0 looks for none.
+        keep: number of newest checkpoints to keep.
+        hang_seconds: maximum duration of a step, after which the process ends as hung; None for no
+            limit.
+        spike: standard deviations above the last losses that make a spike, after which the run
+            rolls back to its newest checkpoint; 0 for no detection.
         profile: (first step, number of steps) to record a trace of.
-        allow_changes: what may be another than the run was begun with, see `Settings`.
-        elastic: where fewer devices are there than `topology` has, plan for those that are.
+        allow_changes: accepted differences from the stored run, see `Settings`.
+        elastic: whether to plan for the available devices if there are fewer than in `topology`.
         json: print one JSON object as the last line of standard output; everything else goes to
             standard error.
-        quiet: show nothing but the result.
+        quiet: show only the result.
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -208,7 +209,7 @@ class TrainConfig:
             raise_all(ModelError, "the training run is not usable", failures)
 
     def _of_the_run(self) -> list[str]:
-        """Returns what is wrong with how the run is kept and watched."""
+        """The errors in the storage and supervision of the run."""
         failures: list[str] = []
         if self.hang_seconds is not None and not self.hang_seconds > 0:
             failures.append(f"hang_seconds is {self.hang_seconds!r}; it must be positive")
@@ -226,7 +227,7 @@ class TrainConfig:
 
     @property
     def settings(self) -> Settings:
-        """Returns how the run is kept, watched and judged."""
+        """The settings of the run."""
         return Settings(
             run=self.run,
             save_every=self.save_every,
@@ -239,9 +240,8 @@ class TrainConfig:
 
     @property
     def identity(self) -> JsonObject:
-        """Returns what is trained, in words: what processes of one run have in common. The model
-        and the data count by what is in them (`_identity`, `TokenDataset.digest`), not by where
-        they are.
+        """The training task as plain data, which all processes of one run share. The model and the
+        data are identified by content (`_identity`, `TokenDataset.digest`), not by path.
         """
         return {
             "steps": self.steps,
@@ -254,8 +254,8 @@ class TrainConfig:
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with a short warm-up and a cosine; gradients are clipped before (`GUARDS`). With an
-    average of the parameters where one is asked for.
+    """AdamW with a short warm-up and cosine decay, after gradient clipping (`GUARDS`), with an
+    average of the parameters if requested.
     """
     warm_up = min(max(config.steps // 10, 1), 50)
     rate = optax.warmup_cosine_decay_schedule(
@@ -274,9 +274,9 @@ class Figures:
     """One column of the final table.
 
     Attributes:
-        step_seconds: seconds of a step; measured, the median after the first steps.
+        step_seconds: seconds per step; measured, the median after the first steps.
         tokens_per_second: tokens of the global batch over `step_seconds`.
-        device_bytes: peak bytes on one device.
+        device_bytes: peak bytes per device.
     """
 
     step_seconds: float
@@ -297,18 +297,14 @@ class TrainResult:
     """A finished run.
 
     Attributes:
-        validation_loss: cross entropy on held-out text, nats a token.
+        validation_loss: cross entropy on held-out text, nats per token.
         bigram_loss: that of a byte bigram model on the same predictions.
-        predicted: what the plan said.
-        measured: what the run took.
-        plan: the plan that was carried out.
-        steps: steps done.
-        parameters: trained parameters of the model.
+        predicted, measured: figures of the plan and of the run.
+        parameters: number of trained parameters.
         losses: training loss of every step.
-        sample: text that the trained model wrote, after its prompt.
+        sample: text that the trained model generated, after its prompt.
         seconds: wall time of the whole run, compilation included.
-        busy: share of the processors that other programs used during the steps; None where it is
-            not known.
+        busy: fraction of processor time used by other programs during the steps; None if unknown.
     """
 
     validation_loss: float
@@ -325,7 +321,7 @@ class TrainResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Measured tokens a second."""
+        """Measured tokens per second."""
         return self.measured.tokens_per_second
 
     def to_json(self) -> JsonObject:
