@@ -1,10 +1,10 @@
-"""Seconds of collectives on the links that their mesh axes lie on: of one, of all of a step by
-slot, and the least over all places of a mesh.
+"""Seconds of collectives on the links of their mesh axes: of one, of all of a step by slot, and
+lower bounds over all placements of a mesh.
 
-The cost is linear in the bytes: `LinearCost`, a latency and a time per byte, where the bytes are
-what a device holds of the *result*: the gathered array (all-gather), the reduced array
-(all-reduce), the shard (reduce-scatter), the buffer (all-to-all), the message (collective-permute).
-A collective over several mesh axes takes the spans of all of them.
+The cost is linear in the bytes: `LinearCost`, a latency and a time per byte. The bytes are those of
+the *result* per device: the gathered array (all-gather), the reduced array (all-reduce), the shard
+(reduce-scatter), the buffer (all-to-all), the message (collective-permute). A collective over
+several mesh axes takes the spans of all of them.
 
 >>> from shardlib.machines.topology import topology
 >>> from shardlib.machines.topology import Span
@@ -24,28 +24,29 @@ measured efficiency):
   - 1 in all; a permute takes one of them (NVIDIA DGX-1 with V100, whitepaper WP-08437, "hybrid
   cube-mesh"; AMD Instinct MI300X, seven links to seven devices).
 - torus dim: a ring works in both directions, so its rate is 2B; a line is limited by the link at
-  its end, so its rate is B (scaling book, sharding.md). Where other axes lie inside the span,
-  `stride` groups share each link: the rate is divided.
+  its end, so its rate is B (scaling book, sharding.md). If other axes are inside the span, `stride`
+  groups share each link: the rate is divided.
 - several dims of a torus work at once, each on its share: V (N-1)/N over the sum of the rates
   (scaling book: "increases the available bandwidth by a factor of n_axes"), but not faster than any
   subset S of the dims can move the bytes that must cross it, V (N_S-1)/N, when it gathers first.
-- several tiers: the outer tier moves what the inner one has scattered, V / inner ways. NCCL and a
-  fat tree pipeline the tiers, so the slowest counts (scaling book, gpus.md: T = max over levels);
-  XLA on TPU runs them one after another. NCCL gathers and scatters by rings through all N devices
-  (src/graph/tuning.cc tries no other algorithm for them), so that V (N-1)/N passes every place of
-  the ring, and the links between nodes share it: V (N-1)/N / inner ways, for two nodes nearly twice
-  what one node lacks. Its all-reduces are priced alike, though trees can be faster between nodes.
+- several tiers: the outer tier moves only what the inner one has scattered, V / inner ways. NCCL
+  and a fat tree pipeline the tiers, so the slowest counts (scaling book, gpus.md: T = max over
+  levels); XLA on TPU runs them one after another. NCCL gathers and scatters by rings through all N
+  devices (src/graph/tuning.cc tries no other algorithm for them), so that V (N-1)/N passes every
+  device of the ring, and the links between nodes share it: V (N-1)/N / inner ways, for two nodes
+  nearly twice the bytes that one node misses. Its all-reduces are priced the same way, though trees
+  can be faster between nodes.
 - all-to-all: on a switch b (n-1)/n / B for a buffer of b bytes; on a ring of n, b floor(n^2/4)/n /
   2B (scaling book, sharding.md footnote: a quarter of an all-gather), on a line the same with B;
   dims of a torus work at once.
-- collective-permute: every device passes its message on to the next place of the group.
-- memory (simulated devices of one process): one meeting of all threads, whatever the kind, and
-  copies that share the memory bus; by kind and participants as measured
-  (`shardlib.calibration`), and without that by one rate and one latency. With XLA:CPU on
-  8 devices, JAX 0.10 and 0.12: per byte, a reduce-scatter (of its operand), an all-to-all and a
-  permute take the time of an all-reduce within a factor 0.8 to 1.6, a gathered byte half of it.
+- collective-permute: every device sends its message to its successor in the group.
+- memory (simulated devices of one process): one rendezvous of all threads, whatever the kind, and
+  copies that share the memory bus; measured by kind and participants (`shardlib.calibration`), or
+  else one rate and one latency. With XLA:CPU on 8 devices, JAX 0.10 and 0.12: per byte, a
+  reduce-scatter (of its operand), an all-to-all and a permute take the time of an all-reduce within
+  a factor 0.8 to 1.6, an all-gather (of its result) half of it.
 
-Times leave out `Chip.launch_s`: a collective is one op like any other.
+Times exclude `Chip.launch_s`, which is charged per collective as for any other op.
 """
 
 from __future__ import annotations
@@ -81,18 +82,18 @@ Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds as a linear function of bytes; costs of steps in sequence add up.
+    """Seconds as a linear function of bytes; the costs of consecutive steps add up.
 
     Attributes:
         latency_s: seconds that do not depend on the bytes.
-        seconds_per_byte: seconds that each byte of the result adds.
+        seconds_per_byte: additional seconds per byte of the result.
     """
 
     latency_s: float = 0.0
     seconds_per_byte: float = 0.0
 
     def seconds(self, nbytes: Bytes) -> Bytes:
-        """Time for a result of `nbytes` per device; elementwise for an array."""
+        """Seconds for a result of `nbytes` per device; elementwise for an array."""
         return self.latency_s + self.seconds_per_byte * nbytes
 
     def __add__(self, other: LinearCost) -> LinearCost:
@@ -111,10 +112,10 @@ FREE = LinearCost()
 
 @dataclass(frozen=True)
 class _Line:
-    """One dim as a collective sees it: a group of `ways` along it.
+    """A group of `ways` positions along one dim.
 
-    `hops` is the distance between neighbours, `ring` whether the ends meet, `rate` the bytes/s that
-    enter a device.
+    `hops` is the distance between neighbours, `ring` is True if the ends are neighbours, `rate` is
+    the bytes/s that enter a device.
     """
 
     ways: int
@@ -125,7 +126,7 @@ class _Line:
 
     @property
     def steps(self) -> int:
-        """Steps until everyone has heard of everyone."""
+        """Steps until every device has received data from every other."""
         if self.tier.kind == "torus":
             return self.hops * (self.ways // 2 if self.ring else self.ways - 1)
         return 1 if self.tier.kind == "memory" else min(self.ways - 1, (self.ways - 1).bit_length())
@@ -137,7 +138,7 @@ class _Line:
 
 
 def collective_cost(kind: str, spans: Iterable[Span], topology: Topology) -> LinearCost:
-    """The cost of one collective whose group lies on `spans`; free for a group of one device."""
+    """The cost of one collective whose group spans `spans`; free for a group of one device."""
     return _cost(kind, spans if isinstance(spans, tuple) else tuple(spans), topology)
 
 
@@ -179,11 +180,11 @@ def _tiers(spans: tuple[Span, ...], topology: Topology) -> list[list[_Line]]:
 
 
 def _line(parts: list[Span], tier: Tier, dim: int) -> _Line:
-    """Joins the spans on one dim, inner first, to the line that the group sees.
+    """The line that a group sees along one dim, from its spans, inner first.
 
-    Spans that follow each other join without a gap, so that the two halves of a ring are the ring
-    again. Spans with another axis between them are priced as one line at the distance of the outer
-    one, which is not faster than either.
+    Adjacent spans join without a gap, so that the two halves of a ring are the ring again. Spans
+    with another axis between them are priced as one line at the distance of the outer one, which is
+    not faster than either.
     """
     joined = [parts[0]]
     for part in parts[1:]:
@@ -205,8 +206,8 @@ def _line(parts: list[Span], tier: Tier, dim: int) -> _Line:
 
 
 def _gather(tiers: list[list[_Line]], pipelined: bool) -> LinearCost:
-    """All-gather, per byte of the gathered array: the outer tiers move what the inner ones hold a
-    part of.
+    """All-gather, per byte of the gathered array; outer tiers move only the shards of the inner
+    ones.
     """
     costs: list[LinearCost] = []
     inner = 1
@@ -232,7 +233,7 @@ def _through_all(tiers: list[list[_Line]]) -> LinearCost:
 
 
 def _gather_per_byte(lines: list[_Line]) -> float:
-    """Seconds per byte of the array that one tier gathers, all its dims at work."""
+    """Seconds per byte of the array that one tier gathers, with all its dims in use."""
     devices = math.prod(line.ways for line in lines)
     return max(
         (math.prod(line.ways for line in subset) - 1) / devices / sum(line.rate for line in subset)
@@ -242,8 +243,8 @@ def _gather_per_byte(lines: list[_Line]) -> float:
 
 
 def _in_memory(kind: str, line: _Line) -> LinearCost:
-    """A collective among simulated devices that share one memory: between the measured ones with
-    fewer and with more participants, where there are any.
+    """A collective among simulated devices in one memory, interpolated between the measured numbers
+    of participants if there are any.
     """
     if measured := sorted(
         (exchange for exchange in line.tier.exchanges if exchange.kind == kind),
@@ -273,8 +274,8 @@ def _all_to_all(lines: list[_Line]) -> LinearCost:
 
 
 def _combine(costs: list[LinearCost], pipelined: bool) -> LinearCost:
-    """Latencies of the tiers add up; the times per byte too, unless the tiers work on different
-    chunks at once.
+    """The sum of the latencies of the tiers, and of the times per byte, or their maximum if the
+    tiers are pipelined.
     """
     latency_s = sum(cost.latency_s for cost in costs)
     return LinearCost(
@@ -283,8 +284,8 @@ def _combine(costs: list[LinearCost], pipelined: bool) -> LinearCost:
 
 
 def _permute(tiers: list[list[_Line]]) -> LinearCost:
-    """A cyclic shift by one place: every device sends in one direction; the message from last to
-    first crosses a line.
+    """A cyclic shift by one position: every device sends in one direction; on a line, the message
+    from last to first crosses all of it.
     """
     lines = [
         replace(line, rate=line.rate / (line.ways - 1)) if line.tier.kind == "mesh" else line
@@ -300,15 +301,16 @@ def _permute(tiers: list[list[_Line]]) -> LinearCost:
 
 
 # --------------------------------------------------------------------------------------------------
-# The steps in which gathers and scatters over mesh axes are done, by the links of the axes.
+# The steps of gathers and scatters over mesh axes, by the links of the axes.
 
 
 def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
-    """The steps in which a reduce-scatter over an axis is done, the major one first.
+    """The steps of a reduce-scatter over an axis, the major one first.
 
-    On a torus one span after another (XLA for TPU has no other reduce-scatter), and between slices
-    last, what is then left: XLA makes hierarchical collectives of those that cross the network
-    (cloud.google.com/tpu/docs/multislice-introduction). On switches and networks alone all at once.
+    On a torus one span after another (XLA for TPU has no other reduce-scatter); between slices
+    last, on the remaining shard, since XLA makes hierarchical collectives of those that cross the
+    network (cloud.google.com/tpu/docs/multislice-introduction). With only switches and networks, a
+    single step.
     """
     if len(spans) < 2 or not _on_torus(spans, topology):
         return (spans,) if spans else ()
@@ -317,11 +319,10 @@ def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[S
 
 
 def gather_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
-    """The steps in which an all-gather over an axis is done, the minor one first.
+    """The steps of an all-gather over an axis, the minor one first.
 
-    On a torus of more than two dims one span after another (XLA for TPU makes an all-reduce of a
-    gather along three); else all at once. Between slices comes first, as in `scatter_stages` the
-    other way around.
+    On a torus of more than two dims one span after another (XLA for TPU turns a gather along three
+    into an all-reduce), else a single step. Between slices first, the reverse of `scatter_stages`.
     """
     if not spans or not _on_torus(spans, topology):
         return (spans,) if spans else ()
@@ -335,7 +336,7 @@ def gather_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Sp
 def _by_slice(
     spans: tuple[Span, ...], topology: Topology
 ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Spans on the network between slices, and those inside of one."""
+    """The spans on the network between slices, and those inside a slice."""
     between = tuple(span for span in spans if topology.tiers[span.tier].kind == "network")
     return between, tuple(span for span in spans if span not in between)
 
@@ -349,9 +350,9 @@ class CollectiveStep:
     """One step of a gather or scatter of parameters.
 
     Attributes:
-        spans: over which it is done.
-        share: its result over the result of the whole.
-        cost: seconds of a result.
+        spans: the links of its group.
+        share: bytes of its result over those of the whole collective.
+        cost: linear in the bytes of its result.
     """
 
     spans: tuple[Span, ...]
@@ -372,20 +373,19 @@ def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[Colle
 
 
 # --------------------------------------------------------------------------------------------------
-# Costs of the collectives of a step on the links that each candidate's axes lie on.
+# Costs of the collectives of a step on the links of each candidate's axes.
 #
-# The collectives of a step are summed as counts and bytes by *slot*, which do not depend on links,
-# and multiplied with the links at the end.
+# Counts and bytes of collectives are summed by *slot*, independently of the links, and multiplied
+# by the costs of the links at the end.
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: the devices that lie along some mesh axes.
+    """A process group: the devices along some mesh axes.
 
     Attributes:
         axes: the axes, the major one first.
-        of_experts: whether it is that of parameters of experts, which the expert axis shards in
-            compute already.
+        of_experts: True for parameters of experts, which the expert axis already shards in compute.
     """
 
     axes: tuple[str, ...]
@@ -398,26 +398,28 @@ def along(axis: Axis) -> Group:
 
 
 def stored(*, experts: bool = False) -> Group:
-    """The devices that parameters are stored sharded over; those of experts, with `experts`."""
+    """The devices over which parameters, or those of experts, are stored sharded."""
     return Group(_but_expert(STORED_AXES) if experts else STORED_AXES, experts)
 
 
 def replicas(*, tensor: bool = False) -> Group:
-    """The devices that hold equal stored shards; those along tensor too, with `tensor`."""
+    """The devices with replicas of the same stored shard; with `tensor`, including those along
+    tensor.
+    """
     return Group((*REPLICA_AXES, *((TENSOR.name,) if tensor else ())))
 
 
 def tokens(*, experts: bool = False, tensor: bool = False) -> Group:
-    """The devices that work on different tokens, over which gradients are partial sums; those of
-    parameters of experts, with `experts`; those along tensor too, with `tensor`.
+    """The devices that process different tokens, over which gradients (of parameters of experts,
+    with `experts`) are partial sums; with `tensor`, including those along tensor.
     """
     axes = _but_expert(TOKEN_AXES) if experts else TOKEN_AXES
     return Group((*axes, *((TENSOR.name,) if tensor else ())), experts)
 
 
 def on_all_stages(group: Group) -> Group:
-    """The devices of a group, of all stages: embedding and head of a pipeline in one program are
-    computed by all of them.
+    """The group extended over all stages: pipelines in one program compute embedding and head on
+    all.
     """
     return Group((STAGE.name, *group.axes), group.of_experts)
 
@@ -428,13 +430,12 @@ def _but_expert(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A kind of collective over a group, in one of the roles that pricing tells apart.
+    """A kind of collective over a group, in one role.
 
     Attributes:
-        role: of `shardlib.layout.Axis.collectives`; "block" over the axes that split tokens, and
-            "ends" over those and the stages, too; or
-            "gather" (parameters, ZeRO 3), "reduce" (gradients, ZeRO 0 and 1) or "scatter"
-            (gradients, ZeRO 2 and 3).
+        role: a role of `shardlib.layout.Axis.collectives`; "block" also over the axes that split
+            tokens, and "ends" over those and the stages; or "gather" (parameters, ZeRO 3), "reduce"
+            (gradients, ZeRO 0 and 1) or "scatter" (gradients, ZeRO 2 and 3).
         group: the devices.
         kind: kind of collective.
     """
@@ -469,7 +470,7 @@ SLOTS: tuple[Slot, ...] = (
 )
 #: Groups of devices that collectives of a step run over.
 GROUPS: tuple[Group, ...] = tuple(dict.fromkeys(slot.group for slot in SLOTS))
-#: Roles that count along the sequence, by how keys and values meet queries
+#: Roles of the collectives along the sequence, by the way of context parallelism
 #: (`shardlib.cost.framework.Knobs`).
 ALONG: dict[str, tuple[str, ...]] = {
     "none": ("context",),
@@ -481,19 +482,19 @@ INDEX: dict[Slot, int] = {slot: number for number, slot in enumerate(SLOTS)}
 
 
 def role_slots(*roles: str) -> list[int]:
-    """Numbers of the slots in some roles."""
+    """Indices of the slots in some roles."""
     return [number for number, slot in enumerate(SLOTS) if slot.role in roles]
 
 
 def spans_of(group: Group, placement: Placement) -> tuple[Span, ...]:
-    """Returns the spans of a group of axes."""
+    """The spans of a group of axes."""
     return tuple(span for axis in group.axes for span in placement.get(axis, ()))
 
 
 def shards(slot: Slot, degree: int) -> int:
-    """Results of a collective of a slot in what a device has of the array, for a group of so many
-    devices: of a ring as many as messages; of what leaves the stages, which no measure divides by
-    their number, a shard for each.
+    """Ratio of the results of a collective to the local part of the array, for a group of `degree`
+    devices: a ring has one message per device; the reduce-scatter out of the stages has one shard
+    per device, since no measure divides by the number of stages.
     """
     scattered = slot.role == "ends" and slot.kind == "reduce-scatter"
     return degree if scattered or slot.role == "ring" else 1
@@ -517,11 +518,11 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
 
 @dataclass(frozen=True, kw_only=True)
 class Links(ArrayTable):
-    """Costs of every slot for some placements.
+    """Costs of every slot on some placements.
 
     Attributes:
         latency: seconds of one collective, array [slots, placements].
-        per_byte: seconds a byte, array [slots, placements].
+        per_byte: seconds per byte, array [slots, placements].
     """
 
     latency: Array
@@ -529,7 +530,7 @@ class Links(ArrayTable):
 
 
 def links(placements: Sequence[Placement], topology: Topology) -> Links:
-    """Prices every slot on every placement; groups that lie alike are priced once."""
+    """The costs of every slot on every placement; groups on equivalent links are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
     numbers, costs_by_way = _known_costs(topology)
     lies: dict[str, NDArray[np.int64]] = {
@@ -539,7 +540,7 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
     spans, torus = _by_dim(numbers, topology), any(tier.kind == "torus" for tier in topology.tiers)
     for group in GROUPS:
         axes = [lies[axis] for axis in group.axes]
-        # groups that lie alike cost the same, whatever their axes are
+        # groups on equivalent links cost the same, whatever their axes are
         joined = [
             column for degrees, strides in spans for column in _joined(degrees, strides, axes)
         ]
@@ -566,8 +567,8 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
 
 
 def _by_dim(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Array:
-    """Ways and strides of what an axis takes of each dim of each tier, by the number of where it
-    lies: array [dims, 2, numbers]. Distances count on a torus alone; elsewhere strides are 0.
+    """Ways and strides that an axis takes of each dim of each tier, by the index of its spans:
+    array [dims, 2, indices]. Distances matter on a torus alone; elsewhere strides are 0.
     """
     dims = [(i, dim) for i, tier in enumerate(topology.tiers) for dim in range(len(tier.shape))]
     table = np.ones((len(dims), 2, len(numbers)), dtype=np.int64)
@@ -579,9 +580,9 @@ def _by_dim(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Arra
 
 
 def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """Returns the facts of a dim that the cost of a collective depends on, by placement, where the
-    collective is not done in steps: the ways of its group, and those and the stride of the
-    outermost of its lines, to which parts join that touch.
+    """The facts of a dim that determine the cost of a collective in a single step, by placement:
+    the ways of its group, and the ways and the stride of its outermost line after adjacent parts
+    are joined.
     """
     spans, starts = np.stack([[degrees[lie], strides[lie]] for lie in axes], axis=1)
     order = np.argsort(starts, axis=0, kind="stable")
@@ -595,27 +596,25 @@ def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Arra
 
 
 def _stepwise(slot: Slot) -> bool:
-    """Returns whether a collective is done in steps along the dims of a torus, in the order of its
-    axes.
-    """
+    """True if a collective is done in steps along the dims of a torus, in the order of its axes."""
     return slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
 
 
 def _apart(slots: Sequence[int]) -> tuple[list[int], ...]:
-    """Numbers of slots that are done in steps, and of others."""
+    """Indices of the slots that are done in steps, and of the others."""
     parts = ([slot for slot in slots if _stepwise(SLOTS[slot]) == flag] for flag in (True, False))
     return tuple(part for part in parts if part)
 
 
 def _way(slot: Slot) -> tuple[str, str]:
-    """All of a slot that its cost depends on, beside where its group lies."""
+    """The properties of a slot that its cost depends on, besides the links of its group."""
     return slot.kind, "steps" if _stepwise(slot) else slot.role if slot.role in (
         "ring",
         "ends",
     ) else ""
 
 
-#: The first slot that costs what each slot costs, where their groups lie alike.
+#: The first slot with the same cost as each slot on equivalent links.
 ALIKE: tuple[int, ...] = tuple(
     next(first for first, earlier in enumerate(SLOTS) if _way(earlier) == _way(slot))
     for slot in SLOTS
@@ -629,28 +628,27 @@ def _known_costs(
     dict[tuple[Span, ...], int],
     dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost],
 ]:
-    """Numbers of where axes lie, and costs of ways to move data over groups of axes by those, or
-    by what they take of each dim: filled as they are asked for, and kept for the next search on
-    the same links.
+    """Caches for searches on the same links: the index of each tuple of spans, and the costs of
+    slots by those indices or by the parts of each dim.
     """
     return {(): 0}, {}
 
 
-#: Numbers of the slots of every group.
+#: Indices of the slots of every group.
 OF_GROUP: dict[Group, list[int]] = {
     group: [number for number, slot in enumerate(SLOTS) if slot.group == group] for group in GROUPS
 }
 
 
 # --------------------------------------------------------------------------------------------------
-# Costs of collectives that no place of a mesh undercuts.
+# Lower bounds on the costs of collectives over all placements of a mesh.
 
 Array = np.ndarray
 
 
 def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
-    """Costs of every slot that no place of a mesh undercuts: the least latency and the least time
-    per byte of all ways to lay a group of that size on adjacent devices.
+    """Lower bounds on the costs of every slot: the least latency and the least time per byte over
+    all placements of a group of that size on adjacent devices.
 
     Devices of other groups in between share the links and only add hops, so adjacent devices are
     best.
@@ -670,8 +668,8 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
 
 
 def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
-    """Latency and seconds per byte of a message from stage to stage that no place undercuts, by
-    numbers of stages.
+    """Lower bounds on latency and seconds per byte of a message between stages, by number of
+    stages.
     """
     number = INDEX[Slot("stage", along(STAGE), "collective-permute")]
     latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
@@ -707,7 +705,7 @@ def _least(number: int, degree: int, topology: Topology) -> tuple[float, float]:
 
 @lru_cache(maxsize=1 << 12)
 def _adjacent(degree: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
-    """Every way to lay so many adjacent devices on the tiers."""
+    """Every placement of `degree` adjacent devices on the tiers."""
     placements: list[tuple[Span, ...]] = []
 
     def extend(tier: int, left: int, inner: tuple[Span, ...]) -> None:

@@ -1,13 +1,13 @@
-"""Tables of the terms of many items for every shape of a space: measures of shapes, and tallies,
-the coefficients in front of them.
+"""Tables of the terms of many items for every shape of a space: measures of shapes, and tallies of
+their coefficients.
 
-A measure is a function of the shape alone: the seconds of one kernel, or "one over the ways that
-the batch is sharded". A `Part` is a product of such factors.
+A measure is a function of the shape alone: the seconds of one kernel, or one over the number of
+shards of the batch. A `Part` is a product of such factors.
 
 >>> Part(batch=True).by(Ways("tensor")).factors
 (Ways(axis='tensor'),)
 
-A `Tally` has coefficients of measures, by quantity, for any shapes. Tallies of different items add
+A `Tally` has coefficients of measures by quantity, for any shapes. Tallies of different items add
 up, so tables of partial sums can be combined; only `shardlib.cost.pricing` does anything that is
 not a sum.
 
@@ -15,9 +15,9 @@ not a sum.
 >>> tally.rows.tolist(), tally.measures, tally.matrix.tolist()
 ([0, 3], (5, 7), [[3.0, 0.0], [0.0, 4.0]])
 
-The rows of a tally are the quantities of a step that add up over its items. The tally of a program
-is an array [segments, `ROWS`, shapes], per microbatch and device: first the quantities `Q`, then
-the count and then the bytes of the collectives of every slot.
+The rows of a tally are the additive quantities of a step. The tally of a program is an array
+[segments, `ROWS`, shapes], per microbatch and device: first the quantities `Q`, then the counts and
+then the bytes of the collectives of every slot.
 
 >>> Q.COMPUTE, ROWS == BYTES + len(SLOTS)
 (<Q.COMPUTE: 0>, True)
@@ -75,7 +75,7 @@ from shardlib.machines.topology import Topology
 from shardlib.propagation.colours import Choice, Cut, has
 
 # --------------------------------------------------------------------------------------------------
-# The parts of `shardlib.cost.stages.Sums`: arrays whose last dim is candidates.
+# The components of `shardlib.cost.stages.Sums`: arrays whose last dim is candidates.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +100,10 @@ class Kernels(ArrayTable):
 
     Attributes:
         compute: seconds, array [segments, candidates].
-        weights: seconds of those of `compute` that make gradients of weights, all segments, array
+        weights: the part of `compute` that makes weight gradients, all segments, array
             [candidates].
-        host: seconds that the host takes to launch them, array [segments, candidates].
-        flops: all segments, array [candidates].
+        host: host seconds to launch them, array [segments, candidates].
+        flops: of all segments, array [candidates].
     """
 
     compute: Array
@@ -114,15 +114,13 @@ class Kernels(ArrayTable):
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives(ArrayTable):
-    """Seconds of the collectives of a microbatch by role (`shardlib.cost`), arrays
-    [segments, candidates].
+    """Seconds of the collectives of a microbatch by role, arrays [segments, candidates].
 
     Attributes:
         block, context, keys, ring, exchange, reduce, scatter, gather: of each role.
-        routed: those of `reduce` that are gradients of experts on their devices.
-        passes: handing activations to the next stage and cotangents back, a chunk; array
-            [candidates].
-        ends: what all stages do together before and after the layers, array [candidates].
+        routed: the part of `reduce` for gradients of experts.
+        passes: activations to the next stage and cotangents back, per chunk; array [candidates].
+        ends: collectives of all stages before and after the layers, array [candidates].
     """
 
     block: Array
@@ -140,8 +138,8 @@ class Collectives(ArrayTable):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBytes(ArrayTable):
-    """Bytes as they are stored, arrays [segments, candidates]; those that end in `_cut` are sharded
-    by ZeRO. Names as in `shardlib.cost.tables.Q`.
+    """Bytes as stored, arrays [segments, candidates]; those that end in `_cut` are sharded by ZeRO.
+    Names as in `shardlib.cost.tables.Q`.
     """
 
     parameters: Array
@@ -164,8 +162,8 @@ class Ways:
 
 @dataclass(frozen=True)
 class StoredWays:
-    """A factor: one over the ways that a parameter is stored sharded beside its sharding in
-    compute; with `experts` the expert axis shards it in compute already.
+    """A factor: one over the number of stored shards of a parameter per compute shard; with
+    `experts` the expert axis already shards it in compute.
     """
 
     experts: bool
@@ -173,8 +171,8 @@ class StoredWays:
 
 @dataclass(frozen=True)
 class DividesStored:
-    """A factor: 1 where an array divides as it is stored (`divides_stored`) and 0 elsewhere, or the
-    other way around.
+    """A factor: 1 if an array divides as it is stored (`divides_stored`), else 0; the reverse if
+    not `divides`.
     """
 
     shape: tuple[int, ...]
@@ -193,12 +191,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Launch:
-    """A factor: seconds that the host takes to launch a kernel."""
+    """A factor: host seconds to launch a kernel."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A factor: 1 where a term of attention counts (`Heads.counts`), and 0 elsewhere."""
+    """A factor: 1 if a term of attention counts (`Heads.counts`), else 0."""
 
     heads: Heads
 
@@ -208,9 +206,7 @@ Factor = Ways | StoredWays | DividesStored | Load | Launch | Counts
 
 @dataclass(frozen=True)
 class Part:
-    """The share of an amount that one device has, as the fields of `Amount` say, times some
-    factors.
-    """
+    """The local share of an amount, by the fields of `Amount`, times some factors."""
 
     batch: bool = False
     tensor: bool = False
@@ -227,7 +223,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Seconds of one execution of a kernel, whose `trips` are 1; `outside` of all layers or in
+    """Seconds of one execution of a kernel, whose `trips` are 1; `outside` of the layers or in
     one.
     """
 
@@ -244,11 +240,11 @@ def _part(batch: bool, tensor: bool, context: bool, expert: bool) -> Part:
 
 
 def part(amount: Amount) -> Part:
-    """The measure of an amount; its total is the coefficient."""
+    """The measure of an amount, whose total is the coefficient."""
     return _part(amount.batch, amount.tensor, amount.context, amount.expert)
 
 
-#: Sizes that a measure may depend on, the fields of `Shapes`.
+#: Sizes that a measure may depend on: fields of `Shapes`.
 SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
 
 
@@ -272,7 +268,7 @@ def depends(measure: Measure) -> frozenset[str]:
 
 
 def _cutting(amount: Amount | Part) -> frozenset[str]:
-    """The sizes that cut an amount."""
+    """The sizes that divide an amount."""
     return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
 
 
@@ -293,18 +289,18 @@ def _in_factor(factor: Factor) -> frozenset[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Measures evaluated once for all shapes, of which tallies are products.
+# Measures evaluated once for all shapes.
 #
 # A program has hundreds of items under hundreds of choices, but few distinct measures, because
-# programs repeat themselves: the layers of a stack, a forward pass that is rematerialised, an op
-# that a choice does not touch. So each measure is evaluated once for all shapes, and a tally is a
+# programs repeat themselves: the layers of a stack, a rematerialised forward pass, an op that a
+# choice does not affect. So each measure is evaluated once for all shapes, and a tally is the
 # product of a small matrix with them.
 
 Array = np.ndarray
 
 
 def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
-    """A measure that is not a kernel, by shape."""
+    """A measure other than a kernel, by shape."""
     values = local(
         Amount(
             total=1.0,
@@ -341,21 +337,21 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
 
 
 def _counting(heads: Heads, shapes: Shapes) -> Array:
-    """1.0 for each shape where terms of attention count (`Heads.counts`), and 0.0 elsewhere."""
+    """1.0 for each shape where terms of attention count (`Heads.counts`), else 0.0."""
     degrees, which = np.unique(shapes.tensor, return_inverse=True)
     return np.array([float(heads.counts(int(n))) for n in degrees])[which.reshape(-1)]
 
 
-#: Sets of shapes whose measures a book keeps.
+#: Number of sets of shapes whose measures a book caches.
 MOST_KEPT = 8
 
 
 class Book:
-    """Numbers measures; equal ones have one number.
+    """An index of measures; equal measures share an index.
 
     Attributes:
-        measures: by number.
-        sizes: that each depends on, by number.
+        measures: by index.
+        sizes: sizes that each depends on, by index.
     """
 
     def __init__(self) -> None:
@@ -365,8 +361,8 @@ class Book:
         self._kept: OrderedDict[Hashable, Values] = OrderedDict()
 
     def on(self, chip: Chip, constants: Efficiency, outside: Efficiency, shapes: Shapes) -> Values:
-        """The measures on some shapes, which are kept for the next search that asks for them: a
-        topology with other links or more memory has the same kernels.
+        """The measures on some shapes, cached for later searches: a topology with other links or
+        more memory has the same kernels.
         """
         key = (
             replace(chip, hbm_bytes=1, reserved_bytes=0),
@@ -385,7 +381,7 @@ class Book:
         return values
 
     def number(self, measure: Measure) -> int:
-        """The number of a measure."""
+        """The index of a measure."""
         number = self._numbers.setdefault(measure, len(self.measures))
         if number == len(self.measures):
             self.measures.append(measure)
@@ -394,14 +390,14 @@ class Book:
 
 
 class Table:
-    """Rows of numbers, made as they are asked for.
+    """Rows of numbers, computed on demand.
 
     Args:
-        make: makes the row of a number.
-        width: of a row.
+        make: computes the row of an index.
+        width: length of a row.
 
     Attributes:
-        values: the rows, and room for more.
+        values: the computed rows, with spare capacity.
     """
 
     def __init__(self, make: Callable[[int], Array], width: int) -> None:
@@ -409,7 +405,7 @@ class Table:
         self.values = np.empty((16, width))
 
     def rows(self, numbers: Sequence[int]) -> Array:
-        """The rows of some numbers."""
+        """The rows of some indices."""
         for number in numbers:
             if number not in self._row:
                 row = self._row[number] = len(self._row)
@@ -421,17 +417,17 @@ class Table:
 
 @dataclass(kw_only=True)
 class Values:
-    """Measures evaluated on shapes, as they are asked for.
+    """Measures evaluated on shapes, on demand.
 
-    Few measures depend on all sizes, so each is evaluated on the fewer shapes that differ in those
-    that it does depend on.
+    Few measures depend on all sizes, so each is evaluated only on the distinct combinations of the
+    sizes that it depends on.
 
     Attributes:
         book: the measures.
-        chip, constants, outside: what kernels run on, in layers and outside of them.
+        chip, constants, outside: the chip, and its efficiencies in layers and outside of them.
         shapes: the shapes.
-        work: distinct shapes but for fsdp, on which kernels do not depend, and `which` of them each
-            shape is.
+        work: distinct shapes ignoring fsdp, on which kernels do not depend; `which` is the index
+            into them by shape.
     """
 
     book: Book
@@ -464,8 +460,8 @@ class Values:
         return values
 
     def _found(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
-        """(sizes, positions, rows of their table) of some measures, by the sizes that they depend
-        on.
+        """(sizes, positions, rows of their table) of some measures, grouped by the sizes they
+        depend on.
         """
         groups: dict[frozenset[str], list[int]] = {}
         for position, number in enumerate(numbers):
@@ -500,7 +496,7 @@ class Values:
 
 
 def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:
-    """The distinct shapes when all but some sizes are 1, and which of them each shape is."""
+    """The distinct shapes after all other sizes are set to 1, and the index into them by shape."""
     first, which = distinct_rows(
         [np.ones_like(shapes.batch), *(getattr(shapes, name) for name in SIZES if name in sizes)]
     )
@@ -516,8 +512,8 @@ class Tally:
     """A tally for any shapes: a matrix of coefficients times measures.
 
     Attributes:
-        rows: numbers of the rows that are not empty, ascending.
-        measures: numbers of the measures, in a `Book`.
+        rows: indices of the non-empty rows, ascending.
+        measures: indices of the measures in a `Book`.
         matrix: array [rows, measures].
     """
 
@@ -529,8 +525,8 @@ class Tally:
     )
 
     def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
-        """Segments of `width` rows added up, as many as there are in `length`, and of the result
-        only some rows, as far as they are not empty.
+        """The sum over all segments of `width` rows in `length`, restricted to some rows that are
+        not empty.
         """
         key = length, width, tuple(rows)
         if key not in self._folded:
@@ -538,7 +534,6 @@ class Tally:
         return self._folded[key]
 
     def _fold(self, length: int, width: int, rows: Sequence[int]) -> Tally:
-        """See `folded`."""
         kept_rows, which = np.unique(self.rows % width, return_inverse=True)
         matrix = np.zeros((len(kept_rows), len(self.measures)))
         np.add.at(matrix, which, np.where((self.rows < length)[:, None], self.matrix, 0.0))
@@ -551,9 +546,7 @@ class Tally:
         )
 
     def weighed(self, weights: Array) -> Tally:
-        """Sums of the rows by coefficients, array [sums, all rows]; every sum is a row of the
-        result.
-        """
+        """Weighted sums of the rows, weights [sums, all rows]; every sum is a row of the result."""
         matrix = weights[:, self.rows] @ self.matrix
         used = np.flatnonzero(matrix.any(0))
         return Tally(
@@ -568,7 +561,7 @@ class Tally:
 
 
 def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
-    """The tally of (row, number of the measure, coefficient)."""
+    """The tally of (row, index of the measure, coefficient) entries."""
     listed = [entry for entry in entries if entry[2]]
     if not listed:
         return Tally(rows=np.zeros(0, dtype=np.int64), measures=(), matrix=np.zeros((0, 0)))
@@ -580,8 +573,8 @@ def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
 
 
 class Q(IntEnum):
-    """Quantities that add up over items, per microbatch and device; those of collectives follow as
-    counts and bytes by slot.
+    """Additive quantities, per microbatch and device; those of collectives follow as counts and
+    bytes by slot.
     """
 
     COMPUTE = 0  # seconds of kernels
@@ -599,12 +592,12 @@ class Q(IntEnum):
     GRADIENT_CUT = 12  # the same, if they are (ZeRO 2, 3)
     COPY = 13  # bytes of copies of parameters that are saved, sharded as in compute
     COPY_CUT = 14  # the same, stored sharded where a dim divides
-    #: bytes of gradients as they are kept over the microbatches of a step, sharded as in compute
+    #: bytes of accumulated gradients over the microbatches of a step, sharded as in compute
     KEPT = 15
     KEPT_CUT = 16  # the same, stored sharded where a dim divides
     HOST = 17  # seconds that the host takes to launch kernels
-    # bytes of parameters of layers that are cast before the loop, all layers at once, if they
-    # are stored replicated (ZeRO 0 to 2)
+    # bytes of layer parameters that are cast before the loop, all layers at once, if they are
+    # stored replicated (ZeRO 0 to 2)
     CAST = 18
     FROZEN = 19  # bytes of parameters that are not trained, sharded as in compute
     FROZEN_CUT = 20  # the same, stored sharded where a dim divides
@@ -629,8 +622,8 @@ CORRECTED: dict[str, tuple[Q, ...]] = {
 # A kernel of three executions adds three times its seconds to `Q.COMPUTE`; a gather of parameters
 # adds to the count and the bytes of its slot, by `moved`.
 
-#: Part of a resident value -> where it is counted; those that ZeRO shards are counted whole and
-#: cut.
+#: Part of a resident value -> its row; those that ZeRO shards have a row for the unsharded and one
+#: for the sharded bytes.
 _PARTS: dict[str, Q] = {
     "cast": Q.CAST,
     "saved": Q.SAVED,
@@ -641,7 +634,7 @@ _PIECES: dict[str, tuple[Q, Q]] = {
     "gradient": (Q.GRADIENT, Q.GRADIENT_CUT),
     "copy": (Q.COPY, Q.COPY_CUT),
 }
-#: Group of a transfer -> the role of its collectives, and the axis that they run along.
+#: Group of a transfer -> the role of its collectives, and their axis.
 _ROLES: dict[str, tuple[str, Axis]] = {
     "tensor": ("block", TENSOR),
     "context": ("context", CONTEXT),
@@ -654,7 +647,7 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 
 
 def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
-    """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
+    """(slot, size, count) of the collectives of a transfer per microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
     all_stages = segment == OUTSIDE_LAYERS and ends_on_all_stages(profile)
@@ -692,14 +685,14 @@ def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple
     return of[term.only]
 
 
-#: The host's part in one kernel.
+#: The host's launch of one kernel.
 _LAUNCH = Part(factors=(Launch(),))
 #: One entry of a tally: row, measure, coefficient.
 Charge = tuple[int, Measure, float]
 
 
 def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Charge]:
-    """Yields the charges of a term of a segment: the row of the tally and the amount."""
+    """The charges of a term of a segment: the row of the tally, the measure and the coefficient."""
     match term:
         case Compute():
             return _compute(segment, term)
@@ -739,8 +732,8 @@ def _cut(
     frozen: frozenset[int],
     profile: FrameworkProfile,
 ) -> tuple[Part, Part]:
-    """The measures whose sum is that of an array as it is stored: sharded where it divides, and
-    replicated where not.
+    """Two measures whose sum is that of a stored array: sharded if it divides, and replicated if
+    not.
     """
     degree = StoredWays(has(cut, EXPERT.name))
     return unsharded.by(DividesStored(shape, cut, frozen, profile.flat), degree), unsharded.by(
@@ -787,19 +780,18 @@ def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
 # --------------------------------------------------------------------------------------------------
 # The entries of items in a tally under choices.
 #
-# Programs of a model differ in little: their forward passes are the same, and what is
-# rematerialised is the forward pass again. So entries are kept for every item that is made of the
-# same.
+# Programs of a model differ in little: their forward passes are equal, and rematerialisation is the
+# forward pass again. So items with equal `made_of` share their entries.
 
-#: One entry of a tally: row, number of the measure, coefficient.
+#: One entry of a tally: row, index of the measure, coefficient.
 Entry = tuple[int, int, float]
 
 
 class Charged:
-    """Entries of items under choices; items that are made of the same share them.
+    """Entries of items under choices; items with equal `made_of` share them.
 
     Args:
-        book: numbers the measures.
+        book: the index of measures.
         profile: framework profile.
         segments: number of segments.
     """
@@ -811,7 +803,7 @@ class Charged:
         self._entries: dict[Choice, dict[int, list[Entry]]] = {}
 
     def number(self, item: Item) -> int:
-        """The number of an item; those of a segment that are made of the same have one."""
+        """The index of an item; items of one segment with equal `made_of` share it."""
         key = id(item) if item.made_of is None else (item.segment, item.made_of)
         number = self._numbers.setdefault(key, len(self._items))
         if number == len(self._items):
@@ -819,7 +811,7 @@ class Charged:
         return number
 
     def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[Entry]:
-        """Lists the entries of some items under a choice."""
+        """The entries of some items under a choice."""
         entries = self._entries.setdefault(choice, {})
         for offset, number in items:
             if number not in entries:
@@ -835,15 +827,14 @@ class Charged:
 
 
 # --------------------------------------------------------------------------------------------------
-# A pricer tallies the terms of items on one topology under one framework profile, for many shapes
-# at once.
+# Tallies of terms on one topology under one framework profile, for many shapes at once.
 
 
 def moves(
     term: Transfer, segment: int, shapes: Shapes, pricer: Pricer
 ) -> list[tuple[Slot, Array, Array]]:
-    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count
-    is 0 where its role has none.
+    """(slot, bytes of each result, count) of the collectives of a transfer per microbatch; the
+    count is 0 if it has none in that role.
     """
     return [
         (
@@ -855,8 +846,8 @@ def moves(
     ]
 
 
-#: Bytes that attention in blocks moves for every score, forward and backward: about 6 and 14 passes
-#: over scores in float32, which the TPU compiler's cycles of a ring over 64 devices come to
+#: Bytes that blockwise attention moves per score, forward and backward: about 6 and 14 passes over
+#: scores in float32, which match the TPU compiler's cycles of a ring over 64 devices
 #: (`benchmarks/long_context.py`: 339 s for 8.8e12 scores, forward, again and backward, at 2.76e12
 #: bytes/s).
 BLOCKS: tuple[float, float] = (24.0, 58.0)
@@ -866,11 +857,11 @@ class Pricer:
     """Tallies terms on one topology.
 
     Attributes:
-        topology: where the program runs, with links as fast as the framework's collectives reach.
-        profile: the software.
+        topology: the machine, with link rates as the framework's collectives reach them.
+        profile: the framework profile.
         constants: efficiencies of the chips under the framework profile.
-        outside: the same for kernels outside of all layers, where the loss is.
-        factors: learned factor of each quantity that has one (`shardlib.cost.roofline`).
+        outside: the same for kernels outside of the layers, such as those of the loss.
+        factors: learned factor by quantity (`shardlib.cost.roofline`).
     """
 
     def __init__(self, topology: Topology, profile: FrameworkProfile = XLA) -> None:
@@ -883,7 +874,7 @@ class Pricer:
             else constants
         )
         if profile.name == XLA.name and topology.chip.vendor == "nvidia":
-            # jax.nn.dot_product_attention has one width for all
+            # jax.nn.dot_product_attention has one width for all heads
             self.constants = replace(self.constants, equal_widths=True)
         self.outside = replace(
             self.constants, unfused=max(self.constants.unfused, profile.unfused_loss)
@@ -896,8 +887,8 @@ class Pricer:
         }
 
     def waits(self, slots: Sequence[int]) -> Array:
-        """Share of the seconds of collectives that compute waits for, array [slots, 1]: the profile
-        hides the rest under the matmuls beside them.
+        """Exposed share of the seconds of collectives, array [slots, 1]; the rest is hidden under
+        adjacent matmuls, as the profile says.
         """
         hidden = {
             along(TENSOR): self.profile.tensor_overlap or 0.0,
@@ -915,7 +906,7 @@ class Pricer:
         return quantities * factors[: quantities.shape[-2]]
 
     def values(self, book: Book, shapes: Shapes) -> Values:
-        """Measures on shapes."""
+        """The measures on some shapes."""
         return book.on(self.topology.chip, self.constants, self.outside, shapes)
 
     def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
@@ -927,7 +918,7 @@ class Pricer:
         )
 
     def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
-        """Quantities of terms with their segments, see `tally`."""
+        """Quantities of (segment, term) pairs, see `tally`."""
         book, segments = Book(), classes + 2
         tally = tallied(
             (segment % segments * ROWS + row, book.number(measure), amount)
