@@ -1,8 +1,8 @@
-"""Layouts: how a value is sharded over the mesh.
+"""Mesh axes, meshes and layouts: how a value is sharded over the mesh.
 
-A layout says, for each dim of an array, which mesh axes shard it, the major one first. Printed as
-the scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is sharded over X along I
-and whole along J.
+A layout has, per dim of an array, the mesh axes that shard it, the major one first. In the scaling
+book's notation (jax-ml/scaling-book, `sharding.md`), A[I_X, J] is sharded over X along I and
+unsharded along J.
 
 >>> layout = Layout(("data", "fsdp"), (), "tensor")
 >>> layout.local_shape((16, 5, 8), MeshShape(data=2, fsdp=2, tensor=4))
@@ -10,12 +10,10 @@ and whole along J.
 >>> str(layout)
 '[data·fsdp, -, tensor]'
 
-The mesh axes: what each shards, which collectives it pays, and where it lies on the links.
-
 A *logical axis* is a model's name for a dimension ("embed"); a *mesh axis* is a direction of the
-device grid ("tensor"). `AXES` lists the mesh axes from the one that tolerates the slowest links to
-the one that needs the fastest; whoever needs the axes that split the batch, or those that
-parameters are stored sharded over, asks here and does not list them again:
+device grid ("tensor"). `AXES` lists the mesh axes, from the one that tolerates the slowest links to
+the one that needs the fastest, with what each shards, its collectives and its links. Lists such as
+the axes that split the batch are derived from it:
 
 >>> BATCH_AXES, STORED_AXES
 (('data', 'fsdp', 'expert'), ('fsdp', 'expert', 'context'))
@@ -43,26 +41,26 @@ class Axis:
     """A mesh axis.
 
     Attributes:
-        name: what meshes, pins and layouts call it.
+        name: its name in meshes, pins and layouts.
         aliases: its names in other systems.
-        shards: what devices along it have parts of.
-        splits: what of the input devices along it have parts of: the "batch", the "sequence", or
+        shards: what is sharded over it, as text.
+        splits: the part of the input that is split over it: the "batch", the "sequence", or
             "nothing". Gradients are partial sums over the axes that split something.
-        stores: whether parameters, gradients and optimizer state are stored sharded over it (ZeRO
-            1 to 3).
-        computes: whether arrays other than the batch are sharded over it while they are used.
+        stores: True if parameters, gradients and optimizer state are stored sharded over it (ZeRO 1
+            to 3).
+        computes: True if arrays other than the batch are sharded over it in compute.
         collectives: kinds of collectives (`shardlib.collective.KINDS`) that run along it alone, by
-            their role in a step: "block" (compute waits for it), "context" (along the sequence),
-            "keys", "ring" or "exchange" (of a kernel of attention: keys and values are gathered, or
-            go around, once in a collective; or heads are exchanged), "stage" (between stages) and
-            "ends" (where all stages compute embedding and head: to the first stage and from the
-            last) and "deal" (layers, which are stored in order, to stages of several chunks).
-            Those of gradients and of stored parameters run over several axes, and follow from
-            `splits` and `stores`.
-        waits: whether compute waits for the most of them; otherwise they move parameters and
-            gradients, and hide behind the compute of other layers.
-        links: where it lies unless the plan says otherwise: 0 for the slowest links, those between
-            slices or hosts, and more for faster ones.
+            role in a step: "block" (compute waits for it), "context" (along the sequence), "keys",
+            "ring" or "exchange" (of an attention kernel: keys and values are all-gathered, or
+            travel around a ring, in one collective each; or heads are exchanged), "stage" (between
+            stages) and "ends" (if all stages compute embedding and head: to the first stage and
+            from the last) and "deal" (layers, which are stored in order, to stages of several
+            chunks). Those of gradients and of stored parameters run over several axes, and follow
+            from `splits` and `stores`.
+        waits: True if compute waits for most of them; otherwise they move parameters and gradients,
+            and hide behind the compute of other layers.
+        links: its default position on the links: 0 for the slowest, those between slices or hosts,
+            and more for faster ones.
     """
 
     name: str
@@ -76,7 +74,7 @@ class Axis:
     links: int
 
 
-#: Kinds of collectives by which a sharded value meets others.
+#: Kinds of collectives that reshard a value along an axis.
 _OF_VALUES: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 
 ISLAND = Axis(
@@ -169,34 +167,35 @@ _ALL = (ISLAND, STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR)
 #: device order.
 AXES: Mapping[str, Axis] = {axis.name: axis for axis in sorted(_ALL, key=lambda axis: axis.links)}
 MESH_AXES: tuple[str, ...] = tuple(AXES)
-#: Axes over which a plan divides the devices of an island; islands are pinned, with an exchange.
+#: Axes over which a plan divides the devices of an island; the number of islands is pinned,
+#: together with an exchange.
 INNER_AXES: tuple[str, ...] = tuple(axis for axis in MESH_AXES if axis != ISLAND.name)
 #: Axes that split the batch.
 BATCH_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits == "batch")
-#: Axes whose devices work on different tokens, so that gradients are partial sums over them.
+#: Axes whose devices process different tokens, so that gradients are partial sums over them.
 TOKEN_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits != "nothing")
 #: Axes that parameters, gradients and optimizer state are stored sharded over, the major one first.
-#: The expert axis, where it does not shard the experts of a weight, and the context axis would hold
-#: replicas otherwise.
+#: Without that, parameters would be replicated over the context axis and, unless it shards the
+#: experts of a weight, over the expert axis.
 STORED_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.stores)
-#: Axes whose devices hold equal shards of stored parameters, though they work on different tokens.
+#: Axes with replicas of the same stored shards, though their devices process different tokens.
 REPLICA_AXES: tuple[str, ...] = tuple(axis for axis in TOKEN_AXES if not AXES[axis].stores)
-#: Axes that shard something other than the batch while it is used.
+#: Axes that shard something other than the batch in compute.
 COMPUTE_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.computes)
 #: Axes whose collectives move parameters and gradients, which nothing in the same layer waits for.
 HIDEABLE_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if not a.waits)
 
-#: Other names of the same axes that users bring from other systems.
+#: Names of the same axes in other systems.
 MESH_AXIS_ALIASES: Mapping[str, str] = {
     alias: axis.name for axis in AXES.values() for alias in axis.aliases
 }
 
-#: A logical name per dim of an array; None where the user gave no name.
+#: A logical name per dim of an array; None for unnamed dims.
 LogicalAxes = tuple[str | None, ...]
 
 
 def mesh_axis(name: str) -> str:
-    """Returns the canonical mesh axis for a name or alias."""
+    """The canonical mesh axis for a name or alias."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PinError(f"{name!r} is not a mesh axis; mesh axes are {', '.join(INNER_AXES)}")
     canonical = MESH_AXIS_ALIASES.get(name, name)
@@ -210,18 +209,17 @@ def mesh_axis(name: str) -> str:
 
 
 class MeshShape(Mapping[str, int]):
-    """Sizes of the mesh axes; axes that are not given have size 1. Immutable, hashable, equal by
-    value.
+    """Sizes of the mesh axes; the default size is 1. Immutable, hashable, equal by value.
 
-    Iteration covers the axes larger than 1, outermost first; indexing knows all of them.
+    Iteration covers the axes larger than 1, outermost first; indexing works for all axes.
 
     Attributes:
-        sizes: sizes by name, or pairs of both; names may be aliases ("dp").
-        axes: the same as keywords, beside them.
+        sizes: sizes by name, or (name, size) pairs; names may be aliases ("dp").
+        axes: sizes as keywords, in addition.
 
     Raises:
         PinError: a name is not a mesh axis, or names one twice, or a size is not a positive
-            integer; all sizes that are wrong are listed.
+            integer; all wrong sizes are listed.
     """
 
     __slots__ = ("_sizes",)
@@ -294,7 +292,7 @@ class MeshShape(Mapping[str, int]):
         return math.prod(self[axis] for axis in axes)
 
     def in_order(self, first: Iterable[str]) -> tuple[str, ...]:
-        """The axes larger than 1, some of them before all others.
+        """The axes larger than 1, with some of them before all others.
 
         >>> MeshShape(stage=2, data=2, tensor=2).in_order(["tensor", "fsdp", "stage"])
         ('tensor', 'stage', 'data')
@@ -312,11 +310,11 @@ class MeshShape(Mapping[str, int]):
 
 
 class Layout(tuple[tuple[str, ...], ...]):
-    """Mesh axes per dim, major first; a frozen tuple of tuples.
+    """The mesh axes that shard each dim, major first; a frozen tuple of tuples.
 
     Attributes:
-        dims: for each dim of the array, what shards it: a mesh axis, several, or None or () for
-            none.
+        dims: per dim of the array, a mesh axis, several of them, or None or () for an unsharded
+            dim.
 
     Raises:
         LayoutError: an axis is unknown or shards two dims.
@@ -343,7 +341,7 @@ class Layout(tuple[tuple[str, ...], ...]):
 
     @classmethod
     def replicated(cls, rank: int) -> Layout:
-        """The layout of an array of `rank` dims, none of which is sharded.
+        """The layout of a replicated array.
 
         Args:
             rank: number of dims.
@@ -355,7 +353,7 @@ class Layout(tuple[tuple[str, ...], ...]):
 
     @property
     def axes(self) -> frozenset[str]:
-        """Every mesh axis that shards some dim."""
+        """The mesh axes that shard some dim."""
         return frozenset(axis for dim in self for axis in dim)
 
     def parts(self, mesh: MeshShape) -> tuple[int, ...]:
@@ -365,7 +363,7 @@ class Layout(tuple[tuple[str, ...], ...]):
             mesh: sizes of the mesh axes.
 
         Returns:
-            One number per dim; 1 where it is not sharded.
+            One number per dim; 1 for an unsharded dim.
         """
         return tuple(mesh.ways(dim) for dim in self)
 
@@ -376,19 +374,19 @@ class Layout(tuple[tuple[str, ...], ...]):
             mesh: sizes of the mesh axes.
 
         Returns:
-            The product of `parts`; fewer than the devices where some hold replicas.
+            The product of `parts`; fewer than the devices if shards are replicated.
         """
         return math.prod(self.parts(mesh))
 
     def local_shape(self, shape: Sequence[int], mesh: MeshShape) -> tuple[int, ...]:
-        """Shape that one device holds.
+        """The shape of a shard.
 
         Args:
             shape: elements per dim of the whole array.
             mesh: sizes of the mesh axes.
 
         Returns:
-            Elements per dim of the shard of one device.
+            Elements per dim of one device's shard.
 
         Raises:
             LayoutError: the rank differs or a dim does not divide.
@@ -408,15 +406,15 @@ class Layout(tuple[tuple[str, ...], ...]):
         return tuple(size // n for size, n in zip(shape, parts, strict=True))
 
     def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: MeshShape) -> int:
-        """Bytes that one device holds of an array with `itemsize` bytes an element.
+        """The bytes of a shard.
 
         Args:
             shape: elements per dim of the whole array.
-            itemsize: bytes of an element.
+            itemsize: bytes per element.
             mesh: sizes of the mesh axes.
 
         Returns:
-            Bytes of one shard.
+            Bytes of one device's shard.
 
         Raises:
             LayoutError: as `local_shape`.

@@ -24,12 +24,12 @@ from shardlib.propagation.colours import TOKENS, Choice, Cut, all_factor_colours
 # Kernels: which arrays a compiler writes to memory, and what reads them.
 #
 # XLA fuses chains of element-wise ops, broadcasts, reshapes and reductions' inputs into single
-# kernels, so most values of a traced program never exist in memory. The model here: a value is
+# kernels, so most values of a traced program never exist in memory. The model: a value is
 # *materialised* if the op that makes it cannot be fused into its reader (a matmul, convolution,
 # gather, scatter, sort, reduction, loop boundary), or if some reader needs it whole in memory (a
-# matmul operand, a loop boundary, the program's result). Every other value is computed anew inside
-# its readers; reading it means reading the materialised values it was made from (XLA's fusion
-# pass: openxla/xla `xla/service/instruction_fusion.cc`, `IsAlwaysDuplicable` and `IsExpensive`).
+# matmul operand, a loop boundary, the program's result). Every other value is recomputed inside its
+# readers; reading it means reading the materialised values it was made from (XLA's fusion pass:
+# openxla/xla `xla/service/instruction_fusion.cc`, `IsAlwaysDuplicable` and `IsExpensive`).
 
 #: Categories whose result is written to memory.
 _WRITES: frozenset[str] = frozenset(
@@ -39,33 +39,36 @@ _WRITES: frozenset[str] = frozenset(
 _READS_WHOLE: frozenset[str] = frozenset(
     {"matmul", "convolution", "scatter", "sort", "boundary", "opaque"}
 )
-#: Roles of inputs that are in memory anyway.
+#: Roles of inputs, which are always in memory.
 _SOURCES: frozenset[str] = frozenset({"parameter", "frozen", "state", "batch", "constant"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Habits of a vendor's compiler with kernels.
+    """Fusion and scheduling behaviour of a vendor's compiler.
 
     Attributes:
-        fuses_operands: whether element-wise producers are computed inside the matmul or convolution
-            that reads them, as XLA does on TPU and not where matmuls are library calls (GPU, CPU);
-            grouped matmuls are kernels of their own everywhere.
-        softmax_row: longest row, elements, that a kernel works on as a whole (openxla/xla
-            `softmax_rewriter_triton.cc`): such a kernel writes its result beside its operands, and
-            the exponentials of a softmax once for all readers; 0 where there are no such kernels.
-        peels: whether the first iteration that is taken out of a pipelined loop runs beside the
-            head's whole backward pass, weight gradients last.
-        shares_gathers: whether two gathers of one array become one (openxla/xla
+        fuses_operands: True if element-wise producers are computed inside the matmul or convolution
+            that reads them, as XLA does on TPU but not for library calls (GPU, CPU); grouped
+            matmuls are kernels of their own everywhere.
+        softmax_row: longest row, elements, that a kernel processes as a whole (openxla/xla
+            `softmax_rewriter_triton.cc`): such a kernel does not write over its operands, and
+            writes the exponentials of a softmax once for all readers; 0 if there are no such
+            kernels.
+        peels: True if the peeled first iteration of a pipelined loop overlaps with the head's whole
+            backward pass, weight gradients last.
+        shares_gathers: True if two gathers of one array become one (openxla/xla
             `all_gather_cse.cc`, which only the TPU pipeline runs).
-        casts_stacks: whether casts of layers of a stack become one cast of the stack before the
+        casts_stacks: True if casts of the layers of a stack become one cast of the stack before the
             loop, as XLA does on TPU (`benchmarks/memory_savers.py`, zero 0).
-        score_bytes: bytes of a score of the block that attention in blocks works on, forward and
+        score_bytes: bytes per score of the current block of blockwise attention, forward and
             backward: on GPUs forward the score in float32 and its exponential in 16 bits, backward
-            the gradient of the score too, and more where kernels follow each other (XLA has 11 to
-            14 bytes at the peak, on TPUs 4; `benchmarks/memory_savers.py`).
-        adds_first: whether sums that are only added are reduced once (openxla/xla
+            also the gradient of the score, and more if kernels follow each other (XLA has 11 to 14
+            bytes at the peak, on TPUs 4; `benchmarks/memory_savers.py`).
+        adds_first: True if partial sums that are only added are reduced once (openxla/xla
             `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
+        reduces_after_loops: True if partial sums that a loop accumulates are all-reduced once,
+            after it.
     """
 
     fuses_operands: bool = False
@@ -94,13 +97,13 @@ def traits(vendor: str) -> Traits:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One pass over memory.
+    """One fused kernel.
 
     Attributes:
         op: index of the op that ends the kernel.
         reads: materialised values it reads, without repeats.
         writes: materialised values it writes.
-        fused: indices of the element-wise ops and reductions that it computes on the way.
+        fused: indices of the element-wise ops and reductions fused into it.
     """
 
     op: int
@@ -116,7 +119,7 @@ class Fusion:
     Attributes:
         kernels: in execution order; loop boundaries move no memory and are left out.
         materialised: value indices that exist in memory.
-        apart: values that a kernel on whole rows makes, which are not written over an operand.
+        apart: results of kernels on whole rows, which are not written over an operand.
         roots: for every value, the materialised values it is made of (itself, if materialised).
     """
 
@@ -172,10 +175,8 @@ def exponentials(graph: Graph, traits: Traits) -> frozenset[int]:
 
 
 def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
-    """Finds the kernels of a graph, as a compiler with the given traits makes them.
-
-    Args:
-        traits: what the compiler fuses; by default that of `Traits()`.
+    """The kernels of a graph, as a compiler with the given traits (by default `Traits()`) makes
+    them.
     """
     materialised = _is_materialised(graph, traits or Traits())
     roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
@@ -205,17 +206,17 @@ def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
 # --------------------------------------------------------------------------------------------------
 # Results of a layer, by the names of checkpoint lists.
 #
-# Frameworks say what the forward pass keeps of a layer by names: MaxText's remat policies
+# Frameworks say by name which results of a layer the forward pass saves: MaxText's remat policies
 # ("query_proj", "context", "mlpwi", ...; AI-Hypercomputer/maxtext MaxText/layers/decoders.py),
 # torchtitan's list of ops (every second matmul and attention; pytorch/torchtitan
-# torchtitan/models/llama/parallelize_llama.py). Here a name stands for results that are found by
-# the structure of a layer whose attention is one kernel:
+# torchtitan/models/llama/parallelize_llama.py). Here a name stands for results that are identified
+# by the structure of a layer whose attention is one kernel:
 #
-#     layer_input             what the loop over layers carries
-#     query, key, value       matmuls of weights that the kernel of attention starts from
-#     context                 what that kernel makes
-#     out                     matmuls of weights that read nothing but the context
-#     gate                    of several other matmuls of weights, those that a non-linear function
+#     layer_input             the carry of the loop over layers
+#     query, key, value       weight matmuls whose results the attention kernel reads
+#     context                 result of the attention kernel
+#     out                     weight matmuls that read nothing but the context
+#     gate                    of several other weight matmuls, those that a non-linear function
 #                             reads: the gate of a feed-forward layer
 #     wide                    the others: into the feed-forward layer
 #     narrow                  matmuls that read nothing but results of wide ones: out of it
@@ -265,7 +266,7 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
 
 
 def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
-    """Results of the matmuls of weights of one loop, with the operand that is not a weight."""
+    """Results of the weight matmuls of one loop -> the operand that is not a weight."""
     return _Search(graph, region, frozenset(weights)).products
 
 
@@ -273,7 +274,7 @@ class _Search:
     """A search for the sources of the values of one loop.
 
     Attributes:
-        products: results of matmuls of weights, with the operand that is not a weight.
+        products: results of weight matmuls -> the operand that is not a weight.
     """
 
     def __init__(self, graph: Graph, region: int, weights: frozenset[int]) -> None:
@@ -301,7 +302,7 @@ class _Search:
         )
 
     def views(self, values: set[int]) -> set[int]:
-        """Some values and what is nothing but a view of one of them."""
+        """The values, and every view of one of them."""
         views = set(values)
         for value, op in self._makers.items():
             if op.category == "movement" and views.issuperset(op.operands):
@@ -309,7 +310,7 @@ class _Search:
         return views
 
     def sources(self, value: int) -> frozenset[int]:
-        """Results of matmuls of weights, contexts and layer inputs that a value is made of through
+        """The weight-matmul results, contexts and layer inputs that a value is made of through
         other ops.
         """
         pending, seen, sources = [value], set[int](), set[int]()
@@ -330,17 +331,17 @@ class _Search:
 # Live ranges: which arrays are in memory at the same time.
 #
 # A value lives from the op that makes it to the last op that reads it, directly or through fused
-# ops. What a loop reads from outside, and the stacks that it fills (XLA allocates a scan's stacked
-# results before the first iteration), live for the whole loop; what the body makes lives within
-# one iteration. The peak is the largest sum over all points of the program. Which point that is
-# depends on the layout, so `points` returns a handful of candidates: the peak under several
+# ops. Values that a loop reads from outside, and the stacks that it fills (XLA allocates a scan's
+# stacked results before the first iteration), live for the whole loop; values of the body live
+# within one iteration. The peak is the largest sum over all points of the program. Which point that
+# is depends on the layout, so `points` returns a few candidates: the peak under several
 # hypothetical weightings; pricing takes the largest of them.
 
 _LOOPS: frozenset[str] = frozenset({"scan", "while"})
 
 
 def _chains(graph: Graph) -> list[tuple[int, ...]]:
-    """For every region, itself and the regions around it, innermost first."""
+    """For every region, itself and its enclosing regions, innermost first."""
     chains: list[tuple[int, ...]] = []
     for region in range(len(graph.regions)):
         chain: list[int] = []
@@ -353,7 +354,7 @@ def _chains(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def _extents(graph: Graph, chains: list[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """First and last op index of every region, with the regions inside it."""
+    """First and last op index of every region, including nested regions."""
     extents = [(len(graph.ops), -1)] * len(graph.regions)
     for index, op in enumerate(graph.ops):
         for region in chains[op.region]:
@@ -373,21 +374,21 @@ def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int 
 
 
 def leaves_loop(op: Op) -> bool:
-    """Returns whether a boundary op carries a value out of a loop: a stack, or the final carry,
-    which also reads the first one.
+    """True if a boundary op carries a value out of a loop: a stack, or the final carry, which also
+    reads the first one.
     """
     return op.kind == "exit" or (op.kind == "carry" and len(op.operands) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulator:
-    """A carry of a loop that every iteration only adds to: the cotangent of what all layers read,
-    such as a bias of positions.
+    """A loop carry that every iteration only adds to: the cotangent of a value that all layers
+    read, such as a position bias.
 
     Attributes:
-        carry: value of the sum so far, in the body.
+        carry: value of the running sum, in the body.
         added: value that an iteration adds.
-        first, last: ops from which to which the sum is in memory: all of the loop.
+        first, last: live range of the sum, in ops: the whole loop.
     """
 
     carry: int
@@ -397,7 +398,7 @@ class Accumulator:
 
 
 def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
-    """The sums that loops of a program carry."""
+    """The accumulators of the loops of a program."""
     producers, readers = graph.producers(), Counter[int]()
     for op in graph.ops:
         readers.update(set(op.operands))
@@ -421,7 +422,7 @@ def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
 
 
 def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
-    """First and last op index at which each materialised value is in memory."""
+    """First and last op index of the live range of each materialised value."""
     chains = _chains(graph)
     extents = _extents(graph, chains)
     producers = graph.producers()
@@ -458,8 +459,8 @@ def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int,
 
 
 def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]) -> None:
-    """An element-wise kernel writes over an operand of the same size that nothing reads later: that
-    operand ends one op earlier.
+    """Ends the live range of an operand one op earlier if an element-wise kernel can write over it:
+    same size, not read later.
     """
     for index, op in enumerate(graph.ops):
         if op.category != "elementwise":
@@ -483,7 +484,7 @@ def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict
 def levels(
     graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]
 ) -> list[np.ndarray]:
-    """Bytes that are alive at every op, one array per hypothesis about the layout.
+    """Bytes alive at every op, one array per hypothesis about the layout.
 
     Args:
         spans: key -> first and last op index.
@@ -500,7 +501,7 @@ def levels(
 
 
 def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:
-    """Sets of values that are alive together where memory may peak.
+    """Sets of values alive together where memory may peak.
 
     Args:
         spans: key -> first and last op index.
@@ -513,7 +514,7 @@ def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> li
 
 
 def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
-    """Values that are alive from one op to another."""
+    """Values whose live range overlaps the ops from `first` to `last`."""
     return frozenset(
         key for key, (birth, death) in spans.items() if birth <= first and last <= death
     )
@@ -523,10 +524,10 @@ def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozen
 # Moments of a step that are the same in programs of different remat policies.
 #
 # Programs of one model under different remat policies run the same loops over layers in the same
-# order. So the step falls into *moments*, a loop or a gap between two, that all of them have. What
-# other layer groups have saved at a moment does not depend on the policy of the class whose loop
-# runs, and that is how the memory of a step whose classes follow different policies is put
-# together (`shardlib.cost.variants`).
+# order. So all of them pass through the same *moments*: a loop, or a gap between two. The memory
+# that other layer groups have saved at a moment does not depend on the policy of the class whose
+# loop runs, so the memory of a step with mixed policies can be put together from them
+# (`shardlib.cost.variants`).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -536,8 +537,8 @@ class Moment:
     Attributes:
         segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
         points: items of memory at each op of the moment where memory may peak.
-        stacks: items of what loops over layers have saved, and of their gradients, that is there
-            for the whole moment.
+        stacks: items of stacks of saved values, and of their gradients, that live for the whole
+            moment.
     """
 
     segment: int
@@ -547,13 +548,13 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The place of a moment in a step graph.
+    """The ops of a moment in a step graph.
 
     Attributes:
         segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
-        first, last: ops of the moment; a gap may have none.
-        before, after: a value that is there from `before` or earlier to `after` or later is there
-            for the whole moment.
+        first, last: ops of the moment; a gap may be empty.
+        before, after: a value lives for the whole moment if its live range begins no later than
+            `before` and ends no earlier than `after`.
     """
 
     segment: int
@@ -565,7 +566,7 @@ class Span:
 
 def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
     """The moments of a step from the end of the forward loops on, in order: a gap, a loop, a gap
-    and so on; before, there is less of everything.
+    and so on; memory is lower before.
     """
     loops: list[tuple[int, int, int, int]] = []
     for index, op in enumerate(graph.ops):
@@ -601,7 +602,7 @@ def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
 
 
 def _top(graph: Graph, region: int) -> int:
-    """The region below the root that a region lies in."""
+    """The enclosing region directly below the root."""
     while graph.regions[region].parent > 0:
         region = graph.regions[region].parent
     return region
@@ -622,9 +623,9 @@ class Facts:
         fusion: kernels and materialised values.
         layers: layer groups.
         batch, sequence: colours of the batch and of the sequence.
-        routes: whether tokens are routed between devices (`shardlib.cost.experts`).
-        exchange: how tokens travel to their experts.
-        capped: layers of experts with a capacity, by region; only where tokens are routed.
+        routes: True if tokens are routed between devices (`shardlib.cost.experts`).
+        exchange: how tokens are dispatched to their experts.
+        capped: layers of experts with a capacity, by region; only if tokens are routed.
         heads: heads of the kernels of attention, by index of the op.
         widths: colours of the width of these heads.
     """
@@ -676,7 +677,7 @@ class Facts:
                 self.consumers[value].append(index)
 
     def of(self, graph: Graph) -> Facts:
-        """The facts of a part of the program that makes no gradients and whose values have the same
+        """The facts of a part of the program that makes no gradients and has the same value
         indices.
         """
         batch, sequence = self._sizes
@@ -695,12 +696,12 @@ class Facts:
         )
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
-        """Cut of the factors of an op."""
+        """The sharding of the factors of an op."""
         cut = choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
         return over_heads(cut, self.heads[index]) if self.shares_heads(index, choice) else cut
 
     def value_cut(self, value: int, choice: Choice) -> Cut:
-        """Cut of the dims of a value."""
+        """The sharding of the dims of a value."""
         cut = self._plain_cut(value, choice)
         if value not in self._between.heads or not self.turned(value, choice):
             return cut
@@ -720,9 +721,8 @@ class Facts:
         return cuts[axes]
 
     def shares_heads(self, index: int, choice: Choice) -> bool:
-        """Returns whether an op is a kernel of attention whose heads the tensor axis shards inside
-        of it alone, while it shards the sequence or the width of heads of what goes in and comes
-        out.
+        """True for an attention kernel whose heads tensor shards only inside the kernel, while
+        outside it shards the sequence or the width of heads.
         """
         if index not in self.heads:
             return False
@@ -739,8 +739,8 @@ class Facts:
         )
 
     def plain(self, ops: Iterable[int], values: Iterable[int]) -> bool:
-        """Returns whether ops and values are sharded as their colours say, and heads of attention
-        change nothing about it.
+        """True if ops and values are sharded by their colours alone, with no exception for
+        attention heads.
         """
         return not (
             any(index in self.heads for index in ops)
@@ -748,14 +748,14 @@ class Facts:
         )
 
     def pairs(self, value: int, choice: Choice) -> bool:
-        """Returns whether a gradient that a kernel of attention makes is such a value, and dims of
-        a head are paired before the gradient of the projection is made of it.
+        """True if a gradient made by an attention kernel satisfies `turned`, and an op pairs its
+        head dims (a rotation by positions) before the gradient of the projection reads it.
         """
         return value in self._between.paired and self.turned(value, choice)
 
     def turned(self, value: int, choice: Choice) -> bool:
-        """Returns whether a value lies between a projection whose heads the tensor axis shards
-        along their width and a kernel of attention, so that it has whole heads already.
+        """True if a value is between an attention kernel and a projection whose heads tensor shards
+        along their width, so that its heads are already whole.
         """
         heads = self._between.heads.get(value)
         return heads is not None and any(
@@ -774,7 +774,7 @@ class Facts:
         )
 
     def shares_width(self, region: int, choice: Choice) -> bool:
-        """Returns whether tensor shards an index of the grouped matmuls of a region."""
+        """True if tensor shards an index of the grouped matmuls of a region."""
         return any(
             has(self.op_cut(number, choice), "tensor")
             for number, op in enumerate(self.graph.ops)
@@ -782,12 +782,12 @@ class Facts:
         )
 
     def visits(self, value: int) -> float:
-        """Rows of an array over the tokens of the batch: how many experts a token visits."""
+        """Rows of an array over the tokens of the batch: the number of experts per token."""
         rows = math.prod(self.graph.values[value].shape[:-1])
         return max(1.0, rows / (self._sizes[0][1] * self._sizes[1][1]))
 
     def frozen_dims(self, value: int) -> frozenset[int]:
-        """Dims of an input that count layers."""
+        """The dims of an input that stack layers."""
         source = self.sources.get(value)
         if source is None:
             return frozenset()
@@ -824,8 +824,8 @@ def merged_names(
 def _query_factor(
     graph: Graph, op: Op, names: tuple[LogicalAxes, ...], colours: LogicalAxes, sequence: str | None
 ) -> int | None:
-    """Of several factors along the sequence (queries and keys of attention), the one that the
-    largest value has first; None where there is one.
+    """Of several factors along the sequence (queries and keys of attention), the first one in the
+    largest value; None if there is only one.
     """
     along = [i for i, colour in enumerate(colours) if colour == sequence and i not in op.rule.whole]
     if sequence is None or len(along) < 2:

@@ -525,8 +525,8 @@ class Tally:
     )
 
     def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
-        """The sum over all segments of `width` rows in `length`, restricted to some rows that are
-        not empty.
+        """The sum of the segments of `width` rows within the first `length` rows, restricted to
+        those of `rows` that are not empty.
         """
         key = length, width, tuple(rows)
         if key not in self._folded:

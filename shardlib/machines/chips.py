@@ -1,7 +1,7 @@
-"""Chips, tiers of links, and products of both: compute, memory and fixed overheads of one JAX
-device, and the links that it is sold with.
+"""Chips, tiers of links, and products of both: compute, memory and fixed overheads per JAX device,
+and the links that a chip is sold with.
 
-All figures are per *JAX device*, the thing that `jax.devices()` lists. A TPU v4 or v5p chip has two
+All figures are per *JAX device*, as listed by `jax.devices()`. A TPU v4 or v5p chip has two
 TensorCores that act as one device ("megacore"); a TPU7x chip has two that are two devices, so its
 device has half a chip's figures.
 
@@ -12,11 +12,9 @@ device has half a chip's figures.
 >>> chip.peak("bfloat16"), chip.peak("float16"), chip.peak("float32"), chip.usable_bytes
 (2000000000.0, 2000000000.0, 1000000000.0, 6)
 
-A product is a chip with the links that it is sold with, read from data sheets.
-
-A link has the rate of its hardware and an `efficiency`: the part of that rate which large
-collectives reach in measurements. Data sheets alone would make every plan look better than it is.
-Short names of sources are those of `shardlib.machines.catalog`.
+A link has the rate of its hardware and an `efficiency`: the share of that rate that large
+collectives reach in measurements. With data-sheet rates alone, every plan would look better than it
+is. Short names of sources are those of `shardlib.machines.catalog`.
 
 >>> ici(45e9, "book").kind, gpu_memory(100, 1e9, 1e8).usable_bytes
 ('torus', 90)
@@ -32,12 +30,12 @@ from shardlib.collective import KINDS as COLLECTIVES
 from shardlib.errors import TopologyError, raise_all
 from shardlib.untrusted.data import JsonObject
 
-#: No figure of a machine is larger: the fastest chips have about 1e16 FLOP/s.
+#: Upper limit of any figure of a machine: the fastest chips have about 1e16 FLOP/s.
 LARGEST = 1e24
 VENDORS: tuple[str, ...] = ("google", "nvidia", "cpu")
 
-#: Where to look, in order, when a chip has no figure of its own for a dtype: the format that its
-#: matrix unit computes in instead.
+#: Fallbacks, in order, for dtypes without a figure of their own: the format that the matrix unit
+#: computes in instead.
 FALLBACKS: Mapping[str, tuple[str, ...]] = {
     "float16": ("bfloat16", "float32"),
     "float32": ("bfloat16",),
@@ -52,24 +50,24 @@ FALLBACKS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """The part of a machine behind one JAX device.
+    """Compute and memory of one JAX device.
 
     Attributes:
-        name: word of the topology spelling, "h100".
+        name: chip name in the spelling of topologies, "h100".
         vendor: one of `VENDORS`.
         flops_per_s: (dtype name, peak dense FLOP/s) pairs; a multiply and an add are two FLOPs. Any
             mapping is accepted.
         hbm_bytes: memory of the device.
         hbm_bytes_per_s: peak rate of that memory.
-        reserved_bytes: memory that compiler and runtime keep for themselves.
-        launch_s: fixed time of one op or kernel that is not hidden by the next one.
-        host_bytes_per_s: rate that large copies between the host's memory and the device reach in
-            one direction; 0 where it is not known.
-        disk_bytes_per_s: rate at which the disks of a host are read, and written, for each device
-            of the host; 0 where it is not known.
+        reserved_bytes: memory reserved by compiler and runtime.
+        launch_s: fixed seconds of one op or kernel that the next one does not hide.
+        host_bytes_per_s: rate of large copies between host memory and the device in one direction;
+            0 if unknown.
+        disk_bytes_per_s: rate of reading, and of writing, the disks of a host, per device of the
+            host; 0 if unknown.
         devices_per_chip: JAX devices that share one chip.
-        attention_width: the widest head that the vendor's kernel of attention takes, elements.
-        sources: where the figures come from.
+        attention_width: the widest head that the vendor's attention kernel supports, elements.
+        sources: sources of the figures.
 
     Raises:
         TopologyError: a figure is missing, not positive or contradicts another.
@@ -129,7 +127,7 @@ class Chip:
 
         A dtype without a figure of its own runs in the next format that the matrix unit has:
         float16 as bfloat16, int4 as int8, every 8-bit float as float8_e4m3fn, 8-bit formats as
-        bfloat16 where there is no faster path, and the rest (float64, wide integers, booleans) as
+        bfloat16 if there is no faster path, and the rest (float64, wide integers, booleans) as
         float32.
         """
         rates = dict(self.flops_per_s)
@@ -141,7 +139,7 @@ class Chip:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that a program can have."""
+        """Memory available to a program."""
         return self.hbm_bytes - self.reserved_bytes
 
     def to_json(self) -> JsonObject:
@@ -171,13 +169,13 @@ KINDS: tuple[str, ...] = ("torus", "mesh", "switch", "network", "memory")
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A collective as it was measured, with all devices at work.
+    """A measured collective, with all devices in use.
 
     Attributes:
         kind: one of `shardlib.collective.KINDS`.
-        ways: participants.
-        latency_s: seconds of the smallest.
-        seconds_per_byte: seconds that each byte of the full array adds: the gathered array, the
+        ways: number of participants.
+        latency_s: seconds of the smallest message.
+        seconds_per_byte: additional seconds per byte of the full array: the gathered array, the
             operand of a reduce-scatter, the buffer, the message.
 
     Raises:
@@ -211,21 +209,21 @@ class Tier:
     """Links of one kind.
 
     Attributes:
-        name: what people call it.
-        kind: "torus" (neighbours only, one link a dim), "mesh" (a link from everyone to everyone: a
-            group has those between its members), "switch" or "network" (everyone reaches everyone
-            through one port), or "memory" (simulated devices of one process; the latency is that of
-            a whole collective).
+        name: name in output.
+        kind: "torus" (links between neighbours, one per dim and direction), "mesh" (a link between
+            every pair; a group uses those between its members), "switch" or "network" (each device
+            reaches every other through one port), or "memory" (simulated devices of one process;
+            the latency is that of a whole collective).
         shape: devices or domains along each dim; one dim unless it is a torus.
-        wrap: for each dim, whether the last is a neighbour of the first; False unless it is a
+        wrap: per dim, True if the last position is a neighbour of the first; False unless it is a
             torus.
-        bytes_per_s: peak rate in one direction: of the link in each dim for a torus, of a device's
-            port, or of all its links in a mesh, otherwise.
-        latency_s: time of one hop or step that carries no data.
-        efficiency: part of the rate that large collectives reach.
-        exchanges: collectives among the devices of a "memory" that were measured; they take the
-            place of its rate and latency.
-        sources: where the figures come from.
+        bytes_per_s: peak rate in one direction: of the link in each dim of a torus, of all links of
+            a device in a mesh, otherwise of a device's port.
+        latency_s: seconds of one hop or step without data.
+        efficiency: share of the rate that large collectives reach.
+        exchanges: measured collectives among the devices of a "memory", which replace its rate and
+            latency.
+        sources: sources of the figures.
 
     Raises:
         TopologyError: the fields do not fit each other.
@@ -274,7 +272,7 @@ class Tier:
 
     @property
     def devices(self) -> int:
-        """Product of the shape."""
+        """The product of the shape."""
         return math.prod(self.shape)
 
     @property
@@ -302,9 +300,9 @@ class Tier:
 
 
 GIB = 2**30
-#: Part of a GPU's memory that a training program gets. JAX takes 0.75 unless
+#: Share of a GPU's memory that a training program gets. JAX takes 0.75 unless
 #: XLA_CLIENT_MEM_FRACTION says otherwise (docs.jax.dev, "GPU memory allocation"); 0.9 is what
-#: training scripts commonly set, and what plans for GPUs assume.
+#: training scripts commonly set, and the assumption of plans for GPUs.
 GPU_MEMORY_FRACTION = 0.9
 
 
@@ -313,12 +311,12 @@ class Link:
     """One kind of connection between devices.
 
     Attributes:
-        name: what people call it.
+        name: name in output.
         kind: "torus", "mesh", "switch", "network" or "memory", as in `Tier`.
-        bytes_per_s: peak rate of one device in one direction (for a torus: of the link in one dim).
-        latency_s: time of one hop or step that carries no data.
-        efficiency: part of the rate that large collectives reach.
-        sources: where the figures come from.
+        bytes_per_s: peak rate per device in one direction (for a torus: of the link in one dim).
+        latency_s: seconds of one hop or step without data.
+        efficiency: share of the rate that large collectives reach.
+        sources: sources of the figures.
     """
 
     name: str
@@ -331,7 +329,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A chip with the links it is sold with.
+    """A chip with the links that it is sold with, from data sheets.
 
     Attributes:
         chip: the chip.
@@ -339,7 +337,7 @@ class Product:
         slow: links between fast domains.
         dims: number of sizes in the spelling: 1 for a count of GPUs, 2 or 3 for a torus.
         most: largest fast domain, in chips.
-        on_chip: link between devices that share a chip; None where there is one device a chip.
+        on_chip: link between devices that share a chip; None with one device per chip.
         full_ring: the torus size that wraps around (2D pods); 0 for pods of 4x4x4 cubes, where full
             cubes wrap.
     """
@@ -363,8 +361,8 @@ class Memory:
     """The memories of one device.
 
     Attributes:
-        hbm_bytes: what the data sheet says.
-        usable_bytes: what a program gets of it.
+        hbm_bytes: size according to the data sheet.
+        usable_bytes: the part available to a program.
         hbm_bytes_per_s: peak rate.
         host_bytes_per_s: rate of large copies to and from the host, in one direction.
     """
@@ -376,13 +374,7 @@ class Memory:
 
 
 def gpu_memory(hbm_bytes: int, hbm_bytes_per_s: float, host_bytes_per_s: float) -> Memory:
-    """The memories of a GPU, of which a program gets `GPU_MEMORY_FRACTION`.
-
-    Args:
-        hbm_bytes: size of the memory.
-        hbm_bytes_per_s: its rate.
-        host_bytes_per_s: rate of the link to the host, one direction.
-    """
+    """The memories of a GPU, of which a program gets `GPU_MEMORY_FRACTION`."""
     return Memory(
         hbm_bytes=hbm_bytes,
         usable_bytes=int(hbm_bytes * GPU_MEMORY_FRACTION),
@@ -435,7 +427,7 @@ def gpu(
     """An NVIDIA GPU. Float32 products run in TensorFloat-32 at JAX's default precision.
 
     Args:
-        bf16, tf32, int8, fp8: peak dense FLOP/s; None where there is no such format.
+        bf16, tf32, int8, fp8: peak dense FLOP/s; None for a format that it lacks.
     """
     flops = [("bfloat16", bf16), ("float16", bf16), ("float32", tf32), ("int8", int8)]
     if fp8 is not None:
@@ -457,11 +449,7 @@ def gpu(
 
 
 def ici(bytes_per_s: float, source: str) -> Link:
-    """Links between chips of a TPU slice.
-
-    Args:
-        bytes_per_s: of one link, one direction.
-    """
+    """Links between chips of a TPU slice; `bytes_per_s` is per link and direction."""
     return Link(
         name="ICI",
         kind="torus",
@@ -478,11 +466,7 @@ def ici(bytes_per_s: float, source: str) -> Link:
 
 
 def dcn(bytes_per_s: float, source: str) -> Link:
-    """The data-centre network between TPU slices.
-
-    Args:
-        bytes_per_s: of one device, one direction.
-    """
+    """The data-centre network between TPU slices; `bytes_per_s` is per device and direction."""
     return Link(
         name="DCN",
         kind="network",
@@ -493,11 +477,7 @@ def dcn(bytes_per_s: float, source: str) -> Link:
 
 
 def nvlink(bytes_per_s: float, efficiency: float, source: str) -> Link:
-    """NVLink through switches.
-
-    Args:
-        bytes_per_s: of one device, one direction.
-    """
+    """NVLink through switches; `bytes_per_s` is per device and direction."""
     return Link(
         name="NVLink",
         kind="switch",
@@ -509,17 +489,13 @@ def nvlink(bytes_per_s: float, efficiency: float, source: str) -> Link:
 
 
 def infiniband(bytes_per_s: float, source: str) -> Link:
-    """The network between nodes of GPUs.
-
-    Args:
-        bytes_per_s: of one device, one direction.
-    """
+    """The network between nodes of GPUs; `bytes_per_s` is per device and direction."""
     return Link(
         name="InfiniBand",
         kind="network",
         bytes_per_s=bytes_per_s,
         latency_s=4e-6,  # nccl: NET, ring, LL128
-        # calculon-ai/calculon systems/a100_80g.json: fitted part of the rate on A100 with HDR
+        # calculon-ai/calculon systems/a100_80g.json: fitted share of the rate on A100 with HDR
         # InfiniBand
         efficiency=0.9,
         sources=(
