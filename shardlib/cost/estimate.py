@@ -1,7 +1,5 @@
-"""The estimate of a step: a value whose parts add up to the whole.
-
-`Seconds` and `DeviceBytes` hold the parts; their totals are derived, never stored, so they cannot
-disagree.
+"""The estimate of a step: a value whose parts add up to the whole. Totals are derived, not stored,
+so they cannot disagree with the parts.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from shardlib.cost.roofline import Applied
 from shardlib.errors import PlanError
 from shardlib.untrusted.data import JsonMapping, construct
 
-#: No number of a plan is larger: FLOPs of the largest steps are about 1e24.
+#: Upper limit of any number of a plan: FLOPs of the largest steps are about 1e24.
 LARGEST = 1e40
 
 
@@ -23,12 +21,12 @@ class Seconds:
     """Seconds of one training step on the slowest device; the parts sum to `total`.
 
     Attributes:
-        compute: matmuls, convolutions and memory-bound ops, rematerialisation included.
-        exposed: communication not hidden behind compute, all mesh axes together.
+        compute: matmuls, convolutions and memory-bound ops, including rematerialisation.
+        exposed: communication not hidden behind compute, over all mesh axes.
         bubble: idle time of pipeline stages.
         optimizer: reading and writing parameters, gradients and optimizer state.
         overhead: fixed cost of launching the program.
-        exchange: a step's share of the meetings of islands.
+        exchange: synchronisation of islands, amortised per step.
     """
 
     compute: float = 0.0
@@ -49,17 +47,16 @@ class DeviceBytes:
     """Bytes on the fullest device; the parts sum to `peak`.
 
     Attributes:
-        parameters: trained parameters as they are stored.
+        parameters: trained parameters, as stored.
         gradients: gradients while the optimizer runs, and accumulators.
-        optimizer: optimizer state as it is stored.
+        optimizer: optimizer state, as stored.
         activations: values saved from the forward pass for the backward pass.
         temporaries: the largest set of other values alive at once.
         communication: gathered parameters and buffers of collectives in flight.
-        batch: the input batch, results with a value for each of its rows, and random streams,
-            integers and the like of the model state.
-        frozen: stored parameters that are not trained, and other floating-point state of the
-            model.
-        exchange: what islands keep for their meetings.
+        batch: the input batch, results with a value per row, and model state that is not
+            floating-point (random streams, integers).
+        frozen: stored parameters that are not trained, and other floating-point state of the model.
+        exchange: copies and buffers for the synchronisation of islands.
     """
 
     parameters: int = 0
@@ -74,20 +71,20 @@ class DeviceBytes:
 
     @property
     def peak(self) -> int:
-        """Bytes of all parts together."""
+        """The sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """Seconds of one microbatch on the slowest stage of a pipeline, all its chunks of layers
-    together.
+    """Seconds of one microbatch on the slowest pipeline stage, summed over its chunks of layers.
 
     Attributes:
-        forward: forward pass, with what makes it ready for the backward pass.
-        backward: backward pass, rematerialisation included, but for `weights`.
-        weights: kernels that compute gradients of weights.
-        lockstep: whether all stages move at once; otherwise a stage waits for its neighbours alone.
+        forward: forward pass, including preparations for the backward pass.
+        backward: backward pass with rematerialisation, without `weights`.
+        weights: kernels that compute weight gradients.
+        lockstep: True if all stages advance together; otherwise a stage waits only for its
+            neighbours.
     """
 
     forward: float
@@ -97,18 +94,18 @@ class StageSeconds:
 
     @property
     def total(self) -> float:
-        """Seconds of the microbatch."""
+        """Seconds of the microbatch, forward and backward."""
         return self.forward + self.backward + self.weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offloaded:
-    """The parts of a step that are in host memory or on disk instead of device memory, each kind as
-    a whole or not at all.
+    """The parts of a step that are offloaded to host memory or disk, each kind entirely or not at
+    all.
 
     Attributes:
-        device_bytes: that a device would need more without.
-        seconds: that a step takes longer with it.
+        device_bytes: additional bytes per device without offloading.
+        seconds: additional seconds per step with offloading.
     """
 
     device_bytes: float
@@ -120,18 +117,17 @@ class Estimate:
     """The predicted cost of one training step.
 
     Attributes:
-        seconds: where the time goes.
-        device_bytes: where the memory goes.
+        seconds: the parts of the step time.
+        device_bytes: the parts of the memory.
         collectives: every collective of a step, largest time first.
-        tokens: tokens in the global batch (batch x seq; examples where the batch has no sequence).
-        model_flops: FLOPs that the step needs with no rematerialisation, whole mesh.
-        hardware_flops: FLOPs that the step executes, rematerialisation included, whole mesh.
-        peak_flops_per_s: peak of all devices of the mesh in the compute dtype, while those that the
-            mesh leaves out idle.
-        corrections: factors that seconds and bytes were multiplied by
-            (`shardlib.cost.roofline`).
-        stage: what a stage of the pipeline does with one microbatch; None without stages.
-        offloaded: what is not in device memory; None where all is.
+        tokens: tokens in the global batch (batch x seq; examples if the batch has no sequence).
+        model_flops: FLOPs that the step needs without rematerialisation, whole mesh.
+        hardware_flops: FLOPs that the step executes, including rematerialisation, whole mesh.
+        peak_flops_per_s: peak of all devices of the mesh in the compute dtype, while devices
+            outside of the mesh idle.
+        corrections: factors applied to seconds and bytes (`shardlib.cost.roofline`).
+        stage: seconds of a pipeline stage per microbatch; None without stages.
+        offloaded: the offloaded parts; None if there are none.
     """
 
     seconds: Seconds
@@ -149,9 +145,7 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """The factor by which memory must exceed the predicted peak
-        (`corrections.margin`); from 1.
-        """
+        """The margin: memory that the program may need over the predicted peak, at least 1."""
         return next(
             (
                 correction.factor
@@ -168,7 +162,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the global batch a second, whole mesh."""
+        """Tokens of the global batch per second, whole mesh."""
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -213,7 +207,7 @@ class Estimate:
         """Reads what `to_json` wrote; totals are recomputed.
 
         Args:
-            data: keys as `to_json` gives them; totals may be missing.
+            data: keys as in `to_json`; totals may be missing.
 
         Returns:
             An equal estimate.

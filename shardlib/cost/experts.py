@@ -1,12 +1,12 @@
-"""Experts whose tokens are routed between devices, with a capacity or without: rewritten graphs,
-for pricing.
+"""Graphs rewritten for pricing with experts whose tokens are routed between devices, with a
+capacity or without.
 
-As a model is written, an expert with a capacity has a slot for every token that it takes of the
-whole batch (`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a
-gather of rows and a gather of results. Between devices the rows of a token stay those of its device
-until they are sent, and devices multiply what they were sent. Here the operations are rewritten to
-that meaning: slots and the queue of assignments are sharded as the batch is, and products with the
-matrices of experts are grouped matmuls of those rows that are kept at most.
+As written, an expert with a capacity has a slot for each token that it takes from the whole batch
+(`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a gather of rows
+and a gather of results. Distributed, the rows of a token stay on its device until they are
+dispatched, and devices multiply the rows that they receive. The rewritten operations mean that:
+slots and the queue of assignments are sharded as the batch is, and products with the weights of
+experts are grouped matmuls over the rows that fit the capacity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from shardlib.graph import Dims, Graph, Op, StepGraph
 from shardlib.layout import LogicalAxes
 
-#: Scope of the operations of experts with a capacity, in their names.
+#: Name scope of the operations of experts with a capacity.
 CAPPED = "shardlib_capacity"
 #: (value, dim).
 _Place = tuple[int, int]
@@ -31,8 +31,8 @@ class Capped:
 
     Attributes:
         assignments: tokens times experts per token, in the whole graph.
-        experts: their number.
-        slots: of an expert.
+        experts: number of experts.
+        slots: slots per expert.
     """
 
     assignments: int
@@ -41,23 +41,23 @@ class Capped:
 
     @property
     def factor(self) -> float:
-        """Load that an expert takes at most, over the mean load."""
+        """Capacity of an expert over the mean load."""
         return self.slots * self.experts / self.assignments
 
     @property
     def kept(self) -> float:
-        """Part of the slots that is full at most."""
+        """The largest share of the slots that can be full."""
         return min(1.0, 1 / self.factor)
 
 
 def is_capped(op: Op) -> bool:
-    """Returns whether an op belongs to experts with a capacity."""
+    """True if an op belongs to experts with a capacity."""
     return CAPPED in op.scope
 
 
 def _moves(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """(rows that stay, rows that go) of a capped gather or scatter of whole rows of features; None
-    for others.
+    """(stationary rows, moving rows) of a capped gather or scatter of whole feature rows; None for
+    other ops.
     """
     if not is_capped(op) or op.category not in ("gather", "scatter"):
         return None
@@ -90,7 +90,7 @@ def layers(graph: Graph) -> dict[int, Capped]:
 def sent(
     graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, grouped: str
 ) -> tuple[Graph, tuple[LogicalAxes, ...]]:
-    """A graph whose experts with a capacity are sent their tokens, and the colours of its
+    """A graph in which tokens are dispatched to experts with a capacity, and the colours of its
     values.
     """
     capped = layers(graph)
@@ -113,8 +113,8 @@ def sent(
 
 
 def _along_tokens(graph: Graph) -> set[_Place]:
-    """Dims of slots and of the queue: those of rows that are moved, and all that share a factor
-    with them.
+    """Dims of slots and of the queue: those of moved rows, and all that share a factor with
+    them.
     """
     pending = [
         place
@@ -138,8 +138,8 @@ def _along_tokens(graph: Graph) -> set[_Place]:
 
 
 def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
-    """Yields the slots and assignments of rows that go to slots or come from them; rows of tokens
-    have their colour already.
+    """The slots and assignments of rows moved to or from slots; rows of tokens already have their
+    colour.
     """
     slots = len(graph.values[goes].shape) == 3
     yield goes, 1 if slots else 0
@@ -148,7 +148,7 @@ def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
 
 
 def _by_factor(graph: Graph, op: Op) -> dict[int, list[_Place]]:
-    """The dims of an op by their factor; those that merge several factors are left out."""
+    """The dims of an op by their factor, without those that merge several factors."""
     places: dict[int, list[_Place]] = defaultdict(list)
 
     def note(values: Sequence[int], all_dims: tuple[Dims, ...]) -> None:
@@ -172,13 +172,12 @@ def slots_of(graph: Graph, value: int) -> int:
 # --------------------------------------------------------------------------------------------------
 # A mixture of experts with tokens routed between devices, in place of a global sort.
 #
-# As a model is written, its tokens are sorted by expert, which mixes the whole batch: an automatic
-# partitioner gathers all tokens for it. Expert parallelism (GShard, arXiv:2006.16668; Switch,
-# arXiv:2101.03961; MegaBlocks, arXiv:2211.15841) sorts the tokens of each device on their own,
-# sends them to the devices that hold their experts, and brings the results home: two all-to-alls a
-# layer forward and two backward. Here the rules of the ops involved are rewritten to that meaning,
-# for pricing: sorts and grouped matmuls are sharded along the tokens. Experts with a capacity have
-# slots as they are written, see `shardlib.cost.experts`.
+# As written, tokens are sorted by expert across the whole batch, for which an automatic partitioner
+# gathers all tokens. Expert parallelism (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961;
+# MegaBlocks, arXiv:2211.15841) sorts the tokens of each device locally, dispatches them to the
+# devices of their experts, and combines the results: two all-to-alls per layer forward and two
+# backward. The rules of the ops involved are rewritten to mean that: sorts and grouped matmuls are
+# sharded along the tokens.
 
 #: Matmuls whose rows are grouped by expert.
 GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
@@ -186,24 +185,24 @@ GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The way that tokens travel to their experts (`FrameworkProfile`).
+    """The dispatch of tokens to their experts (`FrameworkProfile`).
 
     Attributes:
         room: bytes of a message over those of an even routing (`exchange_room`).
-        sent: what ranks of tensor send (`exchange`).
+        sent: rows that tensor ranks send (`exchange`).
     """
 
     room: float = 1.0
     sent: str = "whole"
 
 
-#: Messages no larger than those of an even routing.
+#: Messages of the size of an even routing.
 EVEN = Exchange()
 
 
 def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
     """The colour of experts: that of the groups of weights in grouped matmuls, or in products of
-    slots with them; None where there are none.
+    slots with weights; None if there are none.
     """
     colours = (
         names[value][0]
@@ -218,8 +217,8 @@ def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
 def localised(
     step: StepGraph, names: tuple[LogicalAxes, ...], batch: str | None
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with sorts and grouped matmuls that every device does for its own tokens, and the
-    colours of its values.
+    """The step with sorts and grouped matmuls over each device's own tokens, and the colours of its
+    values.
     """
     graph, names = sent(step.graph, names, batch, "ragged_dot_general")
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
@@ -228,11 +227,11 @@ def localised(
 
 
 def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
-    """An op that each device does for its own tokens.
+    """An op over each device's own tokens.
 
-    What must be whole along the batch may be sharded; where that contracts the batch, the cut
-    leaves partial results. Rows that are picked from tokens, or added to tokens, are those of the
-    same device, so that nothing is partial.
+    Factors along the batch that must be whole may be sharded; if that contracts the batch, sharding
+    leaves partial results. Rows that are picked from tokens, or added to tokens, are on the same
+    device, so nothing is partial.
     """
     tokens = {
         factor
@@ -257,13 +256,9 @@ def _mentioned(values: tuple[Dims, ...]) -> set[int]:
 def routed_values(
     graph: Graph, names: Sequence[LogicalAxes], batch: str | None
 ) -> list[tuple[int, int]]:
-    """(op, value) of every array of tokens that changes its device: rows that a gather sends to
-    their experts or brings home, or that a scatter adds up.
-
-    These are gathers and scatters of rows of features in the regions that have grouped matmuls.
-
-    Args:
-        batch: colour of the batch; None where there is none.
+    """(op, value) of every array of tokens that changes devices: rows that a gather dispatches or
+    combines, or that a scatter adds up. These are gathers and scatters of feature rows in the
+    regions that have grouped matmuls.
     """
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
     moved_values: list[tuple[int, int]] = []
@@ -290,8 +285,8 @@ def routed_values(
 def arrived_values(
     graph: Graph, names: Sequence[LogicalAxes], batch: str | None
 ) -> dict[int, float]:
-    """Rows that are with their experts: what grouped matmuls read and make of tokens, what
-    element-wise ops make of that, and what of it loops save.
+    """Dispatched rows: operands and results of grouped matmuls over tokens, element-wise functions
+    of them, and those of them that loops save.
     """
 
     def of_tokens(value: int) -> bool:
@@ -338,7 +333,7 @@ def arrived_values(
 
 
 def _whole_rows(op: Op, graph: Graph) -> bool:
-    """Returns whether rows move as a whole, which tells tokens from single scores."""
+    """True if whole rows move, which distinguishes tokens from single scores."""
     source = graph.values[op.operands[0]].shape
     moved = graph.values[op.results[0] if op.category == "gather" else op.operands[-1]].shape
     return len(source) == 2 and source[1] == moved[-1]

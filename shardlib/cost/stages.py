@@ -1,9 +1,9 @@
-"""Candidates as arrays (meshes with their places on the links and numbers of microbatches), and
-their pipeline stages: the fullest, the slowest, and how often they gather and reduce their weights.
+"""Candidates as arrays (meshes with their placements and numbers of microbatches), and their
+pipeline stages: the fullest, the slowest, and how often they gather and reduce their weights.
 
-Waiting times and numbers of microbatches in flight are properties of each schedule
-(`shardlib.schedules`). All schedules share the cut: a chain of layers is cut into S stages of v
-chunks as evenly as whole layers can be.
+Waiting times and numbers of microbatches in flight belong to each schedule (`shardlib.schedules`).
+All schedules partition layers alike: a chain of layers is cut into S stages of v chunks as evenly
+as whole layers allow.
 
 >>> layer, ends = np.array([1.0]), np.array([0.0])
 >>> slowest([layer], [10], ends, np.array([4]), np.array([1])).item()
@@ -28,7 +28,7 @@ from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
 
 Array = np.ndarray
-#: Bytes whose fields are named as rows of a tally.
+#: Classes of byte counts whose fields are named as rows of a tally.
 Bytes = TypeVar("Bytes", Point, StoredBytes)
 
 
@@ -40,8 +40,8 @@ class Candidates(ArrayTable):
         sizes: size of every mesh axis per candidate.
         micro: microbatches per candidate.
         links: costs of collectives per candidate.
-        shapes: the distinct shapes of all.
-        shape: number of the shape of each candidate.
+        shapes: the distinct shapes of all candidates.
+        shape: index of the shape of each candidate.
     """
 
     sizes: Mapping[str, Array]
@@ -69,12 +69,12 @@ class Candidates(ArrayTable):
         return self.sizes["context"]
 
     def ways(self, axes: Iterable[str]) -> Array:
-        """Number of shards of a dim that is sharded over some axes, per candidate."""
+        """Number of shards of a dim that is sharded over `axes`, per candidate."""
         return math.prod((self.sizes[axis] for axis in axes), start=np.ones_like(self.micro))
 
 
 def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
-    """The distinct shapes among candidates, and the number of the shape of each."""
+    """The distinct shapes among candidates, and the index of the shape of each."""
     degree = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
     first, which = distinct_rows(
         [degree, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
@@ -94,7 +94,7 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
 def candidates(
     places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
 ) -> Candidates:
-    """Builds the arrays for placed meshes with microbatches on a topology."""
+    """The candidates of placed meshes and microbatch counts on a topology."""
     distinct_places: dict[int, int] = {}
     order = [
         distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places
@@ -115,25 +115,22 @@ def candidates(
 
 
 # --------------------------------------------------------------------------------------------------
-# The quantities of a step by segment and candidate, with collectives as seconds, which all ZeRO
+# The quantities of a step by segment and candidate, with collectives in seconds, which all ZeRO
 # stages and schedules share.
-#
-# `sums` turns tallies by shape into one `Sums` for each remat policy and choice; `Model` has the
-# facts of a model beside its items.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Facts of a model that pricing needs beside its items.
+    """Facts of a model that pricing needs besides its items.
 
     Attributes:
         counts: layers of each class.
-        batch_bytes: bytes of the global batch, and of results with a value for each of its rows.
-        state_bytes: bytes of model state that is replicated.
-        largest_end: the largest share that one array has of the parameters outside of all layers.
+        batch_bytes: bytes of the global batch, and of results with a value per row.
+        state_bytes: bytes of replicated model state.
+        largest_end: share of the largest array in the parameters outside of the layers.
         reduction: bytes of gradients in their communication dtype over those as traced.
-        working: bytes of an element in the dtype of the matmuls, over those of a parameter.
-        head_layers: work of the matmuls outside of all layers, over that of a layer.
+        working: bytes per element in the dtype of the matmuls, over those of a parameter.
+        head_layers: work of the matmuls outside of the layers, over that of a layer.
     """
 
     counts: tuple[int, ...]
@@ -148,18 +145,18 @@ class Model:
 @dataclass(frozen=True, kw_only=True)
 class Sums(ArrayTable):
     """The quantities of one remat policy under one choice, by segment and candidate, with
-    collectives as seconds: what all ZeRO stages and schedules share.
+    collectives in seconds; all ZeRO stages and schedules share them.
 
     Attributes:
-        kernels: what kernels take.
+        kernels: seconds and FLOPs of kernels.
         collectives: seconds of collectives.
         stored: bytes between steps.
-        points: memory.
+        points: memory at each point where it may peak.
         buffer: bytes of keys and values gathered along the context, array [candidates].
         stacks: bytes that loops over layers have saved when the last one ends, array [segments,
-            candidates]; [0, candidates] where nobody asks.
-        ticks: seconds of one microbatch on the slowest stage by (how keys and values meet queries,
-            chunks a stage), filled as they are asked for.
+            candidates]; [0, candidates] if not needed.
+        ticks: cache of the seconds of one microbatch on the slowest stage, by (way of context
+            parallelism, chunks per stage).
     """
 
     kernels: Kernels
@@ -173,7 +170,7 @@ class Sums(ArrayTable):
     )
 
     def along(self, knobs: Knobs) -> Array:
-        """Seconds of collectives along the sequence that compute waits for."""
+        """Exposed seconds of collectives along the sequence."""
         roles = self.collectives
         return roles.context + (
             roles.keys
@@ -200,7 +197,7 @@ def sums(
     *,
     stacks: Array | None = None,
 ) -> Sums:
-    """Turns tallies by shape into quantities by candidate.
+    """Converts tallies by shape into quantities by candidate.
 
     Args:
         work: tally of `work_items`, array [segments, rows, shapes].
@@ -260,8 +257,8 @@ def sums(
 
 
 def _context_buffer(work: Array, model: Model) -> Array:
-    """Bytes of the keys and values of one layer, gathered along the context: half of what forward
-    and backward gather.
+    """Bytes of the keys and values of one layer, gathered along the context: half of the bytes
+    gathered in forward and backward pass.
     """
     rows = [
         BYTES + number
@@ -275,11 +272,11 @@ def _context_buffer(work: Array, model: Model) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# The fullest stage of a pipeline: whole layers, and a part of embedding and head.
+# The fullest pipeline stage: whole layers, and a part of embedding and head.
 
 
 def chunks_of(knobs: Knobs, c: Candidates) -> Array:
-    """Chunks of layers on a stage; 1 where there are no stages."""
+    """Chunks of layers per stage; 1 without stages."""
     return np.where(c.stage > 1, knobs.virtual, 1)
 
 
@@ -294,8 +291,8 @@ def pipelines_of(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipe
 
 
 def shares_of(knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
-    """Part of each segment that the fullest stage has: whole layers of every group, and of
-    embedding and head an equal part or an array; array [segments, candidates].
+    """Share of each segment on the fullest stage: whole layers of every group, and of embedding and
+    head an equal part or a whole array; array [segments, candidates].
     """
     virtual = chunks_of(knobs, c)
     layers = [_most(count, c, virtual, model, profile) / count for count in model.counts]
@@ -310,9 +307,9 @@ def shares_of(knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfi
 def shares_at_rest(
     knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
 ) -> Array:
-    """Part of each segment's parameters, gradients and optimizer state that the fullest stage has:
-    as `shares_of`, but every stage has all of embedding and head where their work is spread over
-    the sequence.
+    """Share of each segment's parameters, gradients and optimizer state stored on the fullest
+    stage: as `shares_of`, but every stage stores all of embedding and head if their work is spread
+    over the sequence.
     """
     shares = shares_of(knobs, model, c, profile)
     if profile.embedding_and_head == "spread":
@@ -323,9 +320,9 @@ def shares_at_rest(
 def shares_moved(
     knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
 ) -> Array:
-    """Part of each segment's parameters that the fullest stage gathers, and whose gradients it
-    reduces: as `shares_of`, but every stage does so with all of embedding and head where it
-    computes them for a part of the sequence.
+    """Share of each segment's parameters that the fullest stage gathers, and whose gradients it
+    reduces: as `shares_of`, but all of embedding and head if each stage computes them for a part of
+    the sequence.
     """
     shares = shares_of(knobs, model, c, profile)
     if ends_on_all_stages(profile):
@@ -336,10 +333,10 @@ def shares_moved(
 def dealt(
     stored: Array, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
 ) -> Array:
-    """Bytes that a device has when layers were dealt out to stages of several chunks, as pipelines
-    in one program do with parameters in every step, and with gradients back: stored are the layers
-    in order, and stage s of S has chunks s, S + s, and so on. Where S does not divide the chunks of
-    a stage, the partitioner gathers all of them. Layers that do not divide are not counted.
+    """Bytes per device after layers are dealt to stages of several chunks, as pipelines in one
+    program do with parameters in every step, and with gradients in reverse: layers are stored in
+    order, and stage s of S computes chunks s, S + s, and so on. If S does not divide the chunks per
+    stage, the partitioner gathers all of them. Layers that do not divide are not counted.
 
     Args:
         stored: bytes by segment, of all stages, [segments, candidates].
@@ -356,8 +353,8 @@ def dealt(
 def _most(
     count: int, c: Candidates, virtual: Array, model: Model, profile: FrameworkProfile
 ) -> Array:
-    """Layers of a class that the fullest stage has: equally many, or, where stages are cut by work,
-    those that begin before its part of the work is done.
+    """Layers of a class on the fullest stage: equally many, or, if stages are balanced by work,
+    those that begin before the stage's share of the work is reached.
     """
     equal = virtual * np.ceil(count / (c.stage * virtual))
     if profile.balance == "layers":
@@ -370,57 +367,54 @@ def _most(
 
 
 def on_stage(quantity: Array, scale: Array) -> Array:
-    """Returns the amount of a quantity on the fullest stage, by segment.
+    """The part of a quantity on the fullest stage, by segment.
 
     Args:
-        quantity: of one microbatch or step, [segments, candidates].
-        scale: part of each segment that the stage has, [segments, candidates].
+        quantity: per microbatch or step, [segments, candidates].
+        scale: share of each segment on the stage, [segments, candidates].
     """
     return (quantity * scale).sum(0)
 
 
 # --------------------------------------------------------------------------------------------------
-# Time and sharding of the reduction of gradients.
+# When gradients are reduced, and how they are sharded then.
 
 
 def once_a_step(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """Returns whether gradients are kept whole over the microbatches of a step and reduced at its
-    end; with parameters stored sharded (ZeRO 3) they never are.
+    """True if unreduced gradients are accumulated over the microbatches of a step and reduced at
+    its end; never with parameters stored sharded (ZeRO 3).
     """
     return profile.reduction == "step" and knobs.zero < 3
 
 
 def in_the_last(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """Returns whether gradients are stored replicated and reduced in the last microbatch
-    of a step.
-    """
+    """True if gradients are stored replicated and reduced in the last microbatch of a step."""
     return profile.reduction == "last" and knobs.zero < 2
 
 
 def scatters(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """Returns whether gradients are reduced to the shards of the optimizer: where they are stored
-    sharded, and where they are reduced once for a distributed optimizer.
+    """True if gradients are reduce-scattered to the shards of the optimizer: if they are stored
+    sharded, or reduced once for a distributed optimizer.
     """
     return knobs.zero >= 2 or (knobs.zero == 1 and profile.reduction == "step")
 
 
-#: Halvings of the interval that the longest chunk lies in, when layers differ, which is as wide as
-#: the slowest layer: it is found to 1e-6 of that layer.
+#: Bisection steps for the longest chunk over layers of different kinds; the interval is as wide as
+#: the slowest layer, so the result is within 1e-6 of that layer.
 _HALVINGS = 20
-#: Relative rounding of a sum of layers.
+#: Relative rounding error of a sum of layers.
 _SLACK = 1 + 1e-12
 
 
 def passes_over_weights(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
-    """Number of times a stage gathers its weights and reduces their gradients in a step, and the
-    share of them that is whole at a time.
+    """How often a stage gathers its weights and reduces their gradients per step, and the share of
+    them that is unsharded at a time.
 
-    Gathered at every "use", that is twice (forward, backward) and once in every microbatch.
-    Gathered "once" that is once each, or twice and once where all microbatches go through one chunk
-    of layers before the next (breadth first, arXiv:2211.05953): then two chunks are whole at a
-    time, while stages go over from one to the next, so that one chunk's sums are reduced before
-    there are any, and groups of microbatches that go through the pipeline one after the other do
-    that once each.
+    With gathers at every "use": two gathers (forward, backward) and one reduction per microbatch.
+    With "once": one of each, or two and one if all microbatches go through one chunk of layers
+    before the next (breadth first, arXiv:2211.05953). Then two chunks are unsharded at a time,
+    during the transition between chunks; the sums of one chunk are reduced before those of the next
+    exist; and each group of microbatches in sequence repeats this.
     """
     micro, virtual, groups = c.micro.astype(float), knobs.virtual, knobs.accumulation
     if knobs.gather == "use":
@@ -432,9 +426,9 @@ def passes_over_weights(knobs: Knobs, c: Candidates) -> tuple[Array, Array, floa
 
 
 def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """Number of times the parameters of embedding and head are gathered, and their gradients
-    reduced, in a step of a pipeline whose stages all compute both: once, where those of layers are,
-    but for rounds of chunks, and in every microbatch otherwise.
+    """How often the parameters of embedding and head are gathered, and their gradients reduced, per
+    step of a pipeline whose stages all compute both: once if those of layers are (except with
+    rounds of chunks), otherwise per microbatch.
     """
     assert ends_on_all_stages(profile)
     rounds = named(knobs.schedule).forward_first and knobs.virtual > 1
@@ -443,8 +437,8 @@ def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> 
 
 
 def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """Number of times a stage does its part for a microbatch in a step: in a pipeline in one
-    program it does so while it waits, too, with what nobody asks for.
+    """How often a stage computes a microbatch per step; a pipeline in one program also computes
+    while it waits, and discards the result.
     """
     if profile.pipeline != "lockstep":
         return np.asarray(c.micro, dtype=float)
@@ -470,12 +464,12 @@ def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
 def slowest(
     layers: Sequence[Array], counts: Sequence[int], ends: Array, stages: Array, virtual: Array
 ) -> Array:
-    """Seconds of the slowest stage when the last one has the head: a layer less than the others
-    where the layers are not divisible.
+    """Seconds of the slowest stage when the last one has the head: one layer fewer than the others
+    if the layers do not divide.
 
     Args:
         layers: seconds of one layer of each class.
-        ends: seconds of embedding and head, almost all of which are the head's.
+        ends: seconds of embedding and head, almost all of them the head's.
     """
     chunks = stages * virtual
     plain = virtual * bottleneck(layers, counts, chunks)
@@ -489,11 +483,11 @@ def slowest(
 
 
 def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:
-    """Seconds of the slowest chunk when a chain of layers is cut into chunks as evenly as can be.
+    """Seconds of the slowest chunk when a chain of layers is cut into chunks as evenly as possible.
 
-    The chain is some classes of equal layers, one class after the other, and chunks are runs of
-    whole layers. The best cut is found by bisection on the longest chunk that is allowed, each
-    tried by filling chunks from the front, which is exact for chains.
+    The chain consists of classes of equal layers, one class after the other; chunks are runs of
+    whole layers. The best cut is found by bisection on the length of the longest chunk, filling
+    chunks from the front, which is exact for chains.
 
     Args:
         seconds: of one layer of each class, arrays of equal length.
@@ -511,7 +505,7 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
         return slowest
     layers = [np.maximum(np.asarray(t, dtype=float), 1e-30) for t in seconds]
     longest = np.maximum.reduce(layers)
-    # chunks that no layer fits into any more have more than an equal part of the time
+    # chunks that no further layer fits into have more than an equal share of the time
     low, high = (
         np.maximum(total / chunks, longest),
         np.minimum(total, total / chunks + longest),
@@ -524,7 +518,7 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
 
 
 def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], limit: Array) -> Array:
-    """Chunks that filling from the front takes when none may be longer than `limit` seconds."""
+    """Number of chunks, filled from the front, if none may be longer than `limit` seconds."""
     used: Array | float = 0.0
     space: Array | None = None
     for count, t in zip(counts, seconds, strict=True):

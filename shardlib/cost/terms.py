@@ -1,4 +1,4 @@
-"""The words that costs are written in: items, their terms, and the shapes that divide them."""
+"""The vocabulary of costs: items, their terms, and the shapes that divide them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from shardlib.propagation.contractions import Shared, shared
 # --------------------------------------------------------------------------------------------------
 # Items and their terms.
 #
-# A term is a quantity of the whole program with a note of what divides it; an item is a separable
-# part of the cost, which yields terms under a choice.
+# A term is a quantity of the whole program together with the axes that divide it; an item is a
+# separable part of the cost, with terms that depend on a choice.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """A number of FLOPs or bytes of the whole program, and which axes divide it.
+    """A number of FLOPs or bytes of the whole program, and the axes that divide it.
 
     Attributes:
-        total: for uncut arrays.
-        batch: whether data, fsdp, expert and microbatches divide it.
-        tensor: whether the tensor axis divides it.
-        context: whether the context axis divides it.
-        expert: whether the expert axis divides it, though the batch does not.
+        total: amount of the unsharded arrays.
+        batch: True if data, fsdp, expert and microbatches divide it.
+        tensor: True if the tensor axis divides it.
+        context: True if the context axis divides it.
+        expert: True if the expert axis divides it, though the batch does not.
     """
 
     total: float
@@ -41,13 +41,13 @@ class Amount:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Heads of a kernel of attention that the tensor axis shards inside of it alone
-    (`shardlib.propagation.contractions`), and when that is as a term assumes.
+    """The heads of an attention kernel that tensor shards only inside the kernel
+    (`shardlib.propagation.contractions`), and the cases in which a term counts.
 
     Attributes:
         groups: heads of keys and values.
-        each: heads of queries for each of them.
-        shared: which heads the devices share out, of the cases in which the term counts.
+        each: heads of queries per head of keys.
+        shared: the cases in which the term counts, by which heads are divided among devices.
     """
 
     groups: int
@@ -55,7 +55,7 @@ class Heads:
     shared: tuple[Shared, ...]
 
     def counts(self, degree: int) -> bool:
-        """Returns whether the term counts on so many devices along tensor."""
+        """True if the term counts for this degree of tensor parallelism."""
         return (
             shared(heads=self.groups * self.each, groups=self.groups, devices=degree) in self.shared
         )
@@ -63,12 +63,12 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """Rows that a router spreads over experts.
+    """Rows that a router distributes over experts.
 
     Attributes:
         rows: tokens times experts per token.
-        experts: their number, with what divides it.
-        most: load that an expert takes at most, over the mean; None where it takes all.
+        experts: number of experts, with the axes that divide it.
+        most: capacity of an expert over the mean load; None without a capacity.
     """
 
     rows: Amount
@@ -78,7 +78,7 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True)
 class Elements:
-    """Elements that the vector work of a kernel computes, by divisor.
+    """Elements of the vector work of a kernel, by the axes that divide them.
 
     Attributes:
         simple: of additions, multiplications and such.
@@ -91,13 +91,13 @@ class Elements:
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """Matmuls [rows, depth] x [depth, columns] that one kernel computes, each dim with what divides
-    it.
+    """Matmuls [rows, depth] x [depth, columns] that one kernel computes, each dim with the axes
+    that divide it.
 
     Attributes:
         rows, columns: elements of the result.
         depth: contracted elements.
-        batches: matmuls of that size; None where there is one.
+        batches: number of matmuls of that size; None for one.
     """
 
     rows: Amount
@@ -107,18 +107,17 @@ class Matmul:
 
     @property
     def dims(self) -> tuple[Amount, Amount, Amount]:
-        """Rows, columns and depth."""
         return self.rows, self.columns, self.depth
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCore:
-    """The sizes that a kernel of fused attention works on.
+    """The sizes of a fused attention kernel.
 
     Attributes:
         head: elements of a head of queries.
-        value: elements of a head of values; None: as many.
-        scores: scores that it computes for every FLOP.
+        value: elements of a head of values; None: the same.
+        scores: scores per FLOP.
     """
 
     head: int
@@ -133,17 +132,16 @@ class Compute:
     Attributes:
         flops: operations.
         dtype: dtype of the operands, which decides the peak.
-        traffic: bytes read and written, by divisor.
+        traffic: bytes read and written, by the axes that divide them.
         trips: executions per microbatch.
-        elements: the vector work that is fused into it.
+        elements: the vector work fused into it.
         matmul: dims of a matmul; None for other kernels.
-        weight: whether it computes the gradient of a weight, which nothing but the optimizer waits
-            for.
+        weight: True if it computes a weight gradient, which only the optimizer waits for.
         kind: kind of the op.
-        category: its category.
-        routed: what decides how much the busiest device has of it; None where all have the same.
-        core: what a kernel of fused attention works on; None for other kernels.
-        heads: when the kernel counts; None for always.
+        category: category of the op.
+        routed: the routed rows that decide the load of the busiest device; None for even loads.
+        core: sizes of a fused attention kernel; None for other kernels.
+        heads: the condition under which the kernel counts; None for always.
     """
 
     flops: Amount
@@ -165,21 +163,21 @@ class Transfer:
     """One collective.
 
     Attributes:
-        kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
-        group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a
-            kernel of attention: which one counts is a decision), "expert", "stage", "ends" (over
+        kind: kind of collective; "reduce" for gradients, whose kind the ZeRO stage decides.
+        group: "tensor", "context", "keys", "ring", "exchange" (also along the context axis, for an
+            attention kernel: a decision selects which one counts), "expert", "stage", "ends" (over
             stage, before and after the layers), "gather" (a parameter over the axes that it is
             stored over, ZeRO 3 only), "gradient" or "sum" (over all axes that shard tokens).
-        bytes: of the array before it is sharded over the group itself.
+        bytes: bytes of the array before it is sharded over the group itself.
         trips: executions per microbatch.
-        shape: shape of the array, to see whether fsdp divides it.
-        cut: what shards its dims.
+        shape: elements per dim, which decide whether fsdp divides the array.
+        cut: the axes that shard its dims.
         frozen: dims that fsdp must not shard.
-        over_tensor: whether the partial sums of a gradient are spread over tensor, too.
-        only: of a gradient, what alone counts: "shards" where it is reduced to shards, "whole"
-            where it is all-reduced, "again" the scatter of another use of a parameter, which is
-            all-reduced with those of the first; empty for all.
-        cause: what needs it.
+        over_tensor: True if a gradient is also partial sums over tensor.
+        only: restricts a gradient to a case: "shards" if it is reduce-scattered, "whole" if it is
+            all-reduced, "again" for the reduce-scatter of another use of a parameter (an all-reduce
+            includes it in that of the first use); "" for all.
+        cause: the op or parameter that needs it.
         routed, heads: as in `Compute`.
     """
 
@@ -208,12 +206,12 @@ class Resident:
     Attributes:
         bytes: its size.
         part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter
-            (saved, cut as the parameter is), "cast" (of all layers of a parameter at once, where it
-            is stored replicated), "gathered" (a parameter in use, where it is stored sharded), or
+            (saved, sharded as the parameter is), "cast" (of all layers of a parameter at once, if
+            it is stored replicated), "gathered" (a parameter in use, if it is stored sharded), or
             "temporary".
-        stacked: whether it has one slice for every layer.
-        shape: elements per dim, to see whether fsdp divides a gradient or a copy.
-        cut: what shards each dim in compute.
+        stacked: True if it has one slice per layer.
+        shape: elements per dim, which decide whether fsdp divides a gradient or a copy.
+        cut: the axes that shard each dim in compute.
         heads: as in `Compute`.
     """
 
@@ -227,17 +225,17 @@ class Resident:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A parameter, with its gradient and optimizer state where it is trained.
+    """A parameter and, if it is trained, its gradient and optimizer state.
 
     Attributes:
-        count: parameters that are alike.
+        count: number of identical parameters.
         elements: number of elements of each.
-        itemsize: bytes an element of the parameter.
-        state: bytes an element of optimizer state.
+        itemsize: bytes per element of the parameter.
+        state: bytes of optimizer state per element.
         shape: elements per dim.
-        cut: what shards each dim in compute.
-        frozen: dims that fsdp must not shard (a stack of layers that a scan walks).
-        trained: whether it has a gradient and optimizer state.
+        cut: the axes that shard each dim in compute.
+        frozen: dims that fsdp must not shard (a stack of layers that a scan iterates over).
+        trained: True if it has a gradient and optimizer state.
     """
 
     count: int
@@ -260,10 +258,9 @@ class Item:
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
-        segment: layer group that it belongs to; `OUTSIDE_LAYERS`, or `INSIDE` for
-            values inside one layer.
-        made_of: all that its terms follow from: items of which that is equal have the same, but for
-            causes. None where it is not known.
+        segment: its layer group; `OUTSIDE_LAYERS`, or `INSIDE` for values inside one layer.
+        made_of: everything that determines its terms: items with equal values have equal terms
+            except for causes. None if unknown.
     """
 
     colours: frozenset[str]
@@ -272,13 +269,13 @@ class Item:
     made_of: Hashable = None
 
 
-#: Segments of items that belong to no stack of layers: embedding, head and loss,
-#: and what lives within one layer.
+#: Segments of items outside of the layer groups: embedding, head and loss; and values that live
+#: within one layer.
 OUTSIDE_LAYERS, INSIDE = -1, -2
 
 
 def amount(total: float, cut: Cut) -> Amount:
-    """An amount of an array that is sharded in some way."""
+    """The amount of an array with some sharding."""
     batch, tensor, context, expert = divisors(cut)
     return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
 
@@ -291,24 +288,24 @@ def named(axes: LogicalAxes) -> frozenset[str]:
 # --------------------------------------------------------------------------------------------------
 # Shapes: numbers of shards; candidates as arrays, and the local part of an amount.
 #
-# A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of
-# microbatches. It knows nothing of links or stages; many candidates share one.
+# A *shape* is everything that the amounts of a step depend on: the sizes of the mesh axes, and the
+# number of microbatches. It is independent of links and stages; many candidates share one.
 
 Array = np.ndarray
-#: Keys of rows stay below it.
+#: Upper limit of the keys of rows.
 LARGEST = 2**62
-#: Metadata of a field that is of all rows of an `ArrayTable`, though it has arrays.
+#: Metadata of an array field that all rows of an `ArrayTable` share.
 OF_ALL: dict[str, bool] = {"of_all": True}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayTable:
     """Arrays of equal length along their last dim, the rows. A field is an array, a list with an
-    entry by row, another table, or a mapping or tuple of these; anything else is of all rows.
+    entry per row, another table, or a mapping or tuple of these; all rows share any other field.
     """
 
     def take(self, which: Array) -> Self:
-        """Some of the rows, by position or by a mask."""
+        """The rows at some positions or of a mask."""
         return type(self)(
             **{
                 f.name: (
@@ -323,7 +320,7 @@ class ArrayTable:
 
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
-        """The rows of several tables, one after the other."""
+        """The concatenated rows of several tables."""
         listed = list(parts)
         return cls(
             **{
@@ -361,7 +358,7 @@ def _joined(values: list[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedTable(ArrayTable):
-    """Rows with a lower bound of each."""
+    """Rows with a lower bound each."""
 
     least: Array
 
@@ -377,7 +374,7 @@ class BoundedTable(ArrayTable):
         return self.take(np.arange(min(count, len(self)), len(self)))
 
     def below(self, limit: float) -> Self:
-        """Rows whose bound is below a limit, the least first."""
+        """Rows with a bound below `limit`, in ascending order of the bound."""
         order = np.argsort(self.least, kind="stable")
         return self.take(order[: int(np.searchsorted(self.least[order], limit))])
 
@@ -387,11 +384,11 @@ class Shapes(ArrayTable):
     """Shapes as arrays of equal length.
 
     Attributes:
-        batch: ways that data, fsdp, expert and microbatches divide the batch.
+        batch: number of parts of the batch: data, fsdp, expert and microbatches.
         context, tensor, expert, fsdp: sizes of these axes.
-        parts: one over the number of parts by what divides an amount; filled as they are asked for.
-        divides: whether a size divides over the stored axes on top of those that shard it, by
-            (size, whether these are an expert's, whether tensor and expert shard it); likewise.
+        parts: cache of one over the number of parts, by the axes that divide an amount.
+        divides: cache: True if a size divides over the stored axes besides those that shard it, by
+            (size, whether these are an expert's, whether tensor and expert shard it).
     """
 
     batch: Array
@@ -416,8 +413,8 @@ class Shapes(ArrayTable):
         return len(self.batch)
 
     def stored_ways(self, cut: Cut) -> Array:
-        """Ways that a parameter is stored sharded beside its sharding in compute: over fsdp,
-        context and expert, which experts use up themselves.
+        """Stored shards of a parameter per compute shard: over fsdp, context and expert; parameters
+        of experts already use the expert axis.
         """
         return self.fsdp * self.context * (1 if has(cut, "expert") else self.expert)
 
@@ -433,8 +430,8 @@ ONE = Shapes(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
 
 
 def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
-    """The first position of every distinct row of some columns of whole numbers, in ascending order
-    of the rows, and the number of the row of each position.
+    """The first position of every distinct row of some integer columns, in ascending order of the
+    rows, and the index of the row of each position.
     """
     key = np.zeros(len(columns[0]), dtype=np.int64)
     ends = [int(column.max(initial=0)) + 1 for column in columns]
@@ -450,7 +447,7 @@ def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def local(amount: Amount, shapes: Shapes) -> Array:
-    """An amount on one device, per microbatch."""
+    """The local part of an amount, per device and microbatch."""
     key = amount.batch, amount.tensor, amount.context, amount.expert
     if key not in shapes.parts:
         degree = (
@@ -464,8 +461,8 @@ def local(amount: Amount, shapes: Shapes) -> Array:
 def divides_stored(
     shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
 ) -> Array:
-    """Returns whether some dim that is not a stack of layers divides over the stored axes, on top
-    of what shards it in compute; vectors are stored replicated.
+    """True if some dim, other than a stack of layers, divides over the stored axes besides those
+    that shard it in compute; vectors are stored replicated.
 
     A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
     """
