@@ -285,8 +285,8 @@ def routed_values(
 def arrived_values(
     graph: Graph, names: Sequence[LogicalAxes], batch: str | None
 ) -> dict[int, float]:
-    """Dispatched rows: operands and results of grouped matmuls over tokens, element-wise functions
-    of them, and those of them that loops save.
+    """Dispatched rows -> the share of them that can be filled: operands and results of grouped
+    matmuls over tokens, element-wise functions of them, and those of them that loops save.
     """
 
     def of_tokens(value: int) -> bool:

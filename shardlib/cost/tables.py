@@ -578,24 +578,24 @@ class Q(IntEnum):
     """
 
     COMPUTE = 0  # seconds of kernels
-    WEIGHTS = 1  # seconds of those that compute gradients of weights
-    FLOPS = 2  # executed
+    WEIGHTS = 1  # the part of COMPUTE that computes weight gradients
+    FLOPS = 2  # executed FLOPs
     GATHERED = 3  # bytes of parameters in use, if they are stored sharded (ZeRO 3)
     PARAMETERS = 4  # bytes of trained parameters, sharded as in compute
     PARAMETERS_CUT = 5  # the same, stored sharded where a dim divides
     STATE = 6  # bytes of optimizer state, sharded as in compute
     STATE_CUT = 7  # the same, stored sharded where a dim divides
     EXPERTS = 8  # bytes of parameters that the expert axis shards, sharded as in compute
-    SAVED = 9  # bytes that the forward pass keeps for the backward pass
+    SAVED = 9  # bytes that the forward pass saves for the backward pass
     TEMPORARY = 10  # bytes of other values alive
     GRADIENT = 11  # bytes of gradients alive, if they are stored replicated (ZeRO 0, 1)
-    GRADIENT_CUT = 12  # the same, if they are (ZeRO 2, 3)
+    GRADIENT_CUT = 12  # the same, if they are stored sharded (ZeRO 2, 3)
     COPY = 13  # bytes of copies of parameters that are saved, sharded as in compute
     COPY_CUT = 14  # the same, stored sharded where a dim divides
     #: bytes of accumulated gradients over the microbatches of a step, sharded as in compute
     KEPT = 15
     KEPT_CUT = 16  # the same, stored sharded where a dim divides
-    HOST = 17  # seconds that the host takes to launch kernels
+    HOST = 17  # host seconds to launch kernels
     # bytes of layer parameters that are cast before the loop, all layers at once, if they are
     # stored replicated (ZeRO 0 to 2)
     CAST = 18
