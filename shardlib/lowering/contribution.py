@@ -1,5 +1,4 @@
-"""The contribution of a microbatch to the loss of the whole batch, and the program that computes
-it.
+"""The contribution of a microbatch to the loss of the whole batch.
 
 Random numbers are drawn at the positions that rows have in the whole batch:
 
@@ -63,7 +62,9 @@ def drawn(
 def bits(
     keys: jax.Array, rows: jax.Array, draw: Draw, *, shape: Sequence[int], parts: int, width: int
 ) -> jax.Array:
-    """Random bits [*keys.shape, *shape] as `jax.random.bits` draws them for the whole batch."""
+    """Random bits [*keys.shape, *shape], equal to those of `jax.random.bits` for the whole
+    batch.
+    """
     high, low = _threefry(keys, rows, draw, shape, parts)
     if width == 64:
         return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
@@ -89,8 +90,8 @@ def _threefry(
 def positions(
     rows: jax.Array, draw: Draw, shape: Sequence[int], parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The positions of the elements of a microbatch's draw in that of the whole batch: the higher
-    and the lower 32 bits, of a shape that broadcasts to `shape`.
+    """The positions of the elements of a microbatch's draw in that of the whole batch: the high and
+    the low 32 bits, of a shape that broadcasts to `shape`.
     """
     sizes = [size * (parts if dim == draw.dim else 1) for dim, size in enumerate(shape)]
     high = low = jnp.zeros((1,) * len(shape), jnp.uint32)
@@ -109,7 +110,9 @@ def positions(
 
 
 def _times(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """32-bit numbers times a factor of up to 64 bits: the higher and the lower 32 bits."""
+    """The products of 32-bit numbers and a factor of up to 64 bits: the high and the low 32
+    bits.
+    """
     first, second = factor & 0xFFFF, (factor >> 16) & 0xFFFF
     low, high = numbers & 0xFFFF, numbers >> 16
     corner, cross, two = low * first, low * second, high * first
@@ -121,8 +124,8 @@ def _times(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The program of a microbatch, run with factors and values of the whole batch at some operands, and
-# with the draws of the whole batch.
+# Evaluation of the program of a microbatch, with some operands scaled or replaced by values of the
+# whole batch, and with the draws of the whole batch.
 
 #: Operand of an equation, by (path, index).
 Place = tuple[str, int]
@@ -130,16 +133,16 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rewriting:
-    """A run of the program of a microbatch with some of its operands changed; every equation stays
-    where it is, so that its path does.
+    """An evaluation of the program of a microbatch with some of its operands changed; every
+    equation keeps its path.
 
     Attributes:
-        factors: of operands.
-        handed: operands that are handed in.
-        values: what is handed in.
+        factors: factors of operands.
+        handed: operands that are replaced.
+        values: their replacements.
         sums: (result, total, weight) of every weighted mean.
-        draws: by path, those at positions in the whole batch.
-        rows: positions of the microbatch's rows; None where nothing is drawn.
+        draws: by path, draws at positions in the whole batch.
+        rows: positions of the microbatch's rows; None without draws.
         parts: number of microbatches.
     """
 
@@ -221,7 +224,7 @@ class Rewriting:
     def _call(
         self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
     ) -> Sequence[jax.Array]:
-        """A call with changes inside."""
+        """A call whose body is changed."""
 
         def inside(*arguments: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(self.run(callee(eqn), arguments, f"{path}/", scope))
@@ -286,12 +289,12 @@ class Rewriting:
         )
 
 
-#: Loops and branches, whose bodies are run again.
+#: Loops and branches, whose bodies are evaluated with changes.
 _LOOPS = {"scan": Rewriting._scan, "while": Rewriting._while, "cond": Rewriting._cond}
 
 
 def _strong(values: Sequence[Any], variables: Sequence[Any]) -> list[jax.Array]:
-    """Initial carries as arrays: literals are numbers of Python."""
+    """Initial carries as arrays; literals are Python numbers."""
     return [
         strong(value, variable.aval) for value, variable in zip(values, variables, strict=False)
     ]
@@ -303,12 +306,12 @@ def _bound(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def times(leaf: jax.Array, factor: float) -> jax.Array:
-    """A value times a number, in its own dtype; itself for 1."""
+    """A value times a number, in its own dtype; unchanged for 1."""
     return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
 
 
 def part_of_value(aval: Aval, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
-    """Returns what a microbatch gets of a value."""
+    """The slice of a whole-batch value that a microbatch receives, abstract."""
     shape = tuple(aval.shape)
     if handed.dim is not None:
         shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
@@ -316,8 +319,8 @@ def part_of_value(aval: Aval, handed: Handed, parts: int) -> jax.ShapeDtypeStruc
 
 
 def dealt_by_rows(leaf: jax.Array, handed: Handed, parts: int) -> jax.Array:
-    """A value in an order of which every part-th element of the dim of rows makes a part: whole
-    rows of several elements each.
+    """A value reordered so that every `parts`-th element along the dim of rows forms a microbatch;
+    rows of several elements stay together.
     """
     if handed.dim is None or handed.inner == 1:
         return leaf
@@ -327,7 +330,7 @@ def dealt_by_rows(leaf: jax.Array, handed: Handed, parts: int) -> jax.Array:
 
 
 def numbers_of(program: Program, values: Sequence[Handed]) -> list[int]:
-    """The numbers of values in the whole batch's program."""
+    """The numbers of values in the program of the whole batch."""
     results = {
         (equation.path, position): number
         for equation in program.equations
@@ -345,17 +348,17 @@ class Contribution:
     """The loss of a microbatch as its contribution to that of the whole batch.
 
     Attributes:
-        traced: the loss of a microbatch, over the leaves of (params, state, batch with what is
-            handed in).
-        prologue: (model state, batch) -> batch with what is handed in.
+        traced: the loss of a microbatch, over the leaves of (params, state, batch with the
+            whole-batch values added).
+        prologue: (model state, batch) -> batch with the whole-batch values added.
         dims: for each array of that batch, by path, its dim of rows.
         shardings: of each array of that batch.
         finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
             for the whole batch.
-        handed: layouts of what is handed in.
-        repeated: positions of the arrays of model state with which every microbatch begins as they
-            are before the step; the others go on from microbatch to microbatch.
-        by_row: for each metric where it has its rows; None for one that is averaged.
+        handed: layouts of the whole-batch values.
+        repeated: positions of the arrays of model state that every microbatch reads as they were
+            before the step; the others are carried from microbatch to microbatch.
+        by_row: for each metric, its dim of rows; None for one that is averaged.
     """
 
     traced: LossJaxpr
@@ -370,11 +373,11 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """The whole batch's program, and what its inputs are.
+    """The program of the whole batch, and the kinds of its inputs.
 
     Attributes:
         traced: the loss of the whole batch.
-        rows: how it depends on the rows, where that has been proven.
+        rows: its dependence on the rows, if proven.
         inputs, names: see `shardlib.tracing.rows`.
         size: number of rows.
     """
@@ -388,10 +391,9 @@ class Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The loss of a microbatch as it was traced.
+    """The traced loss of a microbatch.
 
     Attributes:
-        traced: it.
         dims: for each array of the batch, by path, its dim of rows.
         shardings: of each array of the batch.
     """
@@ -415,8 +417,8 @@ def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contributio
 # --------------------------------------------------------------------------------------------------
 # Edits of the program of a microbatch, and its evaluation with them.
 #
-# Operands are multiplied by powers of the number of microbatches, or replaced by what the whole
-# batch says beforehand; every equation stays where it is, so that its path does.
+# Operands are multiplied by powers of the number of microbatches, or replaced by whole-batch
+# values; every equation keeps its path.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -425,11 +427,11 @@ class Edits:
 
     Attributes:
         parts: number of microbatches.
-        factors: of operands.
-        handed: operands that are handed in.
-        results: what becomes of each result: a factor, a value that is handed in, or "vouched" for
-            a weighted mean; nothing where there is none.
-        draws: by path, those that are drawn at the positions of the rows in the whole batch.
+        factors: factors of operands.
+        handed: operands that are replaced by whole-batch values.
+        results: for each result a factor, a whole-batch value that replaces it, or "vouched" for a
+            weighted mean; no entry for no change.
+        draws: by path, draws at the positions of the rows in the whole batch.
     """
 
     parts: int
@@ -440,7 +442,7 @@ class Edits:
 
     @staticmethod
     def of(proof: Proof, parts: int, full_loss: Whole, draws: Mapping[str, Draw]) -> Edits:
-        """Returns what must be changed in a loss whose terms are sums over rows."""
+        """The changes needed for a loss whose terms are sums over rows."""
         analysis = proof.analysis
         assert analysis is not None
         states = len(full_loss.names.states)
@@ -484,7 +486,7 @@ class Edits:
         share: Share,
         mesh: Mesh | AbstractMesh,
     ) -> Contribution:
-        """The changed loss, and what belongs to it."""
+        """The contribution of the changed loss."""
         part, dims, shardings = share.traced, share.dims, share.shardings
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(full_loss.traced.closed_jaxpr, remat=True)
@@ -569,8 +571,8 @@ class Edits:
         return values, weights
 
     def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
-        """Divides weighted means, and gives counts and truth values back in their dtypes, which
-        means over microbatches are not.
+        """Divides weighted means, and casts counts and booleans, which are floats after averaging
+        over microbatches, back to their dtypes.
 
         Returns:
             (results, gradients) of all microbatches -> the same.
@@ -610,7 +612,7 @@ def _factor(exponent: Fraction, parts: int) -> float:
 
 
 def _result(kind: Kind, parts: int) -> float | Handed | str:
-    """Returns what makes the mean over microbatches of a result that of the whole batch."""
+    """The change of a result that makes its mean over microbatches that of the whole batch."""
     if kind.vouched:
         return "vouched"
     if kind.family == "data":
@@ -640,9 +642,9 @@ def _made(
     batch: Tree,
     cut: Sequence[NamedSharding],
 ) -> list[jax.Array]:
-    """Computes the whole-batch values, and the positions of its rows where a microbatch draws.
-    Nothing of it depends on parameters, so that zeros stand for these where a loop makes other
-    things too.
+    """Computes the whole-batch values, and the positions of the batch's rows if a microbatch draws.
+    None of them depends on parameters, so zeros are passed for these where a loop computes other
+    values as well.
     """
     first = full_loss.inputs.parameters
     leaves = [*jax.tree.leaves(state)[: full_loss.inputs.states], *jax.tree.leaves(batch)]
@@ -676,18 +678,19 @@ def _made(
 
 
 # --------------------------------------------------------------------------------------------------
-# The contribution of a part of the batch to the loss of the whole.
+# The contribution of a microbatch to the loss of the whole batch.
 #
-# The loss of a microbatch is changed so that the mean over all microbatches of what it returns is
-# what the whole batch returns, and so are the gradients. For a mean over rows that is the loss as
-# it is. Of other losses four things change (`shardlib.tracing.rows` notes where):
+# The loss of a microbatch is changed so that the mean of its results, and of its gradients, over
+# all microbatches is that of the whole batch. A mean over rows needs no change. Other losses have
+# four (located by `shardlib.tracing.rows`):
 #
-# - numbers that the whole batch says beforehand (the sum of a mask) are made once, from the whole
-# batch (`Contribution.prologue`), and handed to every microbatch beside its rows; - where terms
-# are added up that the number of rows scales differently, each is multiplied with the power of the
-# number of microbatches that makes it a mean over them; - so is every result; - random numbers for
-# the rows are drawn at the positions that these have in the whole batch, from the same keys, and
-# every microbatch begins with the model state before the step.
+# - values of the whole batch (the sum of a mask) are computed once (`Contribution.prologue`), and
+#   passed to every microbatch along with its rows;
+# - where terms that scale differently with the number of rows are added, each is multiplied by the
+#   power of the number of microbatches that makes it a mean over them;
+# - so is every result;
+# - random numbers for the rows are drawn at the positions that these have in the whole batch, from
+#   the same keys, and every microbatch starts from the model state before the step.
 #
 # A `shardlib.WeightedMean` is left as its two sums, which are divided after the last microbatch
 # (`Contribution.finish`).
@@ -789,9 +792,9 @@ def contribution(
 def _asserted(
     plan: Plan, full_loss: Whole, share: Share, mesh: Mesh | AbstractMesh
 ) -> Contribution:
-    """Returns what a microbatch contributes to a loss that the user says is a mean over rows: it
-    draws what the whole batch draws for its rows, or, where that is not known, from keys of its
-    own.
+    """The contribution of a microbatch to a loss that the user asserts to be a mean over rows: it
+    draws the whole batch's numbers for its rows, or, if their positions are unknown, from its own
+    keys.
     """
     written = as_it_is(share.traced, share.dims, share.shardings)
     sizes = (full_loss.size, full_loss.size // plan.microbatches)

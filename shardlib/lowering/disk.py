@@ -1,5 +1,5 @@
-"""Optimizer state stored on disk: a step in parts, each of which reads a part of the state, updates
-it, and writes it back.
+"""Optimizer state stored on disk: a step in pieces, each of which reads a part of the state,
+updates it, and writes it back.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from shardlib.tracing.rewriting import Labels, dependence, needed
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A piece that is compiled. Values are numbers of what was traced.
+    """A compiled piece of a function. Values are numbers of the traced program.
 
     Attributes:
         program: from the values of `reads` to those of `made`.
         reads, made: values.
         stored: those of `reads` that are on disk.
-        last: those of `reads` that nothing reads after it.
-        beside: bytes per device of arrays that it does not read and that are there while it runs.
+        last: those of `reads` that no later piece reads.
+        beside: bytes per device of arrays that are live while it runs, but that it does not read.
     """
 
     program: Executable
@@ -63,27 +63,27 @@ class Call:
     beside: int = 0
 
     def __call__(self, values: Mapping[int, Value]) -> dict[int, Value]:
-        """Its results."""
+        """The results of the piece, by value."""
         return dict(
             zip(self.made, self.program([values[number] for number in self.reads]), strict=True)
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes per device, see `Program.memory`; the peak has what lies beside it."""
+        """Bytes per device, see `Program.memory`; the peak includes the other live arrays."""
         sizes = _jax_compat.compiled_memory(self.program.call)
         return {**sizes, "peak": sizes["peak"] + self.beside}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
-    """A function of arrays in shards.
+    """A function of arrays in pieces.
 
     Attributes:
         inputs, outputs: values.
-        results: structure of the outputs, but for the sums at their end.
-        calls: in order; what the first makes, the others read.
-        sums: of every output that goes to disk, the value of its sums; None where the function
-            makes none.
+        results: tree structure of the outputs, without the sums at their end.
+        calls: in order; the others read results of the first.
+        sums: for each output that goes to disk, the value of its sums; None if the function
+            computes none.
     """
 
     inputs: tuple[int, ...]
@@ -93,8 +93,8 @@ class Calls:
     sums: Mapping[int, int | None]
 
     def tree(self, values: Mapping[int, Value]) -> Tree:
-        """The outputs as the function returns them; each is an array of its own, since a step
-        deletes them one by one.
+        """The outputs as the function returns them, without aliases, since a step deletes arrays
+        one by one.
         """
         seen: set[int] = set()
         leaves: list[Any] = []
@@ -108,26 +108,25 @@ class Calls:
 # --------------------------------------------------------------------------------------------------
 # Storage: files in a folder of this process, deleted when the process ends.
 #
-# The files hold the state of a run as memory would: after a crash they are worth nothing, and
-# checkpoints are what a run goes on from. Room is taken before anything is written, and files are
-# used again: a step writes as many bytes as it frees.
+# Like memory, the files are worthless after a crash: a run resumes from checkpoints. Space is
+# allocated before anything is written, and files are reused: a step writes as many bytes as it
+# frees.
 
-#: Variable of the environment that names the folder for state on disk.
+#: Environment variable that names the folder for state on disk.
 VARIABLE = "SHARDLIB_DISK_DIR"
 PREFIX = "shardlib-state-"
-#: Kinds of file systems that are memory (Linux, /proc/mounts).
+#: File systems that are in memory (Linux, /proc/mounts).
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(kw_only=True, eq=False)
 class File:
-    """A file of a certain size, and what is known of its content.
+    """A file of a fixed size.
 
     Attributes:
-        path: of the file.
         size: in bytes.
-        sum: CRC-32 of what was written last.
-        holders: how many read it still.
+        sum: CRC-32 of the last data written.
+        holders: reference count.
     """
 
     path: Path
@@ -149,11 +148,7 @@ class File:
         self.sum = zlib.crc32(raw)
 
     def read(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Reads all of the file.
-
-        Args:
-            dtype: of the array.
-        """
+        """Reads all of the file as an array."""
         try:
             raw = np.fromfile(self.path, np.uint8)
         except OSError as error:
@@ -176,11 +171,7 @@ def _raw(data: np.ndarray) -> memoryview:
 
 @dataclass(kw_only=True, eq=False)
 class Folder:
-    """Files for arrays.
-
-    Attributes:
-        path: the folder.
-    """
+    """A folder of reusable files for arrays."""
 
     path: Path
     _free: dict[int, list[File]] = field(default_factory=dict)
@@ -188,7 +179,7 @@ class Folder:
     _count: int = 0
 
     def file(self, size: int) -> File:
-        """A file of some size that nothing reads: one that was let go of, or a new one."""
+        """A file of a given size that is not in use: a released one, or a new one."""
         with self._lock:
             if self._free.get(size):
                 free = self._free[size].pop()
@@ -211,12 +202,12 @@ class Folder:
         return File(path=path, size=size)
 
     def hold(self, file: File) -> None:
-        """Says that one more reads a file."""
+        """Increments the reference count of a file."""
         with self._lock:
             file.holders += 1
 
     def release(self, file: File) -> None:
-        """Says that one fewer reads a file; the last one lets go of it."""
+        """Decrements the reference count of a file; at zero, it can be reused."""
         with self._lock:
             file.holders -= 1
             if not file.holders:
@@ -224,12 +215,12 @@ class Folder:
 
 
 def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
-    """A new folder of this process below some other one; folders that killed processes left there
+    """A new folder for this process inside another one; folders that killed processes left there
     are deleted.
 
     Args:
-        parent: a folder on a disk of this host; by default what `VARIABLE` says, or else the
-            system's folder for temporary files.
+        parent: a folder on a disk of this host; by default that of the environment variable
+            `VARIABLE`, or else the system's folder for temporary files.
     """
     root = Path(parent or os.environ.get(VARIABLE) or tempfile.gettempdir())
     try:
@@ -238,7 +229,7 @@ def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
         draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
         lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # held as long as the process lives
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Others delete folders of this name that nobody holds.
+        # Other processes delete folders of this name whose lock is free.
         path = draft.rename(root / draft.name[1:])
     except OSError as error:
         raise DiskError(
@@ -251,7 +242,7 @@ def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
 
 
 def _take(file: int, size: int) -> None:
-    """Takes room for a file, where the system can."""
+    """Allocates the space of a file, if the system can."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -259,8 +250,8 @@ def _take(file: int, size: int) -> None:
 
 
 def in_memory(path: Path) -> str:
-    """The kind of the file system that holds a path where that is memory, not a disk; "" otherwise,
-    and where the system does not say.
+    """The kind of the file system of a path if that is in memory; "" if it is on a disk, or
+    unknown.
     """
     with contextlib.suppress(OSError):
         mounts = [
@@ -279,7 +270,7 @@ def _gone(path: Path, lock: int) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Deletes folders whose process is gone: nobody holds their lock."""
+    """Deletes folders whose process has ended, which are those whose lock is free."""
     for left in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -287,12 +278,12 @@ def _sweep(root: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# An array stored in files: what a step holds in place of a `jax.Array` of optimizer state.
+# An array stored in files: the leaf that replaces a `jax.Array` in the optimizer state.
 #
-# Its values do not change: a step reads it, writes a new one beside it, and deletes it, as it
-# deletes the buffers that it is given. Every process has the pieces of its own devices, each once.
+# It is immutable: a step reads it, writes a new one, and deletes it, as it deletes donated buffers.
+# Each process stores the distinct shards of its own devices.
 
-#: Where a piece of an array begins and ends, for every dim.
+#: Start and end of a shard, by dim.
 Index = tuple[tuple[int, int], ...]
 
 
@@ -300,8 +291,8 @@ class DiskArray:
     """An array on disk, a leaf of trees.
 
     Attributes:
-        shape, dtype, sharding: of the array, as those of a `jax.Array`.
-        sums: uint32 [2], see `shardlib.lowering.runtime`.
+        shape, dtype, sharding: as those of a `jax.Array`.
+        sums: checksums, uint32 [2], see `shardlib.lowering.runtime`.
     """
 
     def __init__(
@@ -344,15 +335,15 @@ class DiskArray:
         return f"DiskArray(shape={self.shape}, dtype={self.dtype}, sharding={self.sharding})"
 
     def array(self, memory_kind: str | None = None) -> jax.Array:
-        """Reads it: an array of the same layout on the devices.
+        """Reads it as an array of the same sharding on the devices.
 
         Args:
-            memory_kind: the memory of the devices; by default that of the layout.
+            memory_kind: memory kind on the devices; by default that of the sharding.
         """
         return self.placed(self.read(), memory_kind)
 
     def read(self) -> dict[Index, np.ndarray]:
-        """Reads the pieces of this process into memory of the host; errors as those of `array`."""
+        """Reads the shards of this process into host memory; errors as those of `array`."""
         if self.is_deleted():
             raise DiskError(
                 f"state on disk was deleted: {self!r}\nTry: the state that the last step returned;"
@@ -366,10 +357,10 @@ class DiskArray:
         }
 
     def placed(self, read: Mapping[Index, np.ndarray], memory_kind: str | None = None) -> jax.Array:
-        """Returns what was read as an array on the devices.
+        """The array on the devices, from the result of `read`.
 
         Args:
-            memory_kind: memory of the devices; by default that of the sharding.
+            memory_kind: memory kind on the devices; by default that of the sharding.
         """
         sharding = (
             self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
@@ -387,7 +378,7 @@ class DiskArray:
         )
 
     def held(self) -> DiskArray:
-        """The same array once more: its files stay until both are deleted."""
+        """A second reference to the array: its files stay until both are deleted."""
         if self.is_deleted():
             raise DiskError(
                 f"state on disk was deleted: {self!r}\nTry: the state that the last step returned"
@@ -397,11 +388,11 @@ class DiskArray:
         return DiskArray(self._folder, self, self._files, self._written, self.sums)
 
     def delete(self) -> None:
-        """Lets go of its files, as soon as they are written."""
+        """Releases its files, once they are written."""
         self._end()
 
     def is_deleted(self) -> bool:
-        """Returns whether it was deleted."""
+        """True if it was deleted."""
         return not self._end.alive
 
 
@@ -426,11 +417,10 @@ def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
 
 @dataclass(kw_only=True, eq=False)
 class Writer:
-    """Writes arrays to files in a thread, some behind the program that makes them.
+    """Writes arrays to files in a thread, behind the program that makes them.
 
     Attributes:
-        folder: of the files.
-        behind: how many arrays may wait to be written; then `put` waits.
+        behind: number of arrays that may be waiting to be written; beyond it, `put` blocks.
     """
 
     folder: Folder
@@ -441,8 +431,8 @@ class Writer:
     _under_way: deque[Future[None]] = field(default_factory=deque)
 
     def put(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
-        """Copies an array to memory of the host, begins to write it, and returns what stands for
-        it; to be called from one thread.
+        """Copies an array to host memory, starts to write it, and returns its leaf; to be called
+        from one thread.
         """
         while len(self._under_way) >= self.behind:
             self._under_way.popleft().result()
@@ -472,26 +462,24 @@ class Writer:
 # --------------------------------------------------------------------------------------------------
 # Division of a step into pieces, each of which needs only a part of the optimizer's state.
 #
-# What the step makes without the state on disk comes first: loss, gradients, norms. The rest falls
-# apart by itself where the optimizer treats parameters one by one: two arrays of state are of one
-# piece only where something is made from both. What is shared by all, such as the norm that clips,
-# is made first and handed on. An optimizer that mixes everything gives one piece, which is right
-# too, and saves no memory while it runs.
+# The first piece is everything that does not depend on the state on disk: loss, gradients, norms.
+# The rest divides by itself if the optimizer treats parameters one by one: two arrays of state
+# belong to one piece only if some value depends on both. Values that several pieces read, such as
+# the norm for clipping, are computed first and passed on. An optimizer that mixes all parameters
+# gives one piece, which is correct too, but saves no memory while it runs.
 
-#: Name of the gradients that the optimizer is given: made in the first piece, and handed on as they
-#: are.
+#: Name of the gradients that enter the optimizer: computed in the first piece, and passed on.
 GRADIENT = "shardlib: gradient of a parameter"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a step. Values are numbers of the program.
+    """A piece of a step. Values are numbers of the program.
 
     Attributes:
         stored: arrays on disk that it reads.
-        given: what else it reads: inputs of the step, and results of the first piece.
-        made: outputs of the step that it makes.
-        equations: what it does.
+        given: other values that it reads: inputs of the step, and results of the first piece.
+        made: outputs of the step that it computes.
     """
 
     stored: tuple[int, ...]
@@ -502,11 +490,12 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """A step in parts.
+    """A step in pieces.
 
     Attributes:
-        first: what needs nothing from disk: it makes the other outputs, and what the rest reads.
-        rest: the others, in the order in which their arrays stand in the state.
+        first: the piece that needs nothing from disk: it computes the other outputs, and values
+            that the rest reads.
+        rest: the others, in the order of their arrays in the state.
     """
 
     first: Piece
@@ -514,7 +503,7 @@ class Pieces:
 
 
 def pieces(program: Program, stored: Collection[int]) -> Pieces:
-    """Cuts a step."""
+    """Divides a step into pieces."""
     labels = dependence(
         program,
         [
@@ -548,8 +537,8 @@ def pieces(program: Program, stored: Collection[int]) -> Pieces:
 
 
 def _handed_on(program: Program, labels: Mapping[int, Labels]) -> set[int]:
-    """Values that need nothing from disk and are not made again where they are read: gradients, and
-    numbers.
+    """Values that need nothing from disk and are passed on rather than recomputed by their readers:
+    gradients, and scalars.
     """
     return {
         number
@@ -589,7 +578,7 @@ def _piece(
 def _together(
     equations: Iterable[Equation], labels: Mapping[int, Labels], stored: Iterable[str]
 ) -> list[Labels]:
-    """Arrays on disk that are of one piece, by their labels."""
+    """Groups of arrays on disk, by label, that belong to one piece."""
     groups: dict[str, set[str]] = {label: {label} for label in stored}
     for equation in equations:
         members = frozenset[str]().union(*(labels[number] for number in equation.outputs))
@@ -603,13 +592,13 @@ def _together(
 # --------------------------------------------------------------------------------------------------
 # The programs of a step whose optimizer state is on disk, and of its first state.
 
-#: Name of what goes to disk.
+#: Label of values that go to disk.
 STORED = "shardlib: stored on disk"
 
 
 def on_disk(state: TrainState) -> dict[int, str]:
-    """Returns what of a state rests on disk, arrays of the optimizer's state that have a
-    parameter's shape: positions among its leaves, and paths.
+    """The arrays of a state that are stored on disk (those of the optimizer that have a parameter's
+    shape): positions among its leaves -> paths.
     """
     shapes = shapes_of(state.params)
     owners = jax.tree_util.tree_map_with_path(
@@ -625,12 +614,11 @@ def on_disk(state: TrainState) -> dict[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The devices and meshes that the programs are compiled for.
+    """The target of the compiled programs.
 
     Attributes:
-        mesh: of the devices.
         state: abstract, with shardings.
-        whole: sharding of what every device has whole.
+        whole: the replicated sharding.
         digest: of the plan, for the names of the programs.
     """
 
@@ -641,7 +629,7 @@ class Where:
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
-        """Positions of the leaves of the state that rest on disk."""
+        """Positions of the leaves of the state that are stored on disk."""
         return tuple(on_disk(self.state))
 
     def traced(
@@ -651,11 +639,11 @@ class Where:
         *inputs: Tree,
         summed: bool,
     ) -> tuple[Program, jax.tree_util.PyTreeDef]:
-        """A function to a state, or to a tuple of which that is the first, over leaves of its
-        inputs; and the structure of its results.
+        """Traces a function whose result is a state, or a tuple that starts with one, over the
+        leaves of its inputs; also gives the tree structure of its results.
 
-        What goes to disk is not another value of the function too. Behind the results are its sums,
-        where they are asked for.
+        Values that go to disk are not aliases of other results. With `summed`, their checksums
+        follow the results.
         """
         leaves, structure = jax.tree.flatten(inputs)
         treedefs: list[Any] = []
@@ -676,7 +664,7 @@ class Where:
         return program, treedefs[0]
 
     def shardings(self, program: Program) -> dict[int, NamedSharding]:
-        """Of all outputs, the leaves of the state first."""
+        """Shardings of all outputs, the leaves of the state first."""
         cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
         return {
             number: cuts[k] if k < len(cuts) else self.whole
@@ -685,7 +673,7 @@ class Where:
 
 
 def total(array: jax.Array, replicated: NamedSharding) -> jax.Array:
-    """The sums of an array, see `shardlib.lowering.runtime`."""
+    """The checksums of an array, see `shardlib.lowering.runtime`."""
     return _total(array.sharding, replicated)(array)
 
 
@@ -695,8 +683,8 @@ def _total(sharding: NamedSharding, replicated: NamedSharding) -> Callable[[jax.
 
 
 def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
-    """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the
-    pieces of the update.
+    """Compiles (state, batch) -> (state, metrics): first everything that needs nothing from disk,
+    then the pieces of the update.
     """
     program, results = target.traced(
         _jax_compat.in_mesh(target.mesh), step, target.state, batch, summed=True
@@ -737,7 +725,7 @@ def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: T
 
     first = compiled(cut.first, "step", state.difference(program.outputs, readers, stored))
     avals.update(zip(first.made, first.program.results, strict=True))
-    # What a piece makes of parameters takes their place.
+    # Updated parameters reuse the buffers of the old ones.
     calls, resting = (
         [first],
         state.union(readers).difference(stored),
@@ -768,7 +756,7 @@ def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: T
 def _taken_over(
     program: Program, reads: Sequence[int], spare: Collection[int], results: Sequence[int]
 ) -> list[int]:
-    """Positions of what is read whose buffers results can have: those that nothing else reads, as
+    """Positions of inputs whose buffers can be donated to results: those without later readers, as
     far as there are results of their shape.
     """
 
@@ -788,8 +776,8 @@ def init_calls(
 ) -> Calls:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
-    Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made,
-    while it compiles.
+    Checksums are separate: XLA would constant-fold the sums of zeros, which optimizers' first
+    states consist of, at compile time.
 
     Args:
         init: seed -> state.
@@ -827,24 +815,22 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# A step whose optimizer state is on disk: one program for what comes before the update, and one
-# for every piece of the update.
+# A step whose optimizer state is on disk: one program for everything before the update, and one
+# per piece of the update.
 #
 #     gradients        | piece 1 | piece 2 | piece 3 | ...
 #     read 1, read 2   |         | read 3  | read 4  |
 #                                | write 1 | write 2 | write 3
 #
-# Reading is ahead by some pieces and writing behind by some arrays: so much of the state is in
-# memory of the host at a time, and one piece of it in that of the devices.
+# Reads are some pieces ahead, and writes some arrays behind: only that much of the state is in host
+# memory at a time, and one piece of it in device memory.
 
-#: Pieces that are read before they are needed.
+#: Number of pieces that are read ahead.
 AHEAD = 2
 
 
 def writer(parent: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding, ...]]:
-    """Returns what puts arrays on disk, in a new folder below another one, and what is to be said
-    of that.
-    """
+    """A writer of arrays to a new folder inside another one, and findings about that folder."""
     created = folder(parent)
     kind = in_memory(created.path)
     finding = Finding(
@@ -864,11 +850,11 @@ class DiskStep:
     """All programs of a training step, and of the first state.
 
     Attributes:
-        where: what they are compiled for.
+        where: the target of the compiled programs.
         batch: abstract, with shardings.
-        function: (state, batch) -> (state, metrics), as a whole.
-        first: seed -> state, as a whole.
-        writer: puts arrays on disk.
+        function: (state, batch) -> (state, metrics), undivided.
+        first: seed -> state, undivided.
+        writer: writes arrays to disk.
     """
 
     where: Where
@@ -890,7 +876,7 @@ class DiskStep:
         _ = self._step
 
     def init(self, seed: np.ndarray | np.int32) -> TrainState:
-        """The state before the first step, of a seed or of the data of a key."""
+        """The state before the first step, from a seed or the data of a key."""
         shape = np.shape(seed)
         if shape not in self._inits:
             abstract = jax.ShapeDtypeStruct(shape, seed.dtype)
@@ -902,8 +888,8 @@ class DiskStep:
         return calls.tree(values)
 
     def fresh(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
-        """The optimizer's state before the first step for parameters that are there, one array at a
-        time where it goes to disk.
+        """The optimizer's state before the first step for existing parameters; arrays that go to
+        disk are computed one at a time.
 
         Args:
             init: parameters -> optimizer state.
@@ -924,7 +910,7 @@ class DiskStep:
         return structure.unflatten(leaves)
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step; deletes the state that it is given."""
+        """Runs one step; deletes the given state."""
         calls = self._step.calls
         values: dict[int, Any] = dict(
             zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True)
@@ -952,14 +938,14 @@ class DiskStep:
         return self._step.tree(values)
 
     def memory(self) -> dict[str, int]:
-        """Bytes per device of the program that needs the most, with parameters and gradients that
-        lie beside it.
+        """Bytes per device of the program that needs the most, including live parameters and
+        gradients that it does not read.
         """
         return max((call.memory() for call in self._step.calls), key=lambda sizes: sizes["peak"])
 
     def _read(self, call: Call, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
-        """Begins to read the arrays of a piece that are on disk; a state that comes from elsewhere
-        may have them in memory.
+        """Starts to read the arrays of a piece that are on disk; a state from elsewhere may have
+        them in memory.
         """
         on_disk = {
             number: values[number]
@@ -971,7 +957,7 @@ class DiskStep:
         )
 
     def _to_host(self, calls: Calls, results: Mapping[int, Any]) -> dict[int, Any]:
-        """Results, with those on disk that rest there."""
+        """Results, with those that are stored on disk put there."""
 
         def put(number: int, leaf: Any) -> Any:
             if number not in calls.sums:
@@ -986,5 +972,5 @@ class DiskStep:
         return {number: put(number, leaf) for number, leaf in results.items()}
 
     def _put(self, array: jax.Array) -> DiskArray:
-        """An array on disk, summed first."""
+        """Computes the checksums of an array and puts it on disk."""
         return self.writer.put(array, total(array, self.where.whole))

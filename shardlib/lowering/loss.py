@@ -44,7 +44,7 @@ from shardlib.tracing.rewriting import Walk, as_array, evaluate_program
 from shardlib.tracing.trace import describe_batch, named
 
 # --------------------------------------------------------------------------------------------------
-# Paths of the equations of a loss, by their lowering.
+# Paths of the equations of a loss, by how they are lowered.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class EquationPaths:
     """Paths of equations.
 
     Attributes:
-        run: those that are run one by one.
-        closed: those that have results and gradients of their own making: custom gradients and
-            custom calls; also what they call.
+        run: equations that are evaluated one by one.
+        closed: custom gradients and custom calls, which are evaluated as a whole; also the
+            equations inside of them.
     """
 
     run: frozenset[str]
@@ -62,7 +62,7 @@ class EquationPaths:
 
     @staticmethod
     def of(program: Program) -> EquationPaths:
-        """Walks a program and the bodies that the interpreter walks."""
+        """Collects the paths of a program and of the bodies that the interpreter enters."""
         run, closed = set[str](), set[str]()
         for equation in _equations(program):
             if (
@@ -76,7 +76,7 @@ class EquationPaths:
         return EquationPaths(run=frozenset(run), closed=frozenset(closed))
 
     def is_closed(self, path: str) -> bool:
-        """Returns whether an op belongs to something closed."""
+        """True if an op is, or is inside of, a closed equation."""
         parts = path.split("/")
         return any("/".join(parts[:end]) in self.closed for end in range(1, len(parts) + 1))
 
@@ -93,10 +93,10 @@ def _equations(program: Program) -> Iterator[Equation]:
 # --------------------------------------------------------------------------------------------------
 # Layouts of a loss on another number of rows than a step is compiled for, or of another loss.
 #
-# The plan says how parameters rest and which mesh axes shard which logical axes. The loss is
-# traced for the rows at hand, its values get the colours of the plan through the parameters and
-# the batch that they are made of, and the plan's rules lay them out. Where the rows do not divide
-# over all axes that shard the batch, those that divide the most ways do.
+# The plan has the stored shardings of parameters and the mesh axes of logical axes. The loss is
+# traced for the new rows, its values get the plan's colours by propagation from parameters and
+# batch, and the plan's rules give their layouts. If the rows do not divide over all axes that shard
+# the batch, they are sharded over the subset that divides them the most ways.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +104,11 @@ class LaidOut:
     """A loss for certain rows, and the layouts of its values.
 
     Attributes:
-        traced: the loss.
-        placements: of activations.
-        batch: of every array of the batch, by path.
+        placements: layouts of activations.
+        batch: layout of every array of the batch, by path.
         axes: logical axes of every array of the batch, by path.
-        plan: the plan, as it is carried out for these rows.
-        findings: what the user should know.
+        plan: the plan, adjusted to these rows.
+        findings: findings of lowering.
     """
 
     traced: LossJaxpr
@@ -128,7 +127,7 @@ def laid_out_for(
     batch_axes: Tree,
     axes_by_path: Mapping[str, LogicalAxes],
 ) -> LaidOut:
-    """Traces a loss and lays it out.
+    """Traces a loss and gives its values layouts.
 
     Args:
         batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
@@ -204,7 +203,7 @@ def _described(
 
 
 def _coloured(plan: Plan) -> tuple[Parameter, ...]:
-    """The parameters under the names that the plan's rules have for their dims."""
+    """The parameters with the names that the plan's rules use for their dims."""
     return tuple(
         Parameter(
             path=parameter.path,
@@ -223,8 +222,8 @@ def _coloured(plan: Plan) -> tuple[Parameter, ...]:
 def _divided(
     rules: Rules, colouring: Colouring, described: tuple[Any, ...], mesh: MeshShape
 ) -> tuple[Rules, tuple[Finding, ...]]:
-    """The rules, where the batch is sharded over as many devices as its rows divide over; a finding
-    where that is not all.
+    """The rules with the batch sharded over as many devices as its rows divide over; a finding if
+    that is not all.
     """
     name = colouring.batch_colour
     rows = math.gcd(
@@ -266,7 +265,7 @@ def _divided(
 
 
 def _most(axes: tuple[str, ...], rows: int, mesh: MeshShape) -> tuple[str, ...]:
-    """Those of some axes that divide the rows the most ways; of equals, the first."""
+    """The subset of axes that divides the rows the most ways; the first of equals."""
     subsets = [
         subset
         for count in range(len(axes), -1, -1)
@@ -291,7 +290,7 @@ def _experts_as_written() -> Finding:
 def abstract_batch(
     batch: Tree, laid_out: LaidOut, shard: Callable[[Layout], NamedSharding]
 ) -> Tree:
-    """A batch with the shardings that `shard` makes of its layouts.
+    """An abstract batch with shardings.
 
     Args:
         shard: layout -> sharding.
@@ -317,8 +316,8 @@ def followed(
     states: int,
     handed: Sequence[Layout] = (),
 ) -> Placements:
-    """Layouts that are followed from the parameters and the batch on, where those of the plan have
-    no equations any more.
+    """Layouts propagated from the parameters and the batch, for a loss whose equations are not
+    those of the plan.
     """
     program = traced.program
     ranks = [len(program.avals[number].shape) for number in program.inputs]
@@ -339,14 +338,14 @@ def followed(
 # --------------------------------------------------------------------------------------------------
 # Operations that change where fused dims are interleaved.
 #
-# Read from the graph of the loss and a plan: the fused dims that the tensor axis shards
-# (`shardlib.propagation.colours`), the ops that take them apart, and the ops that do not treat all
+# Found in the graph of the loss, for a plan: the fused dims that the tensor axis shards
+# (`shardlib.propagation.colours`), the ops that split them, and the ops that do not treat all
 # positions alike, whose operands are put in the model's order before and whose results are
-# interleaved after (`shardlib.lowering.contractions`). A fused dim that something reads that
-# lowering has no hand on (a custom gradient, a custom call, a result of the loss) stays in the
+# interleaved after (`shardlib.lowering.contractions`). A fused dim that is read by something that
+# lowering cannot change (a custom gradient, a custom call, a result of the loss) stays in the
 # model's order everywhere, and is a finding.
 
-#: Fused dims of one colour and with the same pieces; what is said of one is said of all.
+#: Fused dims of one colour and with the same pieces; they are interleaved together.
 Group = tuple[str, Sizes]
 
 
@@ -358,7 +357,7 @@ def interleaving(
     program: Program,
     parameters: int,
 ) -> Interleaving:
-    """Returns what a loss does otherwise under a plan."""
+    """The changes to a loss where a plan interleaves fused dims."""
     shards = plan.mesh["tensor"]
     cut = {
         (value, dim): (name, sizes)
@@ -408,14 +407,13 @@ def _finding(group: Group) -> Finding:
 
 @dataclass(kw_only=True)
 class _Reading:
-    """One reading of a graph.
+    """One pass over a graph.
 
     Attributes:
-        graph: of the loss.
         dims: fused dims that are interleaved, by (value, dim).
         where: paths of equations.
         stacked: path of a slice -> number of the stacked parameter.
-        parameters: how many inputs are parameters.
+        parameters: number of inputs that are parameters.
         refused: groups that cannot be interleaved.
     """
 
@@ -427,7 +425,9 @@ class _Reading:
     refused: set[Group] = field(default_factory=set)
 
     def read(self) -> Interleaving:
-        """Returns what is done otherwise; `refused` gains what cannot be."""
+        """The changes for the interleaved dims; adds groups that cannot be interleaved to
+        `refused`.
+        """
         graph = self.graph
         leaves = graph.inputs[: self.parameters]
         taken = {
@@ -547,8 +547,8 @@ class _Reading:
         )
 
     def _uneven(self, op: Op) -> set[Place]:
-        """Interleaved dims that the op does not treat position by position with all others that
-        share their index.
+        """Interleaved dims of the op that do not match all dims of the same factor position by
+        position.
         """
         formed, rule = self._formed(op), op.rule
         dims = dict(rule.dims())
@@ -573,14 +573,12 @@ class _Reading:
 
 
 def _scaled(sizes: Sizes, inner: int) -> Sizes:
-    """Pieces of the major factor of a dim; () where the minor ones are in shards, too."""
+    """Pieces of the major factor of a dim; () if the minor ones are sharded, too."""
     return () if any(size % inner for size in sizes) else tuple(size // inner for size in sizes)
 
 
 def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
-    """Returns whether an op treats all positions of a factor alike: what looks positions up, and
-    what makes them from their number, does not.
-    """
+    """True if an op treats all positions of a factor alike, unlike lookups and iotas."""
     read = sum(not result for result, _, _ in shared)
     written = sum(result for result, _, _ in shared)
     if op.category in ("gather", "scatter"):
@@ -591,11 +589,10 @@ def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Layers that recompute, where a plan distinguishes layer groups.
+# Layers that are rematerialised, if a plan distinguishes layer groups.
 #
-# A plan names layer groups by what the paths of their parameters begin with, as planning does.
-# Here the loops of the traced loss, and layers that are written out, are found under the same
-# names.
+# A plan names layer groups by prefixes of the paths of their parameters, as planning does. Here the
+# loops of the traced loss, and unrolled layers, are matched to the same names.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -603,9 +600,9 @@ class Layers:
     """Layers of one class in a traced loss.
 
     Attributes:
-        path: of their loop, or of the first equation of layers that are written out.
-        count: how many there are.
-        parameters: which they use.
+        path: of their loop, or of the first equation of unrolled layers.
+        count: number of layers.
+        parameters: the parameters that they use.
     """
 
     path: str
@@ -616,8 +613,8 @@ class Layers:
 def layer_policies(
     plan: Plan, program: Program, loss: LossReading, paths: Sequence[str]
 ) -> Mapping[str, tuple[str, int]]:
-    """Policy, and the number of layers that follow it, of all layers by their path; empty where all
-    follow `plan.remat`. With stages, the numbers are of the fullest stage.
+    """Path of layers -> (policy, number of layers that follow it); empty if all follow
+    `plan.remat`. With stages, the numbers are of the fullest stage.
     """
     if not plan.remat_layers and not plan.remat_classes:
         return {}
@@ -642,15 +639,13 @@ def layer_policies(
 
 
 def fullest_stage(plan: Plan, count: int) -> int:
-    """Returns how many of a number of layers the stage has that has the most; all where there are
-    none.
-    """
+    """Number of layers of the fullest stage, of `count` in all; all of them without stages."""
     virtual = plan.virtual_stages if plan.mesh["stage"] > 1 else 1
     return virtual * math.ceil(count / (plan.mesh["stage"] * virtual))
 
 
 def layers(program: Program, loss: LossReading) -> list[Layers]:
-    """The layers of a loss, by loop and by stretch of repeated equations, in their order."""
+    """The layers of a loss in order, by loop and by run of repeated equations."""
     groups: list[Layers] = []
     reads: dict[str, set[int]] = {}
     for step in loss.steps:
@@ -687,10 +682,10 @@ def layers(program: Program, loss: LossReading) -> list[Layers]:
 # --------------------------------------------------------------------------------------------------
 # The traced loss, evaluated with the plan's layouts.
 #
-# The loss is traced once for the shapes of one microbatch, under the plan's mesh, so that
-# annotations of the user's own keep their meaning; then it is evaluated again with a constraint on
-# every value that the plan places. The gradient of a parameter is laid out for the optimizer where
-# it is made: of a stacked one inside the scan, layer by layer.
+# The loss is traced once for the shapes of one microbatch, under the plan's mesh, so that the
+# user's own annotations keep their meaning; then it is evaluated again with a constraint on every
+# value that the plan places. The gradient of a parameter is resharded for the optimizer where it is
+# computed: that of a stacked parameter inside the scan, layer by layer.
 #
 # Parameters that are stored sharded (ZeRO 3) are gathered by the operations that use them, and
 # again in the backward pass, see `lowering/weights.py`.
@@ -700,10 +695,10 @@ def placed_loss(
     traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Walk] = lambda walk: walk
 ) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of stored
-    parameters; `change` has the last word on the walk.
+    parameters.
 
     Args:
-        change: walk -> walk, has the last word.
+        change: walk -> walk, applied last.
 
     Returns:
         (params, state, batch) -> (loss, (metrics, state)).
@@ -743,9 +738,7 @@ def unused_loops(
     params: ParameterShardings,
     placements: Placements,
 ) -> tuple[Finding, ...]:
-    """Returns what the user should know when a plan has loops over the tensor axis, and the program
-    none.
-    """
+    """Findings if a plan has loops over the tensor axis, but the program has none."""
     if plan.collective_matmul != "loop" or (
         plan.mesh["stage"] == 1
         and Placing.of(traced, plan, mesh, params, placements).together(mesh)
@@ -766,9 +759,7 @@ def unused_loops(
 
 
 def lost_placements(count: int) -> Finding:
-    """Returns what the user should know when the loss of a microbatch is another program than the
-    loss of the batch.
-    """
+    """The finding that the loss of a microbatch is another program than the loss of the batch."""
     return Finding(
         code="placements-lost",
         severity="warning",

@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 #: Names and sizes of the mesh axes.
 MESH: Mapping[str, int] = {}
-#: Numbers of the devices in mesh order, TPU devices by coordinates, others in JAX's order; None for
+#: Device numbers in mesh order, of TPU devices by coordinates, of others in JAX's order; None for
 #: 0, 1, 2, ...
 DEVICE_ORDER: Sequence[int] | None = None
-#: Of mesh axes: "explicit" for shardings in the types of all arrays that go in and come out, "auto"
-#: for none.
+#: Kind of the mesh axes: "explicit" for arguments and results with shardings in their types, or
+#: "auto".
 MODE = "auto"
 
 
@@ -32,25 +32,24 @@ class Layouts(NamedTuple):
     """Shardings of the arrays of a loss, or of a step around its losses.
 
     Attributes:
-        parameters: path of a parameter -> its shape, and how it is sharded: stored, its gradient,
-            its optimizer state and update; of a step, path of an array of the state -> its shape,
-            and how it is stored.
-        batch: path of an array of the batch -> how it is sharded.
-        rows: path of an array of the batch -> dim of its rows; None for arrays without.
-        microbatches: in how many the rows are computed.
-        leaves: of a loss that a step marks, where its arrays belong: to its "params", its "frozen"
-            params or its "batch", and their paths there.
-        gathered: parameters that are gathered before they are used -> how they are sharded in use.
+        parameters: path of a parameter -> its shape, and its shardings: stored, of its gradient,
+            of its optimizer state and update; of a step, path of an array of the state -> its
+            shape and stored sharding.
+        batch: path of an array of the batch -> its sharding.
+        rows: path of an array of the batch -> its dim of rows; None for arrays without.
+        microbatches: number of microbatches.
+        leaves: for a loss that a step marks, whether each array belongs to its "params", its
+            "frozen" params or its "batch", and its path there.
+        gathered: parameters that are gathered before they are used -> their compute shardings.
         layers: slice of a scan -> the stacked parameter of which it is one layer.
-        activations: value -> its shape, and how it is sharded.
-        contractions: matmul, convolution or lookup -> how its operands and its result are sharded
-            while it runs, whether the result is constrained, how operands are sharded before they
-            are gathered for it.
-        cotangents: matmul -> how the gradient of its result is sharded when it arrives.
-        remat: what layers save for the backward pass: "none" for all that it reads, "dots" for
-            results of matmuls, "full" for nothing.
-        blocks: layers that are written out one by one: first operation, operations of a layer,
-            layers.
+        activations: value -> its shape and sharding.
+        contractions: matmul, convolution or lookup -> the shardings of its operands and its result
+            while it runs, whether the result is constrained, and the shardings of operands before
+            they are gathered for it.
+        cotangents: matmul -> the sharding of its result's cotangent on arrival.
+        remat: remat policy of the layers: "none" saves all residuals, "dots" the results of
+            matmuls, "full" nothing.
+        blocks: unrolled layers: first operation, operations per layer, number of layers.
     """
 
     parameters: Mapping[str, Sequence[Any]] = {}
@@ -67,11 +66,11 @@ class Layouts(NamedTuple):
     blocks: Sequence[tuple[str, int, int]] = ()
 
 
-#: Of every loss; "loss" is the only one, those that a step marks are "loss.0" and so on.
+#: Of each loss; "loss" is the only one, or "loss.0" and so on are those that a step marks.
 LOSSES: Mapping[str, Layouts] = {}
-#: Of the step around the losses that it marks; of none where `make_step` makes it.
+#: Of the step around the losses that it marks; None if `make_step` makes it.
 STEP = Layouts()
-#: What takes out of a loss the layouts that it was written with; None where it has none.
+#: Function that removes from a loss the layouts that it was written with; None if it has none.
 WITHOUT_LAYOUTS: Callable[[Any], Any] | None = None
 
 _POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
@@ -81,7 +80,7 @@ _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of the plan, over the first devices that JAX sees or those that are given."""
+    """The mesh of the plan, over the given devices or the first ones that JAX sees."""
     kind = AxisType.Explicit if MODE == "explicit" else AxisType.Auto
     available = list(jax.devices() if devices is None else devices)
     if hasattr(available[0], "coords"):
@@ -111,8 +110,8 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def optimizer_shardings(opt_state: Any, mesh: Mesh) -> Any:
-    """The sharding of every array of an optimizer's state: as the parameter whose path ends its
-    path and whose shape it has; replicated otherwise.
+    """The sharding of every array of an optimizer's state: that of the parameter's state whose path
+    is a suffix of its path and whose shape it has; replicated otherwise.
     """
     planned = LOSSES["loss"].parameters
 
@@ -135,7 +134,7 @@ def batch_shardings(batch: Any, mesh: Mesh) -> Any:
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """The optimizer's state before the first step, made sharded."""
+    """The optimizer's state before the first step, created sharded."""
     shardings = optimizer_shardings(_state(optimizer, params), mesh)
     init = _automatic(optimizer.init, mesh, shardings)
     return jax.jit(init, out_shardings=shardings)(params)
@@ -194,7 +193,7 @@ def make_step(
 
 
 def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Mesh) -> Any:
-    """A step with the layouts of the plan, under `jax.jit`: (state, batch) -> what it returns; the
+    """A step with the layouts of the plan, under `jax.jit`: (state, batch) -> its results; the
     state is donated.
 
     Args:
@@ -241,12 +240,12 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
 def value_and_grad(
     loss: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` and `nnx.value_and_grad`, by which a step marks its loss: where
-    `shardlib.value_and_grad` stood.
+    """`jax.value_and_grad` and `nnx.value_and_grad` for the losses of a step, in place of
+    `shardlib.value_and_grad`.
 
     Args:
         loss: trees of arrays, or NNX modules -> scalar, or (scalar, tree of arrays).
-        argnums: what is differentiated: a position, an `nnx.DiffState`, or several of these.
+        argnums: differentiated arguments: a position, an `nnx.DiffState`, or several of these.
         has_aux: whether the loss returns a pair.
     """
     several = isinstance(argnums, Sequence)
@@ -284,8 +283,9 @@ def _has_modules(tree: Any, nnx: Any) -> bool:
 
 
 def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
-    """A loss of trees over its arrays: (arrays -> (value, auxiliary results), arrays, for each the
-    argument whose gradient it belongs to, what puts results and gradients together).
+    """A loss of trees as a function of its arrays: (arrays -> (value, auxiliary results), arrays,
+    for each the argument whose gradient it belongs to, a function that assembles results and
+    gradients).
     """
     all_leaves, structure = jax.tree.flatten((args, kwargs))
     counts = [len(jax.tree.leaves(argument)) for argument in args]
@@ -318,7 +318,7 @@ def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_
 
 
 def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
-    """The same of a loss of NNX modules; what it changes in them stays changed."""
+    """`_of_trees` for a loss of NNX modules; mutations of these are kept."""
     nnx = sys.modules["flax.nnx"]
     objects = list(args), dict(kwargs)
     kinds = {position: nnx.Param if kind is None else kind for position, kind in chosen.items()}
@@ -362,22 +362,22 @@ def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], ha
 
 
 class _Marked(NamedTuple):
-    """A loss that a step marks: its jaxpr over all that it reads, and of what its gradient is
-    wanted.
+    """A loss that a step marks: its jaxpr over all that it reads, and which inputs it is
+    differentiated by.
     """
 
     closed: Any
     trained: Sequence[bool]
 
 
-#: The losses of all steps that were traced, by the names of their calls.
+#: The losses of all traced steps, by the names of their calls.
 _MARKED: dict[str, _Marked] = {}
-#: How these names begin, here and in the traces of shardlib.
+#: Prefix of these names, here and in the traces of shardlib.
 _MARKS = ("sharded_loss_", "shardlib_markedloss_")
 
 
 def _marked(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[Any, Any, Any]:
-    """(value, auxiliary results, gradients) by a call that stays one operation of the step."""
+    """(value, auxiliary results, gradients) from a call that stays one operation of the step."""
     closed, (_, aux) = jax.make_jaxpr(flat, return_shape=True)(*map(_as_is, leaves))
     captured = [constant for constant in closed.consts if isinstance(constant, Tracer)]
 
@@ -415,7 +415,7 @@ def _marked(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[
 
 
 def _traced_step(step: Any, state: Any, batch: Any) -> tuple[Program, Any]:
-    """A step as a program, and the structure of its results."""
+    """A step as a program, and the tree structure of its results."""
     step = step if WITHOUT_LAYOUTS is None else WITHOUT_LAYOUTS(step)
     with _no_mesh():
         closed, out = jax.make_jaxpr(step, return_shape=True)(_abstract(state), _abstract(batch))
@@ -423,7 +423,7 @@ def _traced_step(step: Any, state: Any, batch: Any) -> tuple[Program, Any]:
 
 
 def _in_place(marked: _Marked, layouts: Layouts, mesh: Any) -> Callable[..., list[Any]]:
-    """Returns what computes a marked loss by the plan: arrays -> value, auxiliary results,
+    """The computation of a marked loss under the plan: arrays -> value, auxiliary results,
     gradients.
     """
     trained = [kind == "params" for kind, _ in layouts.leaves]
@@ -500,7 +500,9 @@ def _inside(mesh: Mesh) -> Any:
 
 
 def _automatic(function: Any, mesh: Mesh, results: Any) -> Any:
-    """A function that computes on automatic axes; on explicit ones its results have types."""
+    """A function evaluated with automatic axes; with explicit ones outside, its results are
+    typed.
+    """
     if _inside(mesh) is mesh:
         return function
     return jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=results)
@@ -536,7 +538,7 @@ def _array(leaf: Any) -> Any:
 
 
 def _constrained(tree: Any, which: int, layouts: Layouts, mesh: Any) -> Any:
-    """A tree of parameters, or what is like them, sharded as the table says."""
+    """A tree of parameters, or of arrays like them, constrained to the shardings of the table."""
     return _by_path(
         tree, lambda path, leaf: _constrain(leaf, layouts.parameters[path][which], mesh)
     )
@@ -570,7 +572,7 @@ def _placed_loss(
 
 
 class Equation(NamedTuple):
-    """An operation of the traced loss: where it stands, and numbers of the values it reads and
+    """An operation of the traced loss: its path, and the numbers of the values that it reads and
     makes.
     """
 
@@ -625,8 +627,8 @@ def flatten(jaxpr: Any, prefix: str = "") -> Program:
 
 
 def names(program: Program) -> dict[str, str]:
-    """Path of every operation -> its name: the primitive, and how many of them stand before it.
-    Layers under a scan and under rematerialisation are counted where their loop stands.
+    """Path of every operation -> its name: the primitive, and the number of these before it. Layers
+    under a scan and under rematerialisation are counted at the position of their loop.
     """
     return {equation.path: name for name, equation in named(program)}
 
@@ -652,8 +654,8 @@ def _is_marked(eqn: Any) -> bool:
 
 
 class _Walk:
-    """The traced loss or step is run again, with a constraint on every value that the plan has a
-    layout for; `losses` are computed as the plan says.
+    """A second evaluation of the traced loss or step, with a constraint on every value that has a
+    layout in the plan; `losses` are computed as the plan says.
     """
 
     def __init__(
@@ -670,11 +672,11 @@ class _Walk:
         self.remat, self.inside = remat, inside
 
     def _inner(self, *, inside: bool) -> _Walk:
-        """The walk inside of a layer."""
+        """The walk inside a layer."""
         return _Walk(self.mesh, self.names, self.layouts, "none", inside=inside, losses=self.losses)
 
     def check(self, program: Program) -> None:
-        """Raises where the loss is not the one that was planned."""
+        """Raises if the loss is not the planned one."""
         traced, layouts = set(self.names.values()), self.layouts
         planned = [
             name.partition(" ")[0]
@@ -704,7 +706,7 @@ class _Walk:
         return [env[number] for number in program.outputs]
 
     def _layer(self, program: Program, first: int, length: int, env: dict[int, Any]) -> None:
-        """One layer that is written out, under the remat policy."""
+        """One unrolled layer, under the remat policy."""
         equations = program.equations[first : first + length]
         produced = {number for equation in equations for number in equation.outputs}
         read = sorted(
@@ -767,14 +769,14 @@ class _Walk:
         return placed if back is None else _returning(NamedSharding(self.mesh, back))(placed)
 
     def parameter(self, path: str, leaf: Any, dim: int) -> Any:
-        """A parameter, or one layer of it, whose gradient comes back as the optimizer reads it."""
+        """A parameter, or one layer of it, whose gradient is in the sharding of the optimizer."""
         gradient, gathered = self.layouts.parameters[path][2], self.layouts.gathered.get(path)
         same = _returning(NamedSharding(self.mesh, P(*gradient[dim:])))(leaf)
         return same if gathered is None else _constrain(same, P(*gathered[dim:]), self.mesh)
 
     def _contraction(self, eqn: Any, name: str, values: list[Any]) -> Any:
-        """A contraction in the layouts of the plan, forward and backward: what the backward pass
-        finds saved are the operands as they come, so that it gathers a weight again.
+        """A contraction in the layouts of the plan, forward and backward; operands are saved before
+        they are gathered, so that the backward pass gathers a weight again.
         """
         operands, result, settles, arriving = self.layouts.contractions[name]
         like = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
@@ -859,7 +861,7 @@ class _Walk:
 
 
 def _returning(sharding: NamedSharding) -> Callable[[Any], Any]:
-    """The identity, whose gradient comes back with this sharding."""
+    """The identity, with a sharding for its gradient."""
 
     @jax.custom_vjp
     def same(value: Any) -> Any:
@@ -887,7 +889,7 @@ def _callee(eqn: Any) -> Any:
 
 
 def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Constants and carries of a scan: JAX 0.10 has numbers of them, 0.12 a structure."""
+    """Number of constants and carries of a scan: integers in JAX 0.10, a structure in 0.12."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
@@ -913,7 +915,7 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
         return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
 
     def inside(path: Sequence[Any]) -> bool:
-        """Returns whether a path ends with the array of a variable of NNX."""
+        """True if a path ends with the array of an NNX variable."""
         return bool(path) and str(path[-1]) in (".value", ".raw_value")
 
     return [
@@ -928,7 +930,7 @@ def _by_path(tree: Any, function: Callable[[str, Any], Any]) -> Any:
 
 
 def _stored(tree: Any, planned: Mapping[str, Sequence[Any]], what: str, mesh: Mesh) -> Any:
-    """The shardings of a tree of arrays that are stored."""
+    """The stored shardings of a tree of arrays."""
     shapes = {path: tuple(np.shape(leaf)) for path, leaf in paths(tree)}
     wrong = [
         f"{path} is {shapes.get(path, 'missing')} here,"
@@ -952,7 +954,7 @@ def _microbatch(batch: Any, layouts: Layouts) -> Any:
 
 
 def _parts(batch: Any, layouts: Layouts, mesh: Any) -> list[Any]:
-    """The microbatches, stacked: every device takes each from its own rows."""
+    """The microbatches, stacked: each device takes each microbatch from its own rows."""
     stacked: list[Any] = []
     for path, leaf in paths(batch):
         dim, count = layouts.rows[path], layouts.microbatches
