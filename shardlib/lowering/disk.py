@@ -1,5 +1,5 @@
-"""Optimizer state stored on disk: a step in pieces, each of which reads a part of the state,
-updates it, and writes it back.
+"""Optimizer state stored on disk: a step divided into pieces, each of which reads a part of the
+state, updates it, and writes it back.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
-    """A function of arrays in pieces.
+    """A function of arrays, divided into pieces.
 
     Attributes:
         inputs, outputs: values.
@@ -490,7 +490,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """A step in pieces.
+    """A step divided into pieces.
 
     Attributes:
         first: the piece that needs nothing from disk: it computes the other outputs, and values
