@@ -1,18 +1,15 @@
-"""The `Plan`: one complete decision on how to run a training step, with its predicted cost and the
-record of its search.
+"""The `Plan`: all decisions on how to run a training step, with their predicted cost and the
+certificate of the search.
 
-A `Plan` is frozen, hashable, printable and comparable; JSON goes both ways. It contains no JAX
-object, so a plan made on a laptop is the same plan on the pod, and it is part of the lowered
-program's identity. What explains it, draws it or asks the planner again are functions of a plan,
-which its methods import when they are called.
+A `Plan` is frozen, hashable, printable and comparable, and converts to and from JSON. It contains
+no JAX object, so a plan made on a laptop is the same plan on the pod, and it is part of the lowered
+program's identity. Explanations, pictures and further searches are functions of a plan, which its
+methods import when called.
 
-The contents of a plan follow from the annotations of `Plan` and of its parts
-(`shardlib.untrusted.data`), so that a new field is checked like the others. Decisions are held to
-the words that pins have; layouts to the shapes and the mesh that they shard.
-
-A plan carries a checksum of its content, which says that nobody has changed it since; it is not a
-signature, and whoever changes a plan on purpose can write a new one. A plan without one is treated
-as one that was changed.
+The JSON schema follows from the annotations of `Plan` and its parts (`shardlib.untrusted.data`), so
+new fields are checked too; decisions must be legal pin values, and layouts must match shapes and
+mesh. A checksum shows that a plan was not edited since it was written; it is not a signature. A
+plan without one is treated as edited.
 """
 
 from __future__ import annotations
@@ -71,10 +68,10 @@ if TYPE_CHECKING:
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
-#: Seconds from a failure to the next step, unless it is said: processes, the newest checkpoint, and
-#: compiling.
+#: Default seconds from a failure to the next step: starting processes, reading the newest
+#: checkpoint, and compiling.
 RESTART_S = 600.0
-#: How the types of a plan that are not dataclasses are written.
+#: JSON forms of the types of a plan that are not dataclasses.
 FORMS: Mapping[Any, Form] = {
     MeshShape: MESH,
     Layout: Form(plain=tuple[tuple[str, ...], ...], build=lambda dims: Layout(*dims)),
@@ -82,27 +79,27 @@ FORMS: Mapping[Any, Form] = {
     Exchange: Form(plain=Mapping[str, str | int | float], build=partial(read_exchange, "exchange")),
 }
 AGAIN = "make it again with `shardlib plan ... --out plan.json`"
-#: What a plan is made of that no file has.
+#: Fields of a plan that are not in files.
 ABSENT = ("source",)
 
 
 class ChangedPlanError(PlanError):
-    """A plan that is not what was written."""
+    """A plan that was edited after it was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkJob:
-    """The training framework that a plan is made for, and the sizes that its configuration needs.
+    """The training framework for which a plan is made, and the sizes that its configuration needs.
 
     Attributes:
-        name: of the framework.
-        profile: of the profile that the plan is priced as.
-        vendor: of the chips.
-        batch: examples of a step.
-        sequence: positions of an example; 1 where there is no sequence.
+        name: name of the framework.
+        profile: name of the framework profile with which the plan is priced.
+        vendor: vendor of the chips.
+        batch: examples per step.
+        sequence: positions per example; 1 without a sequence.
         layers: layers of the largest layer group; 0 without layers.
         compute_dtype: dtype of the matmuls.
-        experts: experts that tokens are routed to; 1 without.
+        experts: experts to which tokens are routed; 1 without.
     """
 
     name: str
@@ -121,19 +118,19 @@ class FrameworkJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """The layout of one parameter, stored and in compute.
+    """The stored sharding and the compute sharding of one parameter.
 
     Attributes:
-        path: tree path of the parameter, "layers.mlp.up.kernel".
+        path: tree path of the parameter, such as "layers.mlp.up.kernel".
         shape: elements per dim.
         dtype: stored dtype.
         colours: colour per dim; None where the dim has none.
-        compute: how it is sharded while it is used.
-        rest: how it is sharded between uses (ZeRO 3 differs from `compute`).
-        gradient: how its gradient is sharded when the optimizer reads it.
-        state: how its optimizer state is sharded (ZeRO 1 and 2 differ from `rest`).
-        role: see `shardlib.graph.Parameter`; what is not trained has no gradient and no
-            optimizer state, and their layouts are those of use and of rest.
+        compute: compute sharding.
+        rest: stored sharding, between uses (ZeRO 3: differs from `compute`).
+        gradient: sharding of the gradient when the optimizer reads it.
+        state: sharding of the optimizer state (ZeRO 1 and 2: differs from `rest`).
+        role: see `shardlib.graph.Parameter`. A parameter that is not trained has no gradient and no
+            optimizer state; `gradient` and `state` are then those of `compute` and `rest`.
     """
 
     path: str
@@ -148,7 +145,7 @@ class ParameterLayout:
 
     @property
     def trained(self) -> bool:
-        """True if it has a gradient and optimizer state."""
+        """True if the parameter has a gradient and optimizer state."""
         return self.role == "trained"
 
 
@@ -157,7 +154,7 @@ class Link:
     """A part of a mesh axis: positions along one dim of one link tier.
 
     Attributes:
-        kind: of the tier, "torus", "mesh", "switch", "network" or "memory".
+        kind: kind of the tier: "torus", "mesh", "switch", "network" or "memory".
         ways: number of positions.
     """
 
@@ -170,11 +167,10 @@ class Rejected:
     """A plan that was not chosen, and why.
 
     Attributes:
-        mesh: its mesh.
-        summary: its other decisions in a few words.
+        summary: its decisions other than the mesh, in a few words.
         reason: "slower", "memory", "indivisible" or "bound".
-        step_seconds: its predicted time, or its lower bound where `reason` is "bound".
-        peak_bytes: its predicted bytes per device; 0 where not evaluated.
+        step_seconds: predicted step time, or its lower bound where `reason` is "bound".
+        peak_bytes: predicted bytes per device; 0 where not evaluated.
     """
 
     mesh: MeshShape
@@ -189,15 +185,15 @@ class Search:
     """The certificate of a search.
 
     Attributes:
-        evaluations: plans priced exactly.
-        candidates: plans in the space, priced or cut by a bound.
+        evaluations: number of plans priced exactly.
+        candidates: number of plans in the space, priced or excluded by a bound.
         lower_bound: seconds that no plan of the space can beat.
         gap: (chosen - lower_bound) / chosen; 0 is optimal within the cost model.
         seconds: wall time of the search.
-        rejected: the best plan of each other mesh, the fastest first.
+        rejected: the best plan of each other mesh, fastest first.
         counts: number of candidates by outcome.
-        landscape: plans that were priced, spread over time and memory, the fastest first; all that
-            need less memory than every faster one, to about 2%.
+        landscape: priced plans, spread over time and memory, fastest first; includes all that need
+            less memory than every faster one, to about 2%.
     """
 
     evaluations: int = 0
@@ -214,13 +210,12 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """A plan that fits, in its place among all that do.
+    """A plan that fits, as an entry of a ranking.
 
     Attributes:
-        candidate: what it decides.
-        seconds: predicted time of a step.
+        seconds: predicted step time.
         peak_bytes: predicted bytes per device.
-        make: builds the plan; its gap is how much slower than the fastest it is predicted to be.
+        make: builds the plan; its gap is its predicted slowdown against the fastest plan.
     """
 
     candidate: Candidate
@@ -230,13 +225,13 @@ class Ranked:
 
 
 class Source(Protocol):
-    """The problem that a plan was made from, and the searches for it; `shardlib.planner.search`
-    has it.
+    """The problem from which a plan was made, and searches for it; implemented by
+    `shardlib.planner.search.Prepared`.
 
     Attributes:
         load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
-        written: (plan, mode of its mesh axes) -> a file of plain JAX; None where the model is not
-            at hand.
+        written: (plan, mode of its mesh axes) -> source of a plain JAX file; None where the model
+            is not available.
     """
 
     @property
@@ -257,9 +252,7 @@ class Source(Protocol):
         ...
 
     def ranked(self, topology: Topology, *, slack: float, front: bool = False) -> Iterator[Ranked]:
-        """Plans for the same problem under the same pins, see
-        `shardlib.planner.search.ranked`.
-        """
+        """Plans for the same problem under the same pins, see `shardlib.planner.search.ranked`."""
         ...
 
     def on_all_devices(self) -> Plan:
@@ -272,7 +265,7 @@ class Source(Protocol):
 
 
 def source_of(plan: Plan) -> Source:
-    """Returns the source of a plan."""
+    """The source of a plan; raises PlanError where the plan was read from a file."""
     if plan.source is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model\nTry: the command line"
@@ -283,26 +276,26 @@ def source_of(plan: Plan) -> Source:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Decisions):
-    """A complete decision for one model, batch and topology: all of `Decisions`, what they are made
-    for, and what follows from them.
+    """A complete decision for one model, batch and topology: all of `Decisions`, what they apply
+    to, and what follows from them.
 
     Attributes:
-        mesh, rules: as in `Decisions`; a plan has to say them. `rules` are colour -> mesh axes in
-            compute, a priority list (see `shardlib.rules`).
-        model: name of the model, for people.
+        mesh, rules: as in `Decisions`, but required. `rules` map colours to mesh axes in compute,
+            as a priority list (see `shardlib.rules`).
+        model: display name of the model.
         topology: spelling of the topology.
-        framework: the training framework that runs it; None for programs of shardlib.
+        framework: the training framework that runs the plan; None for programs of shardlib.
         origin: (word, value) pairs with which the command line can trace the model again.
-        placement: for every axis the links that it runs along, the major one first; see
+        placement: for every axis the links along which it runs, the major one first; see
             `shardlib.machines.topology`.
         parameters: layout of every parameter, in the order of the model's tree.
         batch_layouts: (path, layout) of every array of the batch.
-        activations: layout of the main activations of a step, in the order of the program.
+        activations: layouts of the main activations of a step, in program order.
         estimate: predicted cost.
-        search: how it was found.
-        refined: what the compiler said, where it was asked (`shardlib.plan(..., refine=K)`); the
-            estimate stays the prediction.
-        findings: what the user should know.
+        search: certificate of the search.
+        refined: figures of the compiler, with `shardlib.plan(..., refine=K)`; the estimate stays
+            the prediction.
+        findings: notes and warnings for the user.
         source: the prepared problem and the searches for it; not part of the value, and absent from
             JSON.
     """
@@ -325,7 +318,7 @@ class Plan(Decisions):
 
     @property
     def decisions(self) -> JsonObject:
-        """The decisions alone, in the words of pins."""
+        """The decisions alone, as pin values."""
         return plain(self)
 
     @property
@@ -370,11 +363,11 @@ class Plan(Decisions):
     def _repr_svg_(self) -> str | None:
         try:
             return self.svg()
-        except (PlanError, TopologyError, MissingFileError):  # the words are shown, and no picture
+        except (PlanError, TopologyError, MissingFileError):  # notebooks fall back to HTML
             return None
 
     def explain(self) -> str:
-        """Returns the decisions of the plan, their reasons and their costs, as text for people.
+        """The decisions of the plan, their reasons and their costs, as text.
 
         Returns:
             Several paragraphs and tables, of at most 100 columns.
@@ -384,8 +377,7 @@ class Plan(Decisions):
         return explain(self)
 
     def diff(self, other: Plan) -> str:
-        """Returns the differences of another plan in decisions and costs, as text of at most 100
-        columns.
+        """The differences to another plan in decisions and costs, as text of at most 100 columns.
 
         Args:
             other: a plan of any model or topology.
@@ -402,18 +394,18 @@ class Plan(Decisions):
         mtbf: float | None = None,
         restart: float = RESTART_S,
     ) -> RunCost:
-        """Returns the cost of a run of `tokens` tokens: days, device-hours, money, energy, and what
-        failures cost with the best interval between saves; `print` shows it.
+        """The cost of a run of `tokens` tokens: days, device-hours, money, energy, and the expected
+        cost of failures at the best interval between saves; `print` shows it.
 
         Args:
-            tokens: of the whole run.
-            price: of a device and hour, in your own money; None for none.
-            mtbf: seconds between two failures of the whole machine; None where nothing fails.
+            tokens: tokens of the whole run.
+            price: price per device-hour, in your currency; None for none.
+            mtbf: seconds between two failures of the whole machine; None without failures.
             restart: seconds from a failure to the next step.
 
         Raises:
-            ArgumentError: numbers that are not positive; or failures so close that no run ends.
-            TopologyError, MissingFileError: the plan's topology is a file that is not here.
+            ArgumentError: numbers that are not positive; or failures so frequent that no run ends.
+            TopologyError, MissingFileError: the plan's topology is a file that does not exist here.
         """
         from shardlib.planner.answers import run_cost
 
@@ -427,14 +419,14 @@ class Plan(Decisions):
         )
 
     def show(self, path: str | Path | None = None, *, browser: bool = True) -> Path:
-        """Writes the plan as a web page, one file that fetches nothing, and opens it.
+        """Writes the plan as a self-contained web page, and opens it.
 
         Args:
-            path: of the file; None for a new one in a temporary folder.
-            browser: whether to open it in the browser of this machine.
+            path: path of the file; None for a new one in a temporary folder.
+            browser: True to open it in a browser on this machine.
 
         Returns:
-            Where the page is.
+            The path of the page.
 
         Raises:
             ArgumentError: the file cannot be written.
@@ -446,26 +438,26 @@ class Plan(Decisions):
         )
 
     def svg(self) -> str:
-        """The plan on its machine as one picture, an SVG document that fetches nothing.
+        """The plan on its machine as one self-contained SVG document.
 
-        It has the figures, the links with the mesh axes along them, and the step with its
+        It shows the figures, the links with the mesh axes along them, and the step with its
         collectives.
 
         Raises:
-            PlanError: the mesh has no place on the machine.
-            TopologyError, MissingFileError: the plan's topology is a file that is not here.
+            PlanError: the mesh cannot be placed on the machine.
+            TopologyError, MissingFileError: the plan's topology is a file that does not exist here.
         """
         from shardlib.report.pages import plan_svg
 
         return plan_svg(self, find_topology(self.topology))
 
     def timeline(self) -> Timeline:
-        """Returns the work of each pipeline stage over time, in predicted seconds, and what islands
-        exchange, in the order of use; `print` writes it, `svg()` draws it.
+        """The work of each pipeline stage over time, in predicted seconds, and the exchanges
+        between islands, in order of use; `print` writes it, `svg()` draws it.
 
         Raises:
             PlanError: the plan has no stages and no such exchange, has `remat_classes`, or was
-                written before estimates knew what a stage does.
+                written by a version whose estimates have no times per stage.
         """
         from shardlib.report.timelines import predicted
 
@@ -473,15 +465,15 @@ class Plan(Decisions):
         return predicted(self, forward)
 
     def why_not(self, **pin: PinValue) -> str:
-        """Returns the best plan under other pins, and its cost: `plan.why_not(tensor=16)`,
+        """The best plan under other pins, and its cost: `plan.why_not(tensor=16)`,
         `plan.why_not(remat="full")`.
 
         Args:
-            pin: decisions by their words, as for `shardlib.plan`; a mesh axis by its own name. They
-                take the place of pins of the same words, an axis that of all; other pins stay.
+            pin: decisions by name, as for `shardlib.plan`; a mesh axis by its own name. They
+                replace pins of the same name (an axis replaces that axis); other pins stay.
 
         Returns:
-            The difference to this plan as text, or why there is no such plan.
+            The difference to this plan as text, or the reason why there is no such plan.
 
         Raises:
             PinError: a pin is misspelt, contradicts a pin of this plan that stays, or allows no
@@ -499,14 +491,14 @@ class Plan(Decisions):
         return self.diff(alternative)
 
     def alternatives(self, count: int = 10) -> tuple[Alternative, ...]:
-        """The plans that come next, the fastest first, with what each decides differently; equally
+        """The next-best plans, fastest first, with the decisions in which each differs; equally
         fast ones are one entry.
 
         Args:
-            count: how many at most, up to 1000: each becomes a whole plan.
+            count: maximum number, up to 1000; each becomes a whole plan.
 
         Returns:
-            The alternatives, each with its seconds a step and peak bytes per device.
+            The alternatives, each with its step time and peak bytes per device.
 
         Raises:
             ArgumentError: `count` is not an integer from 0 to 1000.
@@ -517,12 +509,13 @@ class Plan(Decisions):
         return alternatives(self, count)
 
     def constraints(self) -> Constraints:
-        """Returns the limits that hold the plan back: memory, pins, and sizes that divide no
-        further.
+        """The limits that keep the plan from being faster: memory, pins, and sizes that do not
+        divide further.
 
         Returns:
-            The constraints, the one that costs most first, with the seconds of a step without it;
-            `print` shows them as text.
+            The constraints, the most expensive first, with the step time without each; `print`
+                shows them
+            as text.
 
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
@@ -532,12 +525,12 @@ class Plan(Decisions):
         return constraints(self)
 
     def sensitivity(self) -> Sensitivity:
-        """Returns the value of more memory and faster links, and the regret if a figure of the
-        machine is a tenth lower.
+        """The value of more memory and faster links, and the regret if a figure of the machine is a
+        tenth lower.
 
         Returns:
-            Shadow prices of memory and links, and shocks with the seconds of a step that each
-            loses; `print` shows them as text.
+            Shadow prices of memory and links, and shocks with the seconds per step that each loses;
+            `print` shows them as text.
 
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
@@ -547,7 +540,7 @@ class Plan(Decisions):
         return sensitivity(self)
 
     def kernels(self) -> Kernels:
-        """The kernels of a step beside the roofline of the chip; `print` shows the slowest.
+        """The kernels of a step on the roofline of the chip; `print` shows the slowest.
 
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
@@ -560,21 +553,23 @@ class Plan(Decisions):
         self, topology: TopologyLike, *, lost: Iterable[int] = (), anew: bool = False
     ) -> Replan:
         """The best plan for the same global batch on another machine, such as this one without some
-        hosts, and what must move.
+        hosts, and the data that must move.
 
         Args:
-            topology: the machine that is left, a spelling or a value.
-            lost: numbers of the devices of the old machine that are gone; by default the last ones.
+            topology: the remaining machine, a spelling or a value.
+            lost: device numbers of the old machine that are gone; by default the last ones.
             anew: search the whole space; otherwise remat policy, schedule and the like stay as long
                 as that fits, which is quicker.
 
         Returns:
-            The new plan, and for every array the bytes that each device must receive; `print` shows
-            it as text.
+            The new plan, and for every array the bytes that each device receives; `print` shows it
+                as
+            text.
 
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
-            TopologyError: the topology does not parse, or `lost` are none of the old machine.
+            TopologyError: the topology does not parse, or `lost` has devices that the old machine
+                does not have.
             PinError: pins of the plan allow no plan there.
             InfeasibleError: nothing fits there.
         """
@@ -583,20 +578,20 @@ class Plan(Decisions):
         return replan(self, topology, lost=lost, anew=anew)
 
     def emit(self, form: str | None = None, *, mode: str = "auto") -> str:
-        """The configuration of the plan's framework, or the plan as a file of plain JAX
+        """The configuration of the plan's framework, or the plan as a plain JAX file
         (`docs/frameworks.md`).
 
         Args:
-            form: "jax" for a Python file with the mesh, the sharding of every array by path,
-                constraints of activations by name and the remat policy, which needs no shardlib;
-                None for the configuration of the framework that the plan is made for.
-            mode: of the mesh axes in such a file: "auto", or "explicit" for a step that takes and
-                gives arrays with their shardings in their types, for programs in JAX's explicit
+            form: "jax" for a Python file, independent of shardlib, with the mesh, the sharding of
+                every array by path, constraints of activations by name and the remat policy; None
+                for the configuration of the framework for which the plan is made.
+            mode: type of the mesh axes in such a file: "auto", or "explicit" for a step that takes
+                and returns arrays with shardings in their types, for programs in JAX's explicit
                 mode.
 
         Raises:
             ArgumentError: another mode.
-            PlanError: there is no framework, or it has no words for the plan; or the plan has what
+            PlanError: there is no framework, or it cannot express the plan; or the plan has what
                 plain JAX cannot express, or carries no model; all reasons are listed.
         """
         from shardlib.report.emission import emit
@@ -609,7 +604,8 @@ class Plan(Decisions):
 
         Args:
             mesh: a `jax.sharding.Mesh`, or an abstract one, that has the axes of the plan that are
-                larger than 1 (`jax.make_mesh((4, 2), ("fsdp", "tensor"))`); others are free.
+                larger than 1 (`jax.make_mesh((4, 2), ("fsdp", "tensor"))`); it may have other axes
+                too.
 
         Raises:
             LayoutError: the mesh lacks axes of the plan, or has them in other sizes.
@@ -628,20 +624,20 @@ class Plan(Decisions):
     def from_json(cls, text: str | bytes, *, changed: bool = False) -> Plan:
         """Reads a plan.
 
-        A plan that was changed since `to_json` wrote it is refused: its estimate, its search and
-        its findings are about the plan as it was.
+        A plan that was edited after `to_json` wrote it is refused: its estimate, search and
+        findings belong to the plan as it was.
 
         Args:
-            text: what `to_json` gave.
-            changed: take it all the same, with a finding that says so. Its values still have to be
-                values of a plan.
+            text: output of `to_json`.
+            changed: accept an edited plan, with a finding that says so. Its values must still be
+                legal.
 
         Returns:
-            An equal plan, but for `source`: it cannot be asked what needs the model.
+            An equal plan without `source`, so methods that need the model raise.
 
         Raises:
-            PlanError: the text is not a plan of this format, it was changed, or values that no plan
-                has; all of them are listed.
+            PlanError: the text is not a plan of this format, was edited, or has illegal values; all
+                of them are listed.
         """
         hint = "the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
         return plan_from_data(parse_json(text, "the plan", PlanError, hint=hint), changed=changed)
@@ -654,8 +650,8 @@ def plan_to_data(plan: Plan) -> JsonObject:
 
 
 def checksum(content: JsonMapping) -> str:
-    """SHA-256 of a plan as plain data, its own checksum left out; whatever the order of keys, and
-    whether a whole number has a point.
+    """SHA-256 of a plan as plain data without its own checksum; independent of key order and of the
+    spelling of whole numbers (1 or 1.0).
     """
     return hashlib.sha256(
         json.dumps(
@@ -732,7 +728,7 @@ def _content(plan: Plan) -> JsonObject:
 
 
 def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
-    """Reads what `plan_to_data` wrote; see `Plan.from_json`."""
+    """Reads the output of `plan_to_data`; see `Plan.from_json`."""
     format_found: object = (
         cast("Mapping[str, Any]", data).get("format")
         if isinstance(data, Mapping)
@@ -768,12 +764,12 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
 
 
 def _usual(plan: Plan) -> Plan:
-    """The usual order of axes is not said."""
+    """Drops `axis_order` where it is the usual order."""
     return replace(plan, axis_order=()) if plan.axis_order == tuple(plan.mesh) else plan
 
 
 def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
-    """Findings about the origin of the plan."""
+    """Findings about the checksum of the plan."""
     stored_sum = data.get("checksum")
     if stored_sum is not None and stored_sum == checksum(data):
         return []
@@ -824,7 +820,7 @@ def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
 
 
 def _faults(plan: Plan) -> list[str]:
-    """Values of the right types that no plan has."""
+    """Values of the right types that are illegal in a plan."""
     faults = illegal(plan.decisions)
     faults += (
         [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"]
@@ -848,7 +844,7 @@ def _faults(plan: Plan) -> list[str]:
 
 
 def _held_wrong(activation: ActivationLayout) -> list[str]:
-    """Layouts of an activation that have other dims than it."""
+    """Faults of an activation's layouts: a number of dims other than that of the activation."""
     dims = len(activation.shape)
     layouts = [("held", activation.held), *(("a move", move.layout) for move in activation.moves)]
     faults = [

@@ -1,5 +1,5 @@
-"""Questions about a plan, answered by the same problem on a changed machine, batch or under changed
-pins.
+"""Questions about a plan, answered by searching the same problem again on a changed machine or
+under changed pins.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from shardlib.rules import Rules
 from shardlib.untrusted.data import shown
 
 # --------------------------------------------------------------------------------------------------
-# The planner's answer for a slightly different machine.
+# Searches on a slightly different machine.
 #
-# A plan that was searched for carries its source: the prepared problem, the topology and the pins.
-# With them the search can be asked again about another topology, and the plan itself can be priced
-# there, with all of its decisions pinned. Nothing is traced again.
+# A plan carries its source: the prepared problem, the topology and the pins. With it the search can
+# run again on another topology, and the plan itself can be priced there with all of its decisions
+# pinned. Nothing is traced again.
 
-#: Decimal gigabyte, bytes: the unit of rates and of what one more of them is worth.
+#: Decimal gigabyte, bytes: one unit more of memory, or per second of a link.
 GB = 10**9
-#: Memory of a device on which everything fits, bytes.
+#: Device memory in which everything fits, bytes.
 UNLIMITED = 1 << 60
 
 
 def best_on(plan: Plan, topology: Topology, pins: Pins | None = None) -> Plan | None:
-    """The best plan for the same problem under the same pins, or under others, on another topology;
+    """The best plan for the same problem on another topology, under the same or the given pins;
     None where nothing fits or no mesh is legal.
     """
     source = source_of(plan)
@@ -73,7 +73,7 @@ def best_on(plan: Plan, topology: Topology, pins: Pins | None = None) -> Plan | 
 
 def pinned(plan: Plan) -> Pins:
     """Pins under which the plan is the only one; rules that the user pinned stay in the user's
-    words.
+    names.
     """
     words: dict[str, Any] = {**plan.decisions}
     if plan.source is not None and plan.source.pins.rules is not None:
@@ -82,30 +82,30 @@ def pinned(plan: Plan) -> Pins:
 
 
 def priced_on(plan: Plan, topology: Topology) -> Plan | None:
-    """The same decisions on another topology of the same problem; None where they do not fit."""
+    """The same decisions on another topology for the same problem; None where they do not fit."""
     return best_on(plan, topology, pinned(plan))
 
 
 def with_chip(topology: Topology, **changes: object) -> Topology:
-    """The topology with other figures of its chips."""
+    """The topology with some fields of its chip replaced."""
     return replace(topology, chip=replace(topology.chip, **changes))
 
 
 def roomy(topology: Topology) -> Topology:
-    """The topology with devices on which everything fits."""
+    """The topology with unlimited device memory."""
     return with_chip(topology, hbm_bytes=UNLIMITED)
 
 
 def with_memory(topology: Topology, more_bytes: int) -> Topology:
-    """The topology with so much more usable memory on every device; less where it is negative."""
+    """The topology with `more_bytes` more usable memory per device; fewer if negative."""
     return with_chip(topology, hbm_bytes=topology.chip.hbm_bytes + more_bytes)
 
 
 def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
-    """The topology with another rate on one link tier.
+    """The topology with another bandwidth on one link tier.
 
     Args:
-        bytes_per_s: of one device, one direction.
+        bytes_per_s: per device, in one direction.
     """
     tiers = tuple(
         replace(each, bytes_per_s=bytes_per_s) if index == tier else each
@@ -115,8 +115,8 @@ def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
 
 
 def faster_without_limit(plan: Plan) -> list[Ranked]:
-    """Plans that are faster than this one and do not fit, each needing less memory than all before
-    it; the fastest first.
+    """Plans that are faster than this one and do not fit, fastest first; each needs less memory
+    than all before it.
     """
     source, fitting = source_of(plan), fitting_bytes(source_of(plan).topology)
     boundless = roomy(source.topology)
@@ -132,7 +132,7 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
 
 
 def changes(plan: Plan, other: Plan) -> tuple[str, ...]:
-    """The decisions of another plan that differ from this one's, "remat dots -> full"."""
+    """The decisions in which another plan differs from this one, such as "remat dots -> full"."""
     ours, theirs = plan.decisions, other.decisions
     return tuple(
         f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}"
@@ -142,7 +142,7 @@ def changes(plan: Plan, other: Plan) -> tuple[str, ...]:
 
 
 def _value(word: str, value: Any) -> str:
-    """A decision in words: a mesh as "fsdp=4 x tensor=2", rules without the empty ones."""
+    """A decision as text: a mesh as "fsdp=4 x tensor=2", rules without the empty ones."""
     if word == "mesh":
         return " x ".join(f"{axis}={size}" for axis, size in value.items()) or "one device"
     if word == "rules":
@@ -154,17 +154,14 @@ def _value(word: str, value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Alternatives.
-#
-# The plans that come next in the order of their predicted time, each with what it decides
-# differently. Equally fast plans are one entry: the simplest of them stands for all, and says how
-# many there are.
+# Alternatives: the next plans by predicted time. Equally fast plans are one entry: the simplest of
+# them, with the number of the others.
 
-#: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a
-#: large space is not ranked farther than needed.
+#: Limits of the ranking, in multiples of the fastest step time, tried in turn, so that a large
+#: space is not ranked farther than needed.
 SLACKS = (1.02, 1.2, math.inf)
-#: How many alternatives can be asked for: each becomes a whole plan, to say what it decides
-#: differently, which takes hundredths of a second.
+#: Most alternatives per call: each becomes a whole plan, to list its differences, which takes
+#: hundredths of a second.
 MOST = 1000
 
 
@@ -180,7 +177,7 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
 
 
 def _require_count(count: int) -> None:
-    """Raises where so many alternatives cannot be asked for."""
+    """Raises if `count` is not an integer from 0 to `MOST`."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
         raise ArgumentError(
             f"alternatives: count is {shown(count)}; it is an integer of at least 0, how many plans"
@@ -195,8 +192,8 @@ def _require_count(count: int) -> None:
 
 
 def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:
-    """Alternatives up to so many times the fastest plan, beyond which the ranking is not complete;
-    and whether there are no others.
+    """Alternatives up to `slack` times the fastest plan, and True if there are no others (beyond
+    that the ranking is not complete).
     """
     source = source_of(plan)
     listed: list[Alternative] = []
@@ -237,8 +234,8 @@ def _by_time(plans: Iterable[Ranked]) -> Iterator[list[Ranked]]:
 
 
 def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
-    """The simplest of equally fast plans, and how many others there are; nothing where the chosen
-    plan is one of them.
+    """The simplest of equally fast plans, and the number of others; (None, 0) where the chosen plan
+    is one of them.
     """
     includes_plan = (
         abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
@@ -254,15 +251,14 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
 # --------------------------------------------------------------------------------------------------
 # Constraints.
 #
-# A search can be stopped short by three things: memory (faster plans that do not fit), pins (the
-# best plan without one of them), and sizes that do not divide (a mesh axis that can grow no
-# further). Each is answered by asking again: for memory every faster plan is known with its bytes,
-# for a pin the search is repeated without it, and for a size the largest number of parts that
-# divides is compared with the mesh.
+# Three things limit a plan: memory (faster plans do not fit), pins, and sizes that do not divide (a
+# mesh axis cannot grow). For memory the faster plans are ranked without the limit, for a pin the
+# search is repeated without it, and for a size the mesh is compared with the largest number of
+# parts that divides.
 
 
 def constraints(plan: Plan) -> Constraints:
-    """Returns the limits that hold a plan back."""
+    """The limits that keep a plan from being faster."""
     steps = staircase(plan)
     bindings = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
     bindings.sort(
@@ -284,7 +280,7 @@ def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
     steps: list[OutOfReach] = []
     for entry in faster_without_limit(plan):
         if steps and entry.seconds <= steps[-1].step_seconds * (1 + TIE):
-            steps.pop()  # as fast, and needs more
+            steps.pop()  # as fast, and needs more memory
         steps.append(
             OutOfReach(
                 mesh=entry.candidate.mesh,
@@ -339,9 +335,7 @@ def _pins(plan: Plan) -> Iterable[Binding]:
 
 
 def _sizes(plan: Plan) -> Iterable[Binding]:
-    """Sizes that the mesh has used up: the batch, the sequence, and colours that the tensor axis
-    cuts.
-    """
+    """Sizes that the mesh has used up: the batch, and colours that the tensor axis shards."""
     source, colouring = source_of(plan), source_of(plan).load.colouring
     problem, mesh = source.load.problem, plan.mesh
     batch, degree = workload.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
@@ -383,14 +377,14 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The kernels of a step beside the roofline.
+# The kernels of a step on the roofline.
 
 Array = np.ndarray
 
 
 def kernels(plan: Plan) -> Kernels:
-    """The kernels of a step of a plan, equal ones added up, the slowest first. Their seconds add up
-    to the plan's `estimate.seconds.compute`.
+    """The kernels of a step of a plan, equal ones summed, slowest first. Their seconds add up to
+    the plan's `estimate.seconds.compute`.
     """
     machine = _on_machine(plan)
     sums: dict[tuple[str, ...], KernelTime] = {}
@@ -409,7 +403,7 @@ def kernels(plan: Plan) -> Kernels:
 
 
 def _on_machine(plan: Plan) -> OnMachine:
-    """The plan as the search knows it."""
+    """The plan as a priced candidate of the search."""
     source = source_of(plan)
     topology, pins = source.topology, pinned(plan)
     if pins.exchange.islands > 1:
@@ -422,7 +416,7 @@ def _on_machine(plan: Plan) -> OnMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class _Local:
-    """The amounts of one device."""
+    """Amounts per device."""
 
     at: OnMachine
 
@@ -431,7 +425,7 @@ class _Local:
 
 
 def _of(program: Program, shares: Array, machine: OnMachine) -> Iterator[KernelTime]:
-    """The kernels of a program in the part of the layers that it runs."""
+    """The kernels of a program, scaled to the share of the layers that run it."""
     facts, pricer, decisions = program.facts, machine.pricer, machine.candidate.decisions
     here = _Local(at=machine)
     factor = pricer.factors.get(Q.COMPUTE, 1.0)
@@ -478,7 +472,9 @@ def _phase(op: Op) -> str:
 
 
 def _name(op: Op, term: Compute, here: _Local) -> str:
-    """The op's place in the model without what differentiation adds, and what it computes."""
+    """The op's place in the model, without the scopes that differentiation adds, and what it
+    computes.
+    """
     words = op.scope.replace("transpose(", "").replace("jvp(", "").replace(")", "")
     place = "/".join(
         part for part in words.split("/") if part and part not in ("rematted_computation", "remat")
@@ -491,13 +487,14 @@ def _name(op: Op, term: Compute, here: _Local) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# A lower bound of the device-seconds of a step, on any number of devices.
+# A lower bound on the device-seconds of a step, on any number of devices.
 
 
 def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> float:
-    """Seconds of a step times devices that no plan on the machine beats: those of the kernels of
-    the step where nothing is sharded, under the cheapest remat policy, kernel of attention and
-    dtypes that may be chosen. Communication, waiting and launches are not in it.
+    """Lower bound on (step time x devices) for any plan on the machine.
+
+    It is the kernel time of the unsharded step under the cheapest remat policy, attention kernel
+    and dtypes that may be chosen; communication, waiting and launches are not included.
     """
     able = load.framework.able if load.framework is not None else ANYTHING
     all_dtypes = dict.fromkeys(
@@ -517,13 +514,13 @@ def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> floa
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers of `shardlib explain` beyond the explanation.
+# Further answers of `shardlib explain`.
 
 
 def answers(
     plan: Plan, *, alternatives: bool = False, sensitivity: bool = False, kernels: bool = False
 ) -> Answers:
-    """Asks a plan with its source."""
+    """Answers to the selected questions about a plan with a source."""
     return Answers(
         alternatives=plan.alternatives() if alternatives else None,
         constraints=plan.constraints() if alternatives else None,
@@ -535,23 +532,23 @@ def answers(
 # --------------------------------------------------------------------------------------------------
 # Shadow prices and sensitivity: the value of a gigabyte, and the regret of a wrong figure.
 #
-# The *shadow price* of a resource is the time of a step that one more unit of it saves, found by
+# The *shadow price* of a resource is the step time that one more unit of it saves, found by
 # searching again with that unit added. Memory acts in steps: as long as no faster plan fits, one
-# more gigabyte is worth nothing, and the *break point* says how much more it takes. A link acts
-# smoothly until another plan becomes the best one; there is its break point, found by the
-# parametric method: price the plan and its rival as functions of the rate, go to where they meet,
-# search there for a better rival, and repeat until there is none.
+# more gigabyte is worth nothing, and the *break point* is the amount that is needed. A link acts
+# smoothly until another plan becomes the best, at its break point. That is found by the parametric
+# method: price the plan and its rival as functions of the rate, go to where they meet, search there
+# for a better rival, and repeat until there is none.
 #
-# The *regret* of a plan, if a figure turns out otherwise, is its time minus that of the plan that
-# would then have been best.
+# The *regret* of a plan, if a figure turns out different, is its step time minus that of the plan
+# that would then have been best.
 
-#: How far a link is sped up in search of its break point, times its rate.
+#: Largest speedup of a link in the search for its break point.
 FARTHEST = 8.0
 #: Relative width to which a break point is narrowed.
 NARROW = 1e-4
-#: Part of the memory to which its break point is narrowed, and how many searches that may take.
+#: Precision of the break point of memory, as a share of memory, and the most searches for it.
 NARROW_MEMORY, MOST_HALVES = 0.01, 6
-#: What a shock leaves of a figure.
+#: Factor by which a shock scales a figure.
 SHOCK = 0.9
 
 
@@ -613,11 +610,11 @@ def _price_of_memory(plan: Plan, best: Plan) -> Price:
 
 
 def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
-    """The first plan that more memory allows: the plan, bytes that are too few for a faster one,
-    and bytes that allow it.
+    """The first plan that more memory allows, with a number of extra bytes that is too small for it
+    and one that is enough.
 
-    Recomputing a part of the layers fits itself to the memory there is, so faster plans come by
-    small steps; the first is narrowed down by halves.
+    The number of rematerialised layers adapts to the memory, so faster plans come in small steps;
+    the first one is found by bisection.
     """
     topology = source_of(plan).topology
     low, usable, memory_margin = 0, topology.chip.usable_bytes, margin(topology)
@@ -698,11 +695,11 @@ def _first_rival(
 def _meeting(
     best: Plan, rival: Plan, machine_at: Callable[[float], Topology], low: float, high: float
 ) -> float:
-    """The rate, between one where `best` leads and one where `rival` does, from which on `rival`
-    leads.
+    """The rate from which on `rival` leads, between `low` (`best` leads) and `high` (`rival`
+    leads).
 
-    Times are nearly linear in seconds per byte, so the secant through both ends is taken there
-    (false position, Illinois variant).
+    Times are nearly linear in seconds per byte, so the secant is taken in that variable (false
+    position, Illinois variant).
     """
 
     def lead(rate: float) -> float:
