@@ -1,9 +1,8 @@
-"""Layouts of a plan: its main activations, its parameters and its batch, and the situation that
-rules of thumb look at.
+"""Layouts of a plan's main activations, parameters and batch, and the facts for rules of thumb.
 
 Activations are read off the step graph that was priced: the residual stream of every layer group,
-operands and results of matmuls of weights, and of kernels of attention. Gradients of activations
-are listed where they are moved.
+operands and results of weight matmuls, and of attention kernels. Gradients of activations are
+listed where a collective moves them.
 
     x [batch, seq_tensor, embed] --all-gather--> [batch, seq, embed]
     x W = h [batch, seq, mlp_tensor]
@@ -42,9 +41,9 @@ from shardlib.propagation.colours import TOKENS, Choice, Cut, kinds
 from shardlib.rules import Rules
 
 # --------------------------------------------------------------------------------------------------
-# A step graph under a choice on a mesh: its values as they are sharded, held and in use.
+# A step graph under a choice on a mesh: the layouts of its values between operations and in use.
 
-#: An activation, and the number of an op that makes or reads it.
+#: An activation, and the number of an op that produces or reads it.
 Listed = tuple[int, ActivationLayout]
 
 
@@ -58,7 +57,7 @@ class StepLayouts:
     context: str
 
     def layout(self, cut: Cut, shape: Sequence[int]) -> Layout:
-        """The layout of a cut, without what does not divide the dims."""
+        """The layout of a cut, without axes that do not divide their dims."""
         dims = (tuple(axis for kind in kinds(part) for axis in self.axes(kind)) for part in cut)
         return Layout(
             *(
@@ -68,7 +67,7 @@ class StepLayouts:
         )
 
     def axes(self, kind: str) -> tuple[str, ...]:
-        """The axes of the mesh of a kind."""
+        """The mesh axes of a kind that the mesh has."""
         names = BATCH_AXES if kind == "batch" else (kind,)
         return tuple(axis for axis in names if axis in self.mesh)
 
@@ -81,7 +80,7 @@ class StepLayouts:
         return self.facts.graph.values[value].shape
 
     def inside(self, index: int, value: int) -> Layout:
-        """The layout of an operand or a result of an op while it runs."""
+        """The layout of an operand or a result while its op runs."""
         op, cut = self.facts.graph.ops[index], self.facts.op_cut(index, self.choice)
         dims = dict(
             zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
@@ -99,7 +98,7 @@ class StepLayouts:
         self, layout: Layout, index: int, factors: Sequence[int | None], shape: Sequence[int]
     ) -> Layout:
         """The layout of a kernel's operand after the context axis has moved from the sequence to
-        the heads; gathered along the sequence where there are too few of them.
+        the heads; all-gathered along the sequence where there are too few heads.
         """
         dims = [tuple(axis for axis in axes if axis != "context") for axes in layout]
         heads = self.facts.heads[index].factors if index in self.facts.heads else frozenset[int]()
@@ -111,7 +110,7 @@ class StepLayouts:
         return Layout(*dims)
 
     def weight(self, op: Op) -> str:
-        """The parameter that a matmul or a lookup reads, "" where it reads none."""
+        """The parameter that a matmul or a lookup reads; "" where it reads none."""
         for value in op.operands[:2]:
             if value in self.facts.weights and op.category in ("matmul", "convolution", "gather"):
                 paths = self.facts.sources[self.facts.weights[value]].paths
@@ -122,8 +121,8 @@ class StepLayouts:
 
     @cached_property
     def reductions(self) -> dict[int, list[Needed]]:
-        """The reductions of activations over tensor and context, by the first op that makes what is
-        reduced.
+        """Reductions of activations over tensor and context, by the first op that produces a
+        summand.
         """
         reductions: dict[int, list[Needed]] = defaultdict(list)
         for transfer, ops in reductions_of(self.facts, self.choice):
@@ -133,12 +132,12 @@ class StepLayouts:
 
     @cached_property
     def later(self) -> frozenset[int]:
-        """Ops whose results are reduced with those of one before."""
+        """Ops whose results are reduced together with those of an earlier op."""
         needed = (need for group in self.reductions.values() for need in group)
         return frozenset(index for _, ops in needed for index in ops if index != min(ops))
 
     def described(self, name: str, value: int, moves: Iterable[Move], index: int) -> Listed:
-        """The activation of a value, with the number of an op that makes or reads it."""
+        """The activation of a value, with the number of an op that produces or reads it."""
         tensor = self.facts.graph.values[value]
         region = self.facts.graph.ops[index].region
         return index, ActivationLayout(
@@ -157,7 +156,7 @@ def backward(op: Op) -> bool:
 
 
 def merged(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Moves that differ only in what they are of, added up."""
+    """Moves with those that differ only in `of` combined."""
     operands: dict[Move, dict[str, None]] = defaultdict(dict)
     for move in moves:
         operands[replace(move, of=())].update(dict.fromkeys(move.of))
@@ -165,7 +164,7 @@ def merged(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 
 def arriving(layout: Layout, read: Layout, of: str) -> Iterator[Move]:
-    """The collectives by which an op gets an operand as it reads it."""
+    """The collectives that reshard an operand from its layout to that in which an op reads it."""
     for dim, axes in enumerate(layout):
         for axis in ("tensor", "context"):
             if axis in axes and axis not in read[dim]:
@@ -174,14 +173,14 @@ def arriving(layout: Layout, read: Layout, of: str) -> Iterator[Move]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operands and results of kernels of attention.
+# Operands and results of attention kernels.
 
-#: What moves of a kernel of attention are of.
+#: `Move.of` for attention kernels.
 ATTENTION = "attention"
 
 
 def of_kernel(step: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
-    """Lists the operands and results of a kernel of attention."""
+    """Lists the operands and results of an attention kernel."""
     for number, value in enumerate(op.operands if op.kind == FORWARD else ()):
         role = _role(number, len(op.operands))
         layout, read = step.held(value), step.inside(index, value)
@@ -210,8 +209,8 @@ def of_kernel(step: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
 
 
 def _role(number: int, operands: int) -> str:
-    """Names the role of an operand of a kernel of attention: queries, keys, other parts of both
-    that are rotated by positions, and values.
+    """The role of an operand of an attention kernel: queries, keys, separate rotary parts of both,
+    or values.
     """
     if number == operands - 1:
         return "values"
@@ -220,8 +219,8 @@ def _role(number: int, operands: int) -> str:
 
 
 def _gradient_role(step: StepLayouts, index: int, factors: set[int]) -> str:
-    """Names the operand that a result of a backward kernel is the gradient of; keys have no heads
-    of one group.
+    """The operand whose gradient a result of a backward kernel is; keys have no dim of heads within
+    one group.
     """
     heads = step.facts.heads.get(index)
     if heads is None or heads.each == 1:
@@ -230,7 +229,7 @@ def _gradient_role(step: StepLayouts, index: int, factors: set[int]) -> str:
 
 
 def _leaving(step: StepLayouts, index: int, value: int) -> list[Move]:
-    """The collectives by which a result of a kernel gets to where it is held."""
+    """The collectives that reshard a result of a kernel to its layout between operations."""
     stored, computed = step.held(value), step.inside(index, value)
     return [
         replace(move, layout=computed, before=True)
@@ -248,7 +247,7 @@ MOST = 64
 def activation_layouts(
     facts: Facts, choice: Choice, mesh: MeshShape, context: str, groups: Sequence[str]
 ) -> tuple[ActivationLayout, ...]:
-    """The main activations of a step, in the order of the program, `MOST` at most."""
+    """The main activations of a step, in program order, at most `MOST`."""
     step = StepLayouts(facts=facts, choice=choice, mesh=mesh, context=context)
     layouts: dict[tuple[object, ...], ActivationLayout] = {}
     for _, activation in sorted(
@@ -267,7 +266,7 @@ def _joined(first: ActivationLayout, second: ActivationLayout) -> ActivationLayo
 
 
 def _residuals(step: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
-    """Lists the residual streams that layer groups hand from layer to layer."""
+    """Lists the residual streams that layer groups pass from layer to layer."""
     carried = step.facts.layers.carried
     for group, value in zip(groups, carried, strict=False):
         if value < 0:
@@ -283,7 +282,7 @@ def _residuals(step: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
 
 
 def _used(step: StepLayouts) -> Iterator[Listed]:
-    """Lists the operands and results of ops with weights and of kernels of attention."""
+    """Lists the operands and results of ops with weights and of attention kernels."""
     readers: dict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(step.facts.graph.ops):
         if op.kind in KERNELS:
@@ -303,7 +302,7 @@ def _used(step: StepLayouts) -> Iterator[Listed]:
 
 
 def _routed(step: StepLayouts) -> Iterator[Listed]:
-    """Rows of tokens that are dispatched to their experts and combined again."""
+    """Lists the token rows that are dispatched to their experts and combined again."""
     facts = step.facts
     if not facts.routes or step.choice.expert is None or "expert" not in step.mesh:
         return
@@ -344,8 +343,8 @@ def _result(step: StepLayouts, index: int, op: Op, weight: str) -> Iterator[List
 
 
 def _operand(step: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[Listed]:
-    """Lists a value that ops with weights, and gradients of weights with them, read; listed where
-    it is moved.
+    """Lists a value that ops with weights, or weight gradients, read, where a collective moves
+    it.
     """
     layout, moves = step.held(value), list[Move]()
     ops = [(index, step.facts.graph.ops[index]) for index in readers]
@@ -363,7 +362,7 @@ def _operand(step: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[
 # --------------------------------------------------------------------------------------------------
 # From decisions to the layout of every parameter and batch array.
 
-#: A parameter larger than this that no axis shards deserves a word, bytes.
+#: Bytes from which on an unsharded parameter is reported.
 LARGE_BYTES = 64 * 2**20
 #: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax
 #: docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
@@ -377,16 +376,16 @@ def at_rest(
     frozen: frozenset[int],
     avoided: frozenset[int] = frozenset(),
 ) -> Layout:
-    """Cuts one more dim of a parameter over the storage axes: the first uncut dim that divides,
-    else a cut dim that still divides.
+    """Shards one more dim of a parameter over the storage axes: the first unsharded dim that
+    divides, else a sharded dim that still divides.
 
-    Pieces along the first dim lie together in memory, so that gathering them moves nothing else.
-    Dims whose shards are not whole tiles come last: a TPU pads them, and trades rows between
-    neighbours after every reduce-scatter. Where no other dim has whole tiles, columns that would
-    as rows come before rows that do not: the compiler then stores the matrix transposed.
+    Shards along the first dim are contiguous in memory, so all-gathering them needs no copies. Dims
+    whose shards are not whole tiles come last: a TPU pads them, and trades rows between neighbours
+    after every reduce-scatter. Where no other dim has whole tiles, columns that would be whole
+    tiles as rows come before rows that would not: the compiler then stores the matrix transposed.
 
     Vectors (scales of norms, biases) are stored replicated: sharding them saves next to nothing,
-    and each would cost two collectives a layer.
+    and each would cost two collectives per layer.
     """
     added = tuple(axis for axis in STORED_AXES if axis in mesh and axis not in layout.axes)
     if not added:
@@ -409,8 +408,8 @@ def at_rest(
 
 
 def _untiled(dim: int, shape: tuple[int, ...], size: int) -> int:
-    """Rates the distance of shards of a size along a dim from whole tiles: 0 where they are whole,
-    1 where they are in a transposed matrix, 2 otherwise.
+    """Distance of shards of a size along a dim from whole tiles: 0 where they are whole, 1 where
+    they are whole in the transposed matrix, 2 otherwise.
     """
     last = len(shape) - 1
     if dim < last - 1 or size % (LANES if dim == last else ROWS) == 0:
@@ -420,10 +419,11 @@ def _untiled(dim: int, shape: tuple[int, ...], size: int) -> int:
 
 
 def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
-    """Splits pinned rules into those for compute and those that also say where parameters rest.
+    """Splits pinned rules into those for compute and those that also say how parameters are stored
+    (None where no rule does).
 
     A rule that shards a colour other than the batch over data or fsdp concerns stored parameters
-    only; where there is no such rule, there is nothing to say about rest.
+    only.
     """
     storing = set(BATCH_AXES) - set(COMPUTE_AXES)
     compute = Rules(
@@ -493,9 +493,9 @@ def parameter_layouts(
 
 
 def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
-    """The dims of which every use of a parameter takes a slice, by path: the rows of a table of
-    positions that is longer than the sequence. Sharded, such a dim is gathered whole, where slices
-    of the others' shards could be.
+    """By path, the dims of which every use of a parameter takes a slice, such as the rows of a
+    position table that is longer than the sequence. If sharded, such a dim is all-gathered whole,
+    not only its slice.
     """
     graph = problem.forward
     uses: dict[int, list[Op]] = defaultdict(list)
@@ -518,8 +518,8 @@ def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
 def _staged(
     layout: Layout, shape: tuple[int, ...], mesh: MeshShape, stacks: frozenset[int]
 ) -> Layout:
-    """The layout with stacks of layers sharded over the stages, where they divide; an uneven cut
-    has no layout.
+    """The layout with stacks of layers sharded over stages where they divide; an uneven split has
+    no layout.
     """
     return Layout(
         *(
@@ -539,11 +539,8 @@ def _staged(
 def batch_layouts(
     problem: Problem, colours: Mapping[str, LogicalAxes], mesh: MeshShape, rules: Rules
 ) -> tuple[tuple[str, Layout], ...]:
-    """Layout of every batch array: cut along the batch and over the context axis; the tensor axis
-    cuts the sequence inside the program.
-
-    Args:
-        rules: colour -> mesh axes.
+    """Layout of every batch array: sharded along the batch and over the context axis; the tensor
+    axis shards the sequence inside the program.
     """
     outer = Rules(
         tuple(
@@ -562,11 +559,7 @@ def batch_layouts(
 def layout_findings(
     layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
 ) -> tuple[Finding, ...]:
-    """Findings about the layouts: large parameters that nothing shards.
-
-    Args:
-        itemsize: bytes of an element, by dtype.
-    """
+    """Findings about large parameters that no axis shards."""
     findings: list[Finding] = []
     for p in layouts:
         size = itemsize.get(p.dtype, 4)
@@ -594,20 +587,18 @@ def layout_findings(
 
 
 # --------------------------------------------------------------------------------------------------
-# The situation: facts of a plan that rules of thumb need.
+# The situation: facts of a plan for rules of thumb.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """A plan, and what the rules need to know besides.
+    """A plan, and further facts for the rules of thumb.
 
     Attributes:
-        plan: the finished plan.
-        topology: its machine.
-        compute_dtype: dtype of the matmuls that dominate.
-        itemsize: bytes of a number of that dtype.
-        weights: numbers in the parameters, embeddings left out.
-        language: whether the model reads sequences of tokens.
+        compute_dtype: dtype of the dominant matmuls.
+        itemsize: bytes per element of that dtype.
+        weights: number of parameter elements without embeddings.
+        language: True if the model reads sequences of tokens.
     """
 
     plan: Plan
@@ -619,7 +610,7 @@ class Situation:
 
     @property
     def device_tokens(self) -> float:
-        """Tokens that a device works on at once: one microbatch of its part of the batch."""
+        """Tokens per device and microbatch."""
         plan = self.plan
         return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
 

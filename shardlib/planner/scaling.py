@@ -1,9 +1,9 @@
-"""Scaling curves of a training run, the number of devices from which on more are wasted, and plans
+"""Scaling curves of a training run, the number of devices beyond which more do not pay, and plans
 for a machine that has lost or gained hosts.
 
-*Strong scaling*: the global batch is fixed, and more devices make the step shorter. *Weak scaling*:
-the batch grows with the devices. Each point of a curve is the best plan for so many devices; its
-efficiency is its tokens per second and device over those of the smallest machine that holds the
+*Strong scaling*: the global batch is fixed, and more devices shorten the step. *Weak scaling*: the
+batch grows with the devices. Each point of a curve is the best plan for that many devices; its
+efficiency is its tokens per second and device over those of the smallest machine that fits the
 model.
 
 More devices *pay* as long as two things hold:
@@ -13,7 +13,7 @@ More devices *pay* as long as two things hold:
   the knee, where efficiency per time is largest, and show that the efficiency there is at least one
   half.
 - A doubling makes the run at least a tenth faster. This threshold is ours: at a gain of a tenth,
-  nine parts in ten of the added devices are wasted.
+  nine tenths of the added devices are wasted.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class Point:
     """The best plan for a number of devices.
 
     Attributes:
-        devices: how many there are.
+        devices: number of devices of the machine.
         topology: spelling of the machine.
         plan: the best plan; None where none fits.
-        short_bytes: bytes that a device lacks for the leanest plan; 0 where one fits, or where
-            memory is not the reason.
-        message: why there is no plan.
-        share: part of the machine's peak that the devices of the plan have.
+        short_bytes: bytes per device that the minimum-memory plan lacks; 0 where a plan fits, or
+            where memory is not the reason.
+        message: the reason why there is no plan.
+        share: share of the machine's peak FLOP/s that the devices of the plan have.
         efficiency: tokens per second and device over those of the first point with a plan.
-        speed_up: tokens per second over those of the point before, for a doubling of devices; 0 for
+        speed_up: tokens per second over those of the point before, per doubling of devices; 0 for
             the first.
     """
 
@@ -88,8 +88,8 @@ class Point:
         )
 
     def to_json(self) -> JsonObject:
-        """The point as plain data; "fits" is None where another reason than memory keeps it from
-        having a plan.
+        """The point as plain data; "fits" is None where there is no plan for another reason than
+        memory.
         """
         data: dict[str, Any] = {
             "devices": self.devices,
@@ -119,7 +119,7 @@ class Point:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation of all devices that there are, used or not."""
+        """Model FLOPs utilisation of all devices, used or not."""
         return self.plan.estimate.mfu * self.share if self.plan is not None else 0.0
 
 
@@ -128,7 +128,6 @@ class Curve:
     """The best plans of a family of machines.
 
     Attributes:
-        model: name of the model.
         kind: "strong" where the global batch is fixed, "weak" where it grows with the devices.
         points: by number of devices, ascending.
     """
@@ -191,7 +190,7 @@ class Curve:
 
 
 def _nothing(points: Sequence[Point]) -> str:
-    """Says why no point has a plan."""
+    """The reason why no point has a plan."""
     short = [f"{point.devices:,}" for point in points if point.short_bytes]
     if len(short) == len(points):
         return "no machine holds the model"
@@ -246,13 +245,15 @@ def _compared(machine: Topology, plan: Plan, first: Point | None, before: Point 
 
 
 def _share(machine: Topology, used: int) -> float:
-    """Part of a machine's peak that some of its devices have while the others idle."""
+    """Share of a machine's peak FLOP/s that `used` of its devices have while the others are
+    idle.
+    """
     faster = machine.in_use(used).chip.peak("float32") / machine.chip.peak("float32")
     return used * faster / machine.devices
 
 
 def curve_text(result: Curve) -> str:
-    """The curve as a table for people."""
+    """The curve as a text table."""
     kinds = {
         "strong": "Strong scaling: the same global batch on more devices",
         "weak": "Weak scaling: a batch that grows with the devices",
@@ -303,12 +304,12 @@ def _row(point: Point) -> tuple[str, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The machine of a point, with the figures that the plan was priced with, and its parts.
+# The machine of a point, with the figures with which the plan was priced, and its parts.
 
 
 def machine_like(old: Topology, requested: TopologyLike) -> Topology:
-    """The machine that is asked for. Simulated devices have the figures that the plan has of them,
-    which were measured, and not the rough ones of the catalogue.
+    """The requested machine. Simulated devices get the measured figures of the plan's machine, not
+    the rough ones of the catalogue.
 
     >>> from shardlib.machines.catalog import CPU
     >>> measured = replace(parse_topology("cpu:8"), chip=replace(CPU.chip, hbm_bytes_per_s=4e9))
@@ -318,12 +319,12 @@ def machine_like(old: Topology, requested: TopologyLike) -> Topology:
     2000000000.0
 
     Args:
-        old: the machine that the plan was priced for.
+        old: the machine for which the plan was priced.
         requested: a spelling or a value.
 
     Raises:
         TopologyError: the spelling does not parse.
-        MissingFileError: it is a file that is not there.
+        MissingFileError: it is a file that does not exist.
     """
     machine = parse_topology(requested)
     simulated = all(topology.name.startswith("cpu:") for topology in (old, machine))
@@ -331,12 +332,12 @@ def machine_like(old: Topology, requested: TopologyLike) -> Topology:
 
 
 def same_chips(old: Topology, new: Topology) -> bool:
-    """Returns whether two machines have chips of one kind, whatever figures each has of them."""
+    """True if two machines have chips of the same name, whatever their figures."""
     return old.chip.name == new.chip.name
 
 
 def parts_of(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
-    """The parts of a machine that are worth a search, the largest first; some of its outermost
+    """The parts of a machine that are worth a search, the largest first: some of its outermost
     domains, or all of them.
     """
     outer, inner = machine.tiers[0], machine.tiers[1:]
@@ -365,7 +366,7 @@ def _usable_counts(source: Source, limit: int) -> set[int]:
     and one of a stack of layers.
 
     A tensor axis of a size that divides one colour alone, such as an odd factor of the vocabulary,
-    leaves most matmuls uncut.
+    leaves most matmuls unsharded.
     """
     load = source.load
     shapes = {parameter.path: parameter.shape for parameter in load.problem.parameters}
@@ -380,8 +381,8 @@ def _usable_counts(source: Source, limit: int) -> set[int]:
 
 
 def _resized(old: Topology, machine: Topology) -> Topology:
-    """A machine of simulated devices with another number of them: they share the same cores and the
-    same memory.
+    """A machine of simulated devices with another number of them, which share the same cores and
+    the same memory.
     """
     if machine.devices == old.devices:
         return old
@@ -404,7 +405,7 @@ def _resized(old: Topology, machine: Topology) -> Topology:
 
 
 def _memory(tier: Tier, devices: int, slower: float) -> Tier:
-    """The memory through which devices exchange, for another number of them."""
+    """The memory tier through which simulated devices exchange, for another number of them."""
     return replace(
         tier,
         shape=(devices,),
@@ -423,18 +424,17 @@ def _memory(tier: Tier, devices: int, slower: float) -> Tier:
 # --------------------------------------------------------------------------------------------------
 # Plans after hosts are lost or gained.
 #
-# The same problem is searched again on the machine that is left: nothing is traced, and the global
-# batch stays as it is, by gradient accumulation or with fewer data ways, so that the training run
-# goes on with the same numbers. Then the two layouts are compared device by device, which says how
-# many bytes every device must receive, for every parameter and its optimizer state, and whether
-# something is on no surviving device and must come from a checkpoint.
+# The same problem is searched again on the remaining machine: nothing is traced, and the global
+# batch stays the same, by gradient accumulation or with fewer data ways, so that the training run
+# continues with the same numbers. Then the old and new layouts are compared device by device, for
+# the bytes that every device receives and those that no surviving device has.
 #
 # Surviving devices keep their order: device 0 of the new machine is the first survivor of the old
 # one.
 
-#: The finding of a plan whose estimate was made again, at other rates than it was written with.
+#: Code of the finding of a plan whose estimate was recomputed with other figures.
 PRICED_AGAIN = "priced-again"
-#: Decisions that a quick replan keeps, beside dtypes.
+#: Decisions that a quick replan keeps, besides dtypes.
 KEPT = (
     "remat",
     "accumulation",
@@ -448,14 +448,14 @@ KEPT = (
     "collective_matmul",
     "offload",
 )
-#: Bytes of an outer parameter and of its momentum.
+#: Bytes per element of an outer parameter and its momentum together.
 OUTER_BYTES = 8.0
 
 
 def replan(
     plan: Plan, topology: TopologyLike, *, lost: Iterable[int] = (), anew: bool = False
 ) -> Replan:
-    """The best plan for the same training run on another machine, and what must move.
+    """The best plan for the same training run on another machine, and the data that must move.
 
     Args:
         lost: numbers of the old devices that are gone; by default the last ones.
@@ -495,7 +495,9 @@ def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, 
 
 
 def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
-    """The best plan that runs a step as the old one does; None where there is none."""
+    """The best plan that keeps the decisions `KEPT` of the old one, with notes; (None, []) where
+    there is none.
+    """
     own_pins = pinned(plan)
     try:
         fewer = _with_fewer(
@@ -514,8 +516,8 @@ def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, l
 
 
 def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
-    """The best plan for the machine under the user's pins, or without a pinned mesh that it cannot
-    hold.
+    """The best plan for the machine under the user's pins, or without a pinned mesh that does not
+    fit it; with notes.
     """
     try:
         return _with_fewer(source, machine, source.pins), []
@@ -530,7 +532,7 @@ def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
 
 def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
     """The best plan on the machine, on the largest part of it whose devices can all be used, or on
-    its largest even part, whichever is fastest.
+    its largest power-of-two part, whichever is fastest.
 
     Fifteen hosts divide few batches, and a search that must use them all may end at an odd tensor
     axis.
@@ -598,7 +600,7 @@ def _moves(
     before, after = _order(old, source.topology), _order(new, machine)
     usable = (
         survivors if same_chips(source.topology, machine) else survivors[:0]
-    )  # another machine: nobody holds anything there
+    )  # on other chips no device has any data yet
     state = {
         parameter.path: parameter.state_bytes_per_element
         for parameter in source.load.under(old.dtypes).problem.parameters
@@ -640,8 +642,8 @@ def _moves(
 def _arrays(
     old: ParameterLayout, new: ParameterLayout, state: Mapping[str, float], *, outer: bool
 ) -> Iterable[tuple[str, float, tuple[Layout, Layout]]]:
-    """(what, bytes per element, layouts before and after) of a parameter, of its optimizer state,
-    and of what is outer of it.
+    """(what, bytes per element, layouts before and after) of a parameter, its optimizer state, and
+    its outer state.
     """
     yield "parameter", float(ITEMSIZE.get(old.dtype, 4)), (old.rest, new.rest)
     if state.get(old.path):
@@ -651,7 +653,7 @@ def _arrays(
 
 
 def _keeps_outer(plan: Plan) -> bool:
-    """Returns whether parameters are outer, with a momentum."""
+    """True if islands keep outer parameters and an outer momentum."""
     return plan.exchange.keeps
 
 

@@ -1,14 +1,11 @@
-"""The contents of a plan: candidates of the search, main activations, trials of the compiler,
-dtypes, and pins that fix decisions.
+"""The parts of a plan: candidates of the search, main activations, trials of the compiler, dtypes,
+and pinned rules.
 
-Dtypes of compute, reduction and storage are decisions, too.
-
-Dtypes change the numbers that a program computes, so a plan has those of the traced model unless
-the user pins others or allows them: then each is a decision like any other. A combination of dtypes
-is another problem under another profile, and everything that prices plans works as it does on any:
-stored parameters are the graph's, products of layers' weights, communicated gradients and gradients
-that are kept are facts of the profile (`shardlib.cost.framework`), moments are bytes of
-optimizer state.
+A plan has the dtypes of the traced model, since others change the numbers that a program computes,
+unless the user pins or allows others; then each dtype is a decision. A combination of dtypes is
+priced as another problem under another profile: stored dtypes are in the graph, those of layers'
+products, communicated gradients and accumulated gradients in the profile
+(`shardlib.cost.framework`), and moments are bytes of optimizer state.
 
 >>> combinations((("moment_dtype", "bfloat16"),), (("reduction_dtype", ("bfloat16",)),))
 [(('moment_dtype', 'bfloat16'),), (('reduction_dtype', 'bfloat16'), ('moment_dtype', 'bfloat16'))]
@@ -39,20 +36,20 @@ from shardlib.schedules import NONE, named
 from shardlib.untrusted.data import Form, JsonMapping, JsonObject, construct
 
 # --------------------------------------------------------------------------------------------------
-# Layouts of the main activations of a step: as they are made, held between operations, and read.
+# Layouts of the main activations of a step: as produced, between operations, and as read.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A collective of an activation.
+    """A collective on an activation.
 
     Attributes:
         kind: as in `shardlib.collective.KINDS`.
-        axes: the mesh axes it spans.
-        of: the weights, or the attention, that read the activation after it, or whose result it is
-            before it.
-        layout: how the activation is sharded on the other side of the collective than `held`.
-        before: whether that is before it, as of partial sums, and not after it.
+        axes: mesh axes of the collective.
+        of: the weights, or the attention, that read the activation after the collective, or whose
+            result it is before it.
+        layout: sharding on the other side of the collective than `ActivationLayout.held`.
+        before: True if `layout` is before the collective, as for partial sums.
     """
 
     kind: str
@@ -74,17 +71,18 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationLayout:
-    """The layouts of one activation of the whole batch; a step with microbatches has a part of it
+    """The sharding of one activation of the whole batch; a step with microbatches has a part of it
     at a time.
 
     Attributes:
-        name: what makes it, or what reads it: "output of layers.mlp.up".
+        name: its producer or its reader, such as "output of layers.mlp.up".
         shape: elements per dim.
-        dtype: JAX's name of the dtype.
+        dtype: JAX name of the dtype.
         colours: colour per dim; None where the dim has none.
-        count: how many there are in a forward and backward pass, one for each layer say.
-        held: how it is sharded between operations.
-        moves: the collectives that bring it there, and from there to what reads it.
+        count: number of such activations per forward and backward pass, such as one per layer.
+        held: sharding between operations.
+        moves: the collectives that produce this sharding, and those that reshard it for its
+            readers.
     """
 
     name: str
@@ -109,15 +107,12 @@ class ActivationLayout:
 
 
 def together(names: Iterable[str]) -> str:
-    """Names in one, what they begin with alike said once.
+    """Joins dotted names, with their common prefix once.
 
     >>> together(["layers.mlp.up", "layers.mlp.gate", "layers.mlp.up"])
     'layers.mlp.up/gate'
     >>> together(["head", "layers.mlp.up"])
     'head, layers.mlp.up'
-
-    Args:
-        names: dotted.
     """
     distinct = list(dict.fromkeys(names))
     fronts = {name.rpartition(".")[0] for name in distinct}
@@ -127,29 +122,28 @@ def together(names: Iterable[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# A candidate: one point of the space of plans, as the search knows it.
+# A candidate: one point of the space of plans, in the form of the search.
 #
-# It holds the same `Decisions` that its plan will have. Three of them the search knows by other
-# names until the plan is built: what is sharded as a `Choice` of colours, the policies of layer
-# groups by their place among the groups, and whether tokens are routed to experts, of whatever
-# kind they are.
+# It has the `Decisions` of its future plan, three of them in another form: sharding as a `Choice`
+# of colours, the policies of layer groups by the index of the group, and routing to experts as a
+# flag.
 
 _CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchanged"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One plan of the space, or what many have in common before meshes and microbatches are said.
+    """One plan of the space, or the common part of many before mesh and microbatches are known.
 
     Attributes:
-        decisions: the decisions; of those that follow, and of `rules`, `sequence_parallel` and
-            `experts`, nothing. `remat_layers` are those of the fullest stage; where layer groups
-            differ, `remat` is the policy of the most layers, and `remat_layers` counts them all.
-            Without a context axis `context` is that of the space.
-        choice: what is sharded.
-        groups: for each layer group its policy and how many layers of the fullest stage follow it,
-            where groups differ; () where they do not.
-        routes: whether tokens are routed to their experts between devices.
+        decisions: the decisions, except those in the other attributes, `rules`, `sequence_parallel`
+            and `experts`. `remat_layers` counts layers of the fullest stage; where layer groups
+            differ, `remat` is the policy of the most layers and `remat_layers` counts all that are
+            rematerialised. Without a context axis, `context` is that of the space.
+        choice: the sharded colours.
+        groups: (policy, number of layers of the fullest stage) of each layer group, where groups
+            differ; () where they do not.
+        routes: True if tokens are routed to experts on other devices.
     """
 
     decisions: Decisions
@@ -163,7 +157,7 @@ class Candidate:
         return self.decisions.mesh
 
     def on(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
-        """The candidate on a mesh, without what the mesh has no axis for."""
+        """The candidate on a mesh, without decisions for axes that the mesh does not have."""
         staged = "stage" in mesh
         decisions = self.decisions
         return replace(
@@ -227,7 +221,7 @@ class Candidate:
         return f"remat {self.decisions.remat}" + (f" of {layers} layers a stage" if layers else "")
 
     def simplicity(self) -> tuple[object, ...]:
-        """Sorts equally fast plans, the simplest first."""
+        """Sort key for equally fast plans, the simplest first."""
         decisions = self.decisions
         return (
             bool(decisions.axis_order),
@@ -256,7 +250,7 @@ class Candidate:
 def completed(
     candidate: Candidate, experts: str, names: Sequence[str], **others: object
 ) -> Decisions:
-    """The decisions of a candidate's plan, all in the words of plans."""
+    """The decisions of a candidate's plan, in the form of plans."""
     decisions = candidate.decisions
     return replace(
         decisions,
@@ -271,23 +265,23 @@ def completed(
 
 
 def by_group(each: Each) -> tuple[str, int]:
-    """The policy of the most layers that are rematerialised, and the number of all that are."""
+    """The policy of the most rematerialised layers, and the number of all rematerialised layers."""
     return max(each, key=lambda policy: policy[1])[0], sum(number for _, number in each)
 
 
 def microbatches_text(micro: int, groups: int) -> str:
-    """Microbatches of a step in words."""
+    """The number of microbatches as text."""
     return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names in words: "mlp", "mlp and vocab", "heads, mlp and vocab"."""
+    """Names joined as "mlp", "mlp and vocab", "heads, mlp and vocab"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def dtypes_text(dtypes: Dtypes) -> str:
-    """Dtypes other than the model's in words."""
+    """Dtypes other than the model's as text."""
     return ", ".join(f"{word} {dtype}" for word, dtype in dtypes)
 
 
@@ -304,33 +298,32 @@ def _elsewhere(offload: tuple[str, ...]) -> str:
 # --------------------------------------------------------------------------------------------------
 # Trials: the best plans, compiled by the real compiler.
 #
-# `shardlib.plan(..., refine=K)` has the K best plans compiled and ranks them again by what the
-# compiler made of them. A `Refined` is the record: one `Trial` per plan that was compiled, and the
-# time and memory of the chosen one with the compiler's figures in place of predictions. The plan's
-# `estimate` stays the prediction.
+# `shardlib.plan(..., refine=K)` compiles the K best plans and ranks them again by the compiler's
+# figures. A `Refined` is the record: one `Trial` per compiled plan, and the time and memory of the
+# chosen one with the compiler's figures in place of predictions. The plan's `estimate` stays the
+# prediction.
 
-#: How a mesh is written.
+#: JSON form of a mesh.
 MESH = Form(plain=Mapping[str, int], build=MeshShape)
 
-#: Verdict on the plan that was chosen; and on a plan that works and is slower.
+#: Verdicts on the chosen plan, and on plans that compile and fit but are slower.
 CHOSEN, SLOWER = "chosen", "slower"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One plan that the compiler was asked about.
+    """One plan that was compiled.
 
     Attributes:
-        mesh: its mesh.
-        summary: its other decisions in a few words.
+        summary: its decisions other than the mesh, in a few words.
         predicted_seconds: step time by the cost model.
         predicted_bytes: bytes per device by the cost model.
-        compiled_seconds: step time with the compiler's figures
-            (`shardlib.cost.pricing`); 0 where nothing was compiled.
-        compiled_bytes: peak bytes per device by the compiler; 0 where it does not say.
-        verdict: "chosen", "slower", or why the plan was cut: "out-of-memory", "compile-error",
-            "compiler-abort", "compile-timeout", "compiler-memory", "not-lowered".
-        message: what the compiler said about a plan that was cut.
+        compiled_seconds: step time with the compiler's figures (`shardlib.cost.pricing`); 0 where
+            nothing was compiled.
+        compiled_bytes: peak bytes per device by the compiler; 0 where it does not report them.
+        verdict: "chosen", "slower", or why the plan was discarded: "out-of-memory",
+            "compile-error", "compiler-abort", "compile-timeout", "compiler-memory", "not-lowered".
+        message: the compiler's message about a discarded plan.
         compile_seconds: wall time of compiling.
     """
 
@@ -346,7 +339,7 @@ class Trial:
 
     @property
     def survived(self) -> bool:
-        """True if the compiler made a program that fits."""
+        """True if the compiler produced a program that fits."""
         return self.verdict in (CHOSEN, SLOWER)
 
     def to_json(self) -> JsonObject:
@@ -356,20 +349,18 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Refined:
-    """The compiler's word on a plan, and on those that it was chosen from.
+    """The compiler's figures for a plan, and for those from which it was chosen.
 
     Attributes:
-        wanted: how many plans should survive the compiler.
-        seconds: the chosen plan's step with the compiler's figures
-            (`shardlib.cost.pricing`).
-        device_bytes: the chosen plan's (part, bytes) per device: "arguments", "outputs", "aliased",
-            "temporaries", "peak".
-        collectives: those of the chosen program, with the seconds that the cost model gives them.
-        kernels: where the seconds of compute come from: "compiler" (its cycles) or "model".
-        trials: every plan that was compiled, in the order of its predicted time.
-        passed_over: plans that were in line and not compiled, because plans like them were out of
-            memory.
-        bounded: whether the search ended at the largest number of compilations.
+        wanted: number of plans to compile successfully.
+        seconds: step time of the chosen plan with the compiler's figures (`shardlib.cost.pricing`).
+        device_bytes: (part, bytes) per device of the chosen plan: "arguments", "outputs",
+            "aliased", "temporaries", "peak".
+        collectives: those of the chosen program, with seconds from the cost model.
+        kernels: source of the compute seconds: "compiler" (its cycles) or "model".
+        trials: every plan that was compiled, by predicted time.
+        passed_over: number of plans that were skipped because similar plans ran out of memory.
+        bounded: True if the search stopped at the largest number of compilations.
         versions: (package, version) of the compiler.
     """
 
@@ -410,7 +401,7 @@ class Refined:
 
     @classmethod
     def from_json(cls, data: JsonMapping) -> Refined:
-        """Reads what `to_json` wrote; totals are recomputed."""
+        """Reads the output of `to_json`; totals are recomputed."""
         return construct(
             cls,
             data,
@@ -423,8 +414,8 @@ class Refined:
 
 
 def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
-    """Every combination of dtypes, those nearest to the traced model first: of equally fast plans
-    the one that changes the least is found first.
+    """Every combination of dtypes, those nearest to the traced model first, so that ties go to the
+    plan that changes the least.
 
     Args:
         pinned: (word, dtype) pairs that are fixed.
@@ -449,14 +440,11 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
 def effective(
     dtypes: Dtypes, problem: Problem, profile: FrameworkProfile, pinned: Dtypes = ()
 ) -> Dtypes:
-    """Dtypes without those that problem and profile have already.
+    """Dtypes without those that the problem and the profile have already.
 
-    Pinned dtypes of gradients stay: in communication most gradients of a model that computes in 16
-    bits are in these, and those of tables in that of the parameters; programs add gradients up in
-    float32 where nothing else is said.
-
-    Args:
-        dtypes: (word, dtype) pairs.
+    Pinned dtypes of gradients stay. In communication, most gradients of a model that computes in 16
+    bits are in 16 bits, and those of lookup tables in the dtype of the parameters; programs
+    accumulate gradients in float32 by default.
     """
     stored = {parameter.dtype for parameter in problem.parameters if parameter.trained}
     has = {
@@ -490,11 +478,7 @@ def effective(
 def under(
     dtypes: Dtypes, problem: Problem, profile: FrameworkProfile
 ) -> tuple[Problem, FrameworkProfile]:
-    """The problem and the framework profile with other dtypes.
-
-    Args:
-        dtypes: (word, dtype) pairs.
-    """
+    """The problem and the framework profile with other dtypes."""
     words = dict(dtypes)
     if "moment_dtype" in words:
         if profile.state_bytes is not None:
@@ -522,13 +506,13 @@ def under(
     if "param_dtype" in words and not profile.gradient_dtype:
         facts.setdefault(
             "gradient_dtype", "float32"
-        )  # stored parameters in 16 bits do not narrow what gradients are added up in
+        )  # gradients accumulate in float32 even if parameters are stored in 16 bits
     return problem, replace(profile, **facts) if facts else profile
 
 
 def _moments(parameter: Parameter, dtype: str) -> Parameter:
-    """A parameter whose optimizer state is in another dtype; where nobody says of how many arrays
-    it is, they are float32.
+    """A parameter whose optimizer state is in another dtype; where the number of its arrays is
+    unknown, the present bytes are taken as float32.
     """
     if not parameter.trained:
         return parameter
@@ -537,8 +521,9 @@ def _moments(parameter: Parameter, dtype: str) -> Parameter:
 
 
 def _resting(step: StepGraph, dtype: str) -> StepGraph:
-    """A step whose trained parameters, and the gradients that it returns, are in another dtype:
-    with them whatever is a copy or a slice of them; casts of them remain.
+    """A step whose trained parameters, and the gradients that it returns, are in another dtype.
+
+    Copies and slices of them change too; casts of them remain.
     """
     graph = step.graph
     trained = set(graph.inputs_of("parameter"))
@@ -564,7 +549,7 @@ def _resting(step: StepGraph, dtype: str) -> StepGraph:
 # --------------------------------------------------------------------------------------------------
 # A plan that a search priced, as one point of the landscape of plans: time against memory.
 
-#: Decisions that a point tells otherwise, or not at all.
+#: Decisions that a point describes in another form, or not at all.
 _TOLD = frozenset({"mesh", "rules", "sequence_parallel", "experts", "remat_classes", "exchange"})
 _DEFAULTS = {word: str(entry.default) for word, entry in TABLE.items()}
 
@@ -574,11 +559,10 @@ class Priced:
     """A plan that was priced exactly.
 
     Attributes:
-        mesh: its mesh.
-        decided: (word, value) of its other decisions that are not the default, in words.
-        step_seconds: predicted time of a step, six digits.
+        decided: (word, value) of its other decisions that are not the default, as text.
+        step_seconds: predicted step time, six digits.
         peak_bytes: predicted bytes per device.
-        fits: whether it fits into the memory that plans may fill.
+        fits: True if it fits into the memory that plans may fill.
     """
 
     mesh: MeshShape
@@ -589,12 +573,7 @@ class Priced:
 
     @classmethod
     def of(cls, candidate: Candidate, seconds: float, peak_bytes: float, *, fits: bool) -> Priced:
-        """A candidate with its price.
-
-        Args:
-            seconds: predicted time of a step.
-            peak_bytes: predicted bytes per device.
-        """
+        """A candidate with its price."""
         return cls(
             mesh=candidate.mesh,
             decided=_decided(candidate),
@@ -648,11 +627,7 @@ def _text(value: object) -> str:
 
 
 def check_rules(rules: Rules, colouring: Colouring) -> Rules:
-    """Translates pinned rules to colours.
-
-    Args:
-        rules: logical axis or colour -> mesh axes.
-    """
+    """Translates pinned rules to colours."""
     failures: list[str] = []
     entries: list[tuple[str, tuple[str, ...]]] = []
     names = sorted(
@@ -677,16 +652,12 @@ def check_rules(rules: Rules, colouring: Colouring) -> Rules:
 
 
 def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
-    """The choice that pinned rules stand for.
-
-    Args:
-        rules: colour -> mesh axes.
-    """
+    """The choice that pinned rules stand for."""
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
     tensor = pins.mesh["tensor"] if pins.mesh is not None else dict(pins.axes).get("tensor", 1)
     optional = {
         name for name, axes in rules.entries if "tensor" not in axes
-    }  # MaxText's fallbacks: a second rule for the same name
+    }  # MaxText's fallbacks are a second rule for the same name
     cut = tuple(
         name
         for name, axes in rules.entries
