@@ -1,9 +1,9 @@
-"""Combinations of decisions that have no lowering: one row for each, and nothing else says so.
+"""Combinations of decisions that cannot be lowered: one row for each, and the only place that says
+so.
 
-A combination in a row is not in the space that is searched: the planner leaves it out, a pin of it
-is a `PinError` with the reason of the row, and lowering refuses a plan that has it. **Who builds
-the lowering of a combination deletes its row**, and from then on all three follow: `plan`,
-`compile`, `verify` and pins search and take it.
+The planner leaves such a combination out of its space, a pin of it is a `PinError` with the reason
+of the row, and lowering refuses a plan that has it. **Whoever builds the lowering of a combination
+deletes its row**; then `plan`, `compile`, `verify` and pins all accept it.
 
 >>> [gap.says for gap in broken(frozenset({"routed", "reduction dtype"}))]
 ['a reduction_dtype of gradients where tokens are routed to experts']
@@ -28,13 +28,13 @@ from shardlib.schedules import lowered as schedule_lowered
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """A combination that has no lowering.
+    """A combination that cannot be lowered.
 
     Attributes:
-        facts: of plans, see `facts`; those that have all of them have no lowering.
+        facts: facts (see `facts`) that a plan must all have to be affected.
         says: the combination in words.
         hint: what to pin instead.
-        vendor: of the chips that have no program of it; "" for all.
+        vendor: vendor of the affected chips; "" for all.
     """
 
     facts: frozenset[str]
@@ -43,9 +43,9 @@ class Gap:
     vendor: str = ""
 
 
-#: What has no lowering, a row for each; delete the row of what is built.
+#: Combinations without a lowering; whoever builds one deletes its row.
 GAPS: tuple[Gap, ...] = (
-    # libtpu 0.0.42 refuses the slices of what stages keep in host memory: "UNIMPLEMENTED: Async
+    # libtpu 0.0.42 refuses the slices of stage activations in host memory: "UNIMPLEMENTED: Async
     # slice only supports slicing in 1 dimension".
     Gap(
         facts=frozenset({"stages", "one program", "activations on host"}),
@@ -53,12 +53,12 @@ GAPS: tuple[Gap, ...] = (
         hint="pipeline='programs', or offload without activations",
         vendor="google",
     ),
-    Gap(  # their gradients are reduced where they are made, in the dtype that they have
+    Gap(  # expert gradients are reduced where they are computed, in their own dtype
         facts=frozenset({"routed", "reduction dtype"}),
         says="a reduction_dtype of gradients where tokens are routed to experts",
         hint="no reduction_dtype, or experts='none'",
     ),
-    Gap(  # 8 bits would need scales that are stored with them, 64 a mode of JAX
+    Gap(  # 8 bits need scales stored alongside, 64 bits need JAX's x64 mode
         facts=frozenset({"dtype without lowering"}),
         says=f"a dtype other than {', '.join(LOWERED_DTYPES)} (of products also"
         f" {', '.join(LOWERED_PRODUCTS)})",
@@ -73,7 +73,7 @@ GAPS: tuple[Gap, ...] = (
 
 
 def facts(decisions: Decisions) -> frozenset[str]:
-    """Returns the facts of a plan that `GAPS` test."""
+    """The facts of a plan that `GAPS` test."""
     one = decisions
     return frozenset(
         name
@@ -91,7 +91,7 @@ def facts(decisions: Decisions) -> frozenset[str]:
 
 
 def facts_of_pins(pins: Pins) -> frozenset[str]:
-    """Returns the facts that hold for all plans under some pins."""
+    """The facts that are true of all plans under some pins."""
     sizes = dict(pins.mesh if pins.mesh is not None else pins.axes)
     return frozenset(
         name
@@ -114,22 +114,17 @@ def facts_of_pins(pins: Pins) -> frozenset[str]:
 
 
 def has_lowering(word: str, dtype: str) -> bool:
-    """Returns whether programs can have something in a dtype.
-
-    Args:
-        word: what has the dtype, such as "moment_dtype".
-        dtype: the dtype.
-    """
+    """True if programs support a dtype for `word`, such as "moment_dtype"."""
     return dtype in lowered_dtypes(word)
 
 
 def on_chips(vendor: str) -> tuple[Gap, ...]:
-    """The rows that count on chips of a vendor."""
+    """The rows that apply to chips of a vendor."""
     return tuple(gap for gap in GAPS if gap.vendor in ("", vendor))
 
 
 def broken(facts: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
-    """The rows whose facts are all among some."""
+    """The rows whose facts are all present."""
     all_facts = frozenset(facts)
     return [gap for gap in gaps if gap.facts <= all_facts]
 
@@ -137,16 +132,15 @@ def broken(facts: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
 def lowered(
     facts: frozenset[str], varying: Mapping[str, NDArray[np.bool_]], gaps: Sequence[Gap] = GAPS
 ) -> NDArray[np.bool_]:
-    """Returns the candidates that have a lowering.
+    """Mask of the candidates that can be lowered.
 
     >>> on_host = frozenset({"one program", "activations on host"})
     >>> lowered(on_host, {"stages": np.array([False, True])})
     array([ True, False])
 
     Args:
-        facts: facts of all of them.
-        varying: by fact, which of them have it, arrays [candidates]; at least one.
-        gaps: rows.
+        facts: facts of all candidates.
+        varying: by fact, a mask of the candidates that have it, arrays [candidates]; at least one.
     """
     fine = np.ones(len(next(iter(varying.values()))), dtype=bool)
     for gap in gaps:
@@ -157,12 +151,12 @@ def lowered(
 
 
 def along(mesh: Mapping[str, NDArray[np.int64]] | MeshShape) -> dict[str, NDArray[np.bool_]]:
-    """The facts that are sizes of mesh axes, by candidate."""
+    """The facts that depend on mesh axis sizes, by candidate."""
     return {"stages": np.atleast_1d(mesh["stage"]) > 1}
 
 
 def require(facts: frozenset[str], what: str, gaps: Sequence[Gap] = GAPS) -> None:
-    """Raises where something has no lowering."""
+    """Raises if the facts cannot be lowered."""
     rows = broken(facts, gaps)
     if rows:
         raise_all(

@@ -1,6 +1,4 @@
-"""From one candidate to a plan: its exact price, its layouts, its stages, findings about it, and
-the `Plan` (`assemble`).
-"""
+"""From a candidate to a `Plan` (`assemble`): its exact price, layouts, stages and findings."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ from shardlib.rules import Rules
 from shardlib.schedules import Pipelines, named
 
 # --------------------------------------------------------------------------------------------------
-# The exact price of one candidate, without any table.
+# The exact price of one candidate, without cost tables.
 
 Array = np.ndarray
 
@@ -63,10 +61,8 @@ class OnMachine:
     """One candidate on a machine.
 
     Attributes:
-        load: the model, as the candidate's dtypes and its attention change it.
-        candidate: the decisions.
-        pricer: the machine and the framework.
-        placed: where its axes lie.
+        load: the model with the candidate's dtypes and attention kernel.
+        placed: placement of its mesh axes on the links.
         c: the candidate as an array of one.
     """
 
@@ -100,7 +96,7 @@ class OnMachine:
         return replace(totals, seconds=seconds)
 
     def saving(self) -> Saving | None:
-        """The saving of loops over tensor; None without any."""
+        """The saving of collective matmuls as loops over tensor; None without any."""
         candidate, load = self.candidate, self.load
         if candidate.decisions.collective_matmul != "loop" or candidate.mesh["stage"] > 1:
             return None
@@ -118,8 +114,8 @@ class OnMachine:
         return self.pricer.tally(items, self.candidate.choice, self.c.shapes, len(self.load.counts))
 
     def programs(self) -> list[tuple[Program, Array]]:
-        """The program of every remat policy that layers follow, with the part of each segment that
-        does: those of layer groups, what has none, and the embedding and head.
+        """The program of every remat policy in use, with the share of each segment that runs it:
+        layer groups, then ops outside the layers, then embedding and head.
         """
         decisions, groups = self.candidate.decisions, self.candidate.groups
         layers = [float(each[0]) for each in fullest_by_class(decisions, self.load.model, self.c)]
@@ -148,8 +144,8 @@ class OnMachine:
         ]
 
     def once_a_step(self) -> dict[tuple[Slot, str], float]:
-        """Bytes on a device of what moves once a step, by slot and cause: parameters after their
-        update, and layers that are dealt out to stages.
+        """Bytes per device that move once per step, by slot and cause: updated parameters, and
+        layers that are redistributed to stages.
         """
         stored_tally = self.tally(self.load.rest)[..., self.c.shape]
         decisions, model, profile = self.candidate.decisions, self.load.model, self.pricer.profile
@@ -210,7 +206,7 @@ class OnMachine:
         return mix(corner(("none",)), rematerialised, self._share())
 
     def _share(self) -> Array:
-        """Part of the layers that rematerialise, where a number of them does."""
+        """Share of the layers that rematerialise, where only a number of them does."""
         decisions = self.candidate.decisions
         return rematerialised_share(
             decisions.remat_layers, decisions, self.load.model, self.c, self.pricer.profile
@@ -227,11 +223,11 @@ def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
 
 
 # --------------------------------------------------------------------------------------------------
-# Findings about matmuls that several devices compute alike (`shardlib.cost.variants`).
+# Findings about replicated matmuls (`shardlib.cost.variants`).
 
-#: Share of a step from which it is worth a word.
+#: Share of a step from which they are reported.
 WORTH = 0.01
-#: Ops that are named at most.
+#: Most ops that are named.
 NAMED = 4
 
 
@@ -241,12 +237,11 @@ def of_replicated(
     mesh: MeshShape,
     step_seconds: float,
 ) -> tuple[Finding, ...]:
-    """Findings about replicated compute: for each set of mesh axes the seconds of a step, and the
-    ops that take the most of them.
+    """Findings about replicated compute: for each set of mesh axes the seconds per step, and the
+    ops that take most of them.
 
     Args:
         seconds_by_axes: seconds by axes and op, see `shardlib.cost.variants.replicated`.
-        step_seconds: of the step.
     """
     worth = {
         axes: ops
@@ -280,12 +275,12 @@ def _finding(
 # --------------------------------------------------------------------------------------------------
 # Cost of a pipeline in one program as per-stage programs, on simulated devices.
 #
-# Stages in lockstep compute in every tick, also where they have no microbatch. On devices of their
-# own that time is idle anyway; simulated devices share the cores of one machine and lose it
-# (docs/pipelines.md has measured ratios). Per-stage programs are called by one process, so a plan
-# for several hosts is not made of them by itself: a finding says what they would give.
+# Stages in lockstep compute in every tick, even without a microbatch. On separate devices that time
+# is idle anyway; simulated devices share the cores of one machine and lose it (docs/pipelines.md
+# has measured ratios). Per-stage programs need one process, so the planner does not choose them
+# unasked: a finding reports what they would save.
 
-#: Shares of a step below which a difference of predictions is not spoken of.
+#: Share of a step below which a difference of predictions is not reported.
 TOLD = 0.05
 
 
@@ -293,8 +288,8 @@ TOLD = 0.05
 def faster_as_programs(
     load: Workload, topology: Topology, candidate: Candidate, plan: Plan
 ) -> tuple[Finding, ...]:
-    """A finding where stages of one program on simulated devices would be faster as programs of
-    their own.
+    """A finding where per-stage programs would be faster than stages in one program, on simulated
+    devices.
     """
     if (
         load.profile.name != XLA.name
@@ -326,7 +321,7 @@ def faster_as_programs(
 
 
 def _can_be_programs(plan: Plan) -> bool:
-    """Returns whether the stages of a plan are one program, and could be programs of their own."""
+    """True if the stages of a plan are one program, and could be per-stage programs."""
     if plan.mesh["stage"] == 1 or plan.pipeline != "lockstep":
         return False
     shape = Pipelines.one(
@@ -339,15 +334,15 @@ def _can_be_programs(plan: Plan) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Work and time of a stage of a pipeline on one microbatch.
+# Time of a pipeline stage for one microbatch.
 #
-# The step graph says what a stage does forward and backward; the forward pass is priced on its
-# own, as a program that ends where the backward pass begins. The rest is backward.
+# The step graph has the forward and the backward pass; the forward pass is priced on its own, as a
+# program that ends where the backward pass begins. The rest is backward.
 
 
 def stage_seconds(priced: OnMachine) -> StageSeconds | None:
     """Seconds of one microbatch on the slowest stage; None without stages, and where layer groups
-    follow policies of their own.
+    follow different policies.
     """
     candidate, load = priced.candidate, priced.load
     decisions = candidate.decisions
@@ -504,7 +499,9 @@ def _framework(load: Workload) -> FrameworkJob | None:
 
 
 def _offloaded(load: Workload, topology: Topology, priced: OnMachine) -> Offloaded | None:
-    """Memory and time of the same plan with nothing offloaded, over those of the plan."""
+    """Device memory that offloading saves and seconds that it adds, against the same plan without
+    it.
+    """
     if not priced.candidate.decisions.offload:
         return None
     less, more = priced.totals(), price(load, topology, priced.candidate.but(offload=()))
@@ -522,12 +519,12 @@ def _placement(placed: Placement, topology: Topology) -> tuple[tuple[str, tuple[
 
 
 def model_flops(problem: Problem) -> float:
-    """FLOPs that a step needs with no recomputation: three times the matmuls and convolutions of
-    the forward pass, or those of the step, where these are fewer.
+    """FLOPs per step without rematerialisation: three times the matmuls and convolutions of the
+    forward pass, or those of the step, where these are fewer.
 
     A matmul's backward pass is two matmuls of the same size (Kaplan et al., arXiv:2001.08361,
-    section 2.1). There are fewer where parameters are frozen, and where nobody asks for the
-    gradient of an operand, such as that of the batch.
+    section 2.1). There are fewer where parameters are frozen, and where an operand, such as the
+    batch, needs no gradient.
     """
     usual, plain = 3 * _matmul_flops(problem.forward), problem.steps.get("none")
     return usual if plain is None else min(usual, _matmul_flops(plain.graph))

@@ -1,6 +1,4 @@
-"""Rules of thumb: what an experienced colleague would say about a finished plan, beside its
-figures.
-"""
+"""Rules of thumb: notes of an experienced colleague about a finished plan."""
 
 from __future__ import annotations
 
@@ -26,22 +24,20 @@ from shardlib.schedules import ONE_F_ONE_B, named
 # --------------------------------------------------------------------------------------------------
 # The rules.
 #
-# Each has its source, and is held against a finished plan. The planner minimises the time of a step
-# within its cost model; these rules speak of what the model does not see (does such a batch still
-# converge? is a simpler plan as good?) or of what it sees and does not say (why is the utilisation
-# low?). They change nothing: every rule is a function from a `Situation` to at most one `Finding`.
+# Each cites its source and is checked against a finished plan. The planner minimises step time
+# within its cost model; the rules cover what the model does not see (does such a batch still
+# converge? is a simpler plan as good?) or does not report (why is the utilisation low?). They do not
+# change the plan: every rule is a function from a `Situation` to at most one `Finding`.
 
-#: Plain data parallelism that is at most this much slower is worth its simplicity; the threshold is
-#: ours.
+#: Slowdown up to which plain data parallelism is worth its simplicity; the threshold is ours.
 SIMPLER = 1.05
 #: Microbatches per stage from which on the bubble of a pipeline is negligible: GPipe (Huang et al.,
 #: arXiv:1811.06965, section 2.3) finds "M >= 4 x K".
 PER_STAGE = 4
-#: A share of memory that predictions are not exact enough to plan with: their median error against
+#: Share of memory below which a margin is within the prediction error: the median error against
 #: compiled programs is about 5% (docs/verification.md).
 TIGHT = 0.05
-#: Extents from which on a dim should be made of whole tiles; the padding of smaller ones is the
-#: model's own affair.
+#: Extent from which on a dim should be a multiple of the tile size; smaller ones are not reported.
 LARGE_EXTENT = 512
 #: Multiples of a dim, (at least, better), by vendor: NVIDIA's "Matrix multiplication background"
 #: asks for multiples of 16 bytes for tensor cores and of 128 bytes on A100 and later, 8 and 64
@@ -61,7 +57,7 @@ def advise(situation: Situation) -> tuple[Finding, ...]:
 
 def plain_data_parallel(situation: Situation) -> Finding | None:
     """Small models should be plain data parallel (jax-ml/scaling-book, training.md: it needs no
-    gathers, and communicates only gradients).
+    all-gathers, and communicates only gradients).
     """
     plan = situation.plan
     plain = MeshShape(data=plan.mesh.devices)
@@ -114,7 +110,7 @@ def tensor_leaves_fast_domain(situation: Situation) -> Finding | None:
 
 
 def few_microbatches(situation: Situation) -> Finding | None:
-    """A pipeline wants at least as many microbatches as stages, better four times as many (GPipe,
+    """A pipeline needs at least as many microbatches as stages, better four times as many (GPipe,
     arXiv:1811.06965, section 2.3).
     """
     stages, micro = (
@@ -144,8 +140,8 @@ def few_microbatches(situation: Situation) -> Finding | None:
 
 
 def critical_batch_tokens(weights: int) -> float:
-    """The batch beyond which a language model of so many weights, trained to convergence, gains
-    little from more, tokens.
+    """The critical batch size, in tokens, of a language model with this many weights: beyond it, a
+    larger batch gains little in training to convergence.
 
     Kaplan et al., arXiv:2001.08361, equations 1.1 and 1.4, measured on dense models of up to 1.5
     billion weights.
@@ -182,7 +178,7 @@ def batch_beyond_critical(situation: Situation) -> Finding | None:
 
 
 def below_ridge(situation: Situation) -> Finding | None:
-    """A device needs enough tokens to make its matmuls limited by compute (jax-ml/scaling-book,
+    """A device needs enough tokens for its matmuls to be compute-bound (jax-ml/scaling-book,
     roofline.md: 240 on a TPU v5e, 295 on an H100, in bfloat16).
     """
     chip = situation.topology.chip
@@ -205,7 +201,7 @@ def below_ridge(situation: Situation) -> Finding | None:
 
 
 def fsdp_over_slow_network(situation: Situation) -> Finding | None:
-    """Gathering parameters hides behind compute where B/X > C/W, B/X tokens a device
+    """All-gathers of parameters hide behind compute where B/X > C/W, with B/X tokens per device
     (jax-ml/scaling-book, training.md and gpus.md).
     """
     plan, links = situation.plan, dict(situation.plan.placement).get("fsdp", ())
@@ -216,7 +212,7 @@ def fsdp_over_slow_network(situation: Situation) -> Finding | None:
         return None
     inside = math.prod(
         link.ways for link in links if link.kind != "network"
-    )  # neighbours gather different parts over their own ports, and share them
+    )  # neighbours gather different parts over their own ports, and exchange them
     tokens = (
         situation.topology.chip.peak(situation.compute_dtype)
         / (min(rates) * inside)
@@ -242,7 +238,7 @@ def fsdp_over_slow_network(situation: Situation) -> Finding | None:
 
 
 def memory_tight(situation: Situation) -> Finding | None:
-    """A plan that fills memory to the last twentieth may not fit where no margin is held back:
+    """A plan that fills more than 95% of memory may not fit where no margin is reserved:
     predictions are not that exact (docs/verification.md).
     """
     usable, peak = situation.topology.chip.usable_bytes, situation.plan.estimate.device_bytes.peak
@@ -262,11 +258,11 @@ def memory_tight(situation: Situation) -> Finding | None:
 
 def pipeline_on_gpus(situation: Situation) -> Finding | None:
     """XLA for GPUs copies the stacks of saved activations between the loops of a pipeline in one
-    program where it wants them in another order of dims, in some programs more of them than are
-    priced (docs/verification.md).
+    program where it needs another order of dims, in some programs more of them than are priced
+    (docs/verification.md).
     """
     one_program = situation.plan.mesh["stage"] > 1 and situation.plan.pipeline == "lockstep"
-    by_shardlib = situation.plan.framework is None  # others make no such program
+    by_shardlib = situation.plan.framework is None  # frameworks make no such program
     if situation.topology.chip.vendor != "nvidia" or not one_program or not by_shardlib:
         return None
     return Finding(
@@ -282,7 +278,7 @@ def pipeline_on_gpus(situation: Situation) -> Finding | None:
 
 
 def odd_sizes(situation: Situation) -> Finding | None:
-    """Large dims should be multiples of what the matrix units are made for (NVIDIA, Matrix
+    """Large dims should be multiples of the tile size of the matrix units (NVIDIA, Matrix
     multiplication background; jax-ml/scaling-book, tpus.md).
     """
     required, better = MULTIPLES[situation.topology.chip.vendor]
@@ -309,7 +305,7 @@ def odd_sizes(situation: Situation) -> Finding | None:
     )
 
 
-#: All rules, in the order in which they speak.
+#: All rules, in the order of their findings.
 RULES: tuple[Callable[[Situation], Finding | None], ...] = (
     plain_data_parallel,
     tensor_leaves_fast_domain,
@@ -323,7 +319,7 @@ RULES: tuple[Callable[[Situation], Finding | None], ...] = (
 )
 
 
-#: Part of a step that is too little to warn of.
+#: Share of a step below which there is no warning.
 _LITTLE = 0.01
 
 
@@ -378,8 +374,8 @@ def notes(
 
 @diagnostic
 def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Finding]:
-    """Dimensions that were not tried in all sets with others and that the plan does not shard, and
-    how much longer a step takes for it at most.
+    """A finding about dimensions that were not tried in all sets with others and that the plan does
+    not shard, with an upper bound on the time that this costs.
     """
     tensor, colours = plan.mesh["tensor"], load.colouring.colours
     cut = {name for name, axes in plan.rules.entries if tensor > 1 and "tensor" in axes}
@@ -413,7 +409,9 @@ def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Fin
 
 
 def _share_computed_whole(load: Workload, plan: Plan, cut: set[str], names: Sequence[str]) -> float:
-    """Part of a device's FLOPs that would go where some colours were sharded over tensor, too."""
+    """Share of a device's FLOPs that would be saved if the named colours were sharded over tensor
+    too.
+    """
     policy = plan.remat if plan.remat in load.problem.steps else "none"
     graph, colours = load.problem.steps[policy].graph, load.colouring.steps[policy]
     ways, whole, everything = plan.mesh["tensor"], 0.0, 0.0
@@ -429,7 +427,7 @@ def _share_computed_whole(load: Workload, plan: Plan, cut: set[str], names: Sequ
 @diagnostic
 def _idle_devices(plan: Plan, topology: Topology, most: int, pinned: bool) -> list[Finding]:
     """Devices that the plan leaves idle: because the mesh is pinned, because no mesh could use
-    them, or because it is faster so.
+    them, or because that is faster.
     """
     used = plan.mesh.devices
     if used >= topology.devices:
@@ -479,8 +477,8 @@ def _idle_devices(plan: Plan, topology: Topology, most: int, pinned: bool) -> li
 
 @diagnostic
 def _kept(load: Workload, plan: Plan) -> list[Finding]:
-    """Zero-bubble stages in lockstep that recompute: what gradients of weights are made from waits
-    whatever is recomputed, and the estimate does not know it.
+    """A warning about zero-bubble stages in lockstep with rematerialisation: the inputs of weight
+    gradients stay live whatever is rematerialised, and the estimate does not include them.
     """
     if (
         not named(plan.schedule).backward_in_two
@@ -506,9 +504,7 @@ def _kept(load: Workload, plan: Plan) -> list[Finding]:
 
 @diagnostic
 def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
-    """A finding where loops over tensor are pinned and take the place of no collective of the
-    plan.
-    """
+    """A finding where loops over tensor are pinned and replace no collective of the plan."""
     if plan.collective_matmul != "loop" or replaced:
         return ()
     why = (
@@ -537,7 +533,7 @@ def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
 
 @diagnostic
 def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
-    """Reports the tokens that experts with a capacity are expected to drop; the price does not
+    """The share of tokens that experts with a capacity are expected to drop; the price does not
     depend on it.
     """
     known = Pricer(topology, load.profile).constants.skew
@@ -565,7 +561,7 @@ def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
 
 @diagnostic
 def without_effect(pins: Pins, plan: Plan) -> tuple[Finding, ...]:
-    """Pins that decide nothing in a plan: what they are about is not there."""
+    """A finding about pins that have no effect on a plan."""
     if not pins.axis_order or set(pins.axis_order) & set(plan.mesh):
         return ()
     names = ", ".join(pins.axis_order)

@@ -1,5 +1,5 @@
-"""Why there is no plan: rows of what may be wrong with pins, each with its message, and the error
-of a problem that does not fit in memory.
+"""Errors where there is no plan: messages about pins that allow none, and about a problem that does
+not fit in memory.
 
 Pins that need more layers than a model has in its loops are an error:
 
@@ -43,14 +43,14 @@ from shardlib.schedules import Pipelines, named
 # --------------------------------------------------------------------------------------------------
 # No plan is legal under the pins.
 
-#: What to try for an expert axis on a model in which no experts are found.
+#: Hint for an expert axis on a model without experts.
 VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
 _SCAN = "layers under jax.lax.scan or nnx.scan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A problem and the pins under which it has no plan on so many devices."""
+    """A problem, and the pins under which it has no plan on `devices` devices."""
 
     problem: Problem
     colouring: Colouring
@@ -64,12 +64,12 @@ class Request:
 
     @cached_property
     def rows(self) -> int:
-        """Examples of the batch."""
+        """Examples per batch."""
         return batch_size(self.problem, self.colouring)
 
     @property
     def parts(self) -> int:
-        """Parts that the pinned axes split the batch into."""
+        """Number of parts into which the pinned axes split the batch."""
         return math.prod(self.sizes.get(axis, 1) for axis in BATCH_AXES)
 
     @property
@@ -78,12 +78,12 @@ class Request:
         return self.sizes.get("tensor", 1)
 
     def sequences(self, parts: str) -> str:
-        """The model and its sequences, which some parts do not divide, in words."""
+        """Message part: the model and its sequences, which `parts` do not divide."""
         return f"{self.problem.model} {sequences_text(self.problem, self.colouring, parts)}"
 
 
 def explain_empty(load: Workload, pins: Pins, devices: int) -> BatchError | PinError:
-    """Returns the error to raise where no plan is legal under the pins."""
+    """The error for pins under which no plan is legal."""
     lacking = layers_lacking(load.problem.model, layer_groups(load), pins)
     if lacking:
         return PinError(lacking)
@@ -102,7 +102,7 @@ def explain_empty(load: Workload, pins: Pins, devices: int) -> BatchError | PinE
 
 
 def _no_rows(request: Request) -> str:
-    """A batch is to be sharded that has nothing to shard."""
+    """The message where a batch without rows is to be sharded."""
     batch, parts, mesh = request.problem.batch, request.pins.microbatches or 1, request.sizes
     if any("batch" in axes for _, _, _, axes in batch) or request.parts * parts == 1:
         return ""
@@ -121,7 +121,7 @@ def _no_rows(request: Request) -> str:
 
 
 def _batch(request: Request) -> str:
-    """Pins cannot split the examples of the batch."""
+    """The message where pins cannot split the examples of the batch."""
     size, parts, pins = request.rows, request.parts, request.pins
     if size % parts:
         return (
@@ -146,7 +146,7 @@ def _batch(request: Request) -> str:
 
 
 def _pipeline(request: Request) -> str:
-    """Microbatches cannot go through the pinned stages together."""
+    """The message where microbatches cannot go through the pinned stages together."""
     pins, stages = request.pins, request.sizes.get("stage", 1)
     together = (pins.microbatches or 0) // (pins.accumulation or 1)
     if 0 < together < stages and (pins.virtual_stages or 1) > 1:
@@ -166,7 +166,7 @@ def _pipeline(request: Request) -> str:
 
 
 def _sequence(request: Request) -> str:
-    """The sequence cannot be sharded over tensor as is pinned."""
+    """The message where the sequence cannot be sharded over tensor as pinned."""
     length = sequence_size(request.problem, request.colouring)
     if not request.pins.sequence_parallel or (
         request.colouring.sequence_colour is not None and length % request.tensor == 0
@@ -180,7 +180,7 @@ def _sequence(request: Request) -> str:
 
 
 def _context(request: Request) -> str:
-    """A context axis is pinned without a size, and cannot be."""
+    """The message where a context axis is pinned without a size, and none is possible."""
     pins, length = request.pins, sequence_size(request.problem, request.colouring)
     if (
         pins.context in (None, "none")
@@ -196,7 +196,7 @@ def _context(request: Request) -> str:
 
 
 def _rules(request: Request) -> str:
-    """Pinned rules cannot use the pinned tensor axis."""
+    """The message where pinned rules cannot use the pinned tensor axis."""
     pins, tensor, colouring = request.pins, request.tensor, request.colouring
     if tensor == 1 or pins.rules is None:
         return ""
@@ -224,7 +224,9 @@ def _rules(request: Request) -> str:
 
 
 def _indivisible(request: Request) -> str:
-    """The tensor axis divides no colour that it may shard; some that it divides are not sharded."""
+    """The message where the tensor axis divides no colour that it may shard, with those that it
+    divides and may not shard.
+    """
     tensor, colouring = request.tensor, request.colouring
     names = tensor_colours(colouring)[0]
     if tensor == 1 or any(colouring.colours[name].divisor % tensor == 0 for name in names):
@@ -249,7 +251,7 @@ def _indivisible(request: Request) -> str:
 
 
 def _axes(request: Request) -> str:
-    """A pinned axis fits no plan of the model."""
+    """The message where a pinned axis fits no plan of the model."""
     faults = (
         misfit(axis, size, request.problem, request.colouring)
         for axis, size in request.sizes.items()
@@ -258,7 +260,7 @@ def _axes(request: Request) -> str:
 
 
 def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
-    """Says why a pinned axis fits no plan of a model; empty where it may."""
+    """The reason why a pinned axis fits no plan of a model; empty where it may."""
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
         reason = sequences_text(problem, colouring, f"{size} parts do")
@@ -278,7 +280,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
 
 
 def _devices(request: Request) -> str:
-    """Axes are pinned that take no part of the devices."""
+    """The message where the pinned axes do not divide the number of devices."""
     taken = math.prod(request.sizes.values())
     if request.devices % taken == 0:
         return ""
@@ -290,7 +292,7 @@ def _devices(request: Request) -> str:
 
 
 def _stored(request: Request) -> str:
-    """ZeRO is pinned where nothing can be stored sharded."""
+    """The message where ZeRO is pinned and nothing can be stored sharded."""
     problem, sizes, zero = request.problem, request.sizes, request.pins.zero
     lacking = {
         "expert": expert_colour(problem.forward, request.colouring.forward) is None,
@@ -317,7 +319,7 @@ def _stored(request: Request) -> str:
     )
 
 
-#: What may be wrong, in the order in which it is said: the message, empty where it is not.
+#: Checks in order of precedence: each returns a message, or "" where nothing is wrong.
 FAULTS: tuple[Callable[[Request], str], ...] = (
     _batch,
     _pipeline,
@@ -334,14 +336,14 @@ FAULTS: tuple[Callable[[Request], str], ...] = (
 # --------------------------------------------------------------------------------------------------
 # A model has too few layers for the pins.
 
-#: Beyond any number of chunks that a schedule is asked for.
+#: A limit above the number of chunks of any schedule.
 _MOST = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroups:
     """The layers that a model has in its loops, and how often the same parameters are used outside
-    of all groups.
+    all groups.
     """
 
     names: Sequence[str]
@@ -360,8 +362,8 @@ def layer_groups(load: Workload) -> LayerGroups:
 
 
 def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
-    """Says that the layers of a model are too few for its pins, and what to try; empty where they
-    are not.
+    """The message that a model has too few layers for its pins, with a hint; empty where it has
+    enough.
     """
     model = f"the model {model!r}"
     if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):
@@ -372,7 +374,9 @@ def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
 
 
 def _called_again(model: str, calls: int, pins: Pins) -> str:
-    """A model whose layers a loss runs several times has none to split."""
+    """The message for a loss that runs the same layers several times, which leaves none to
+    split.
+    """
     wanted = (
         f"{_stage_pins(pins)} splits layers into stages"
         if pins.staged
@@ -388,7 +392,7 @@ def _called_again(model: str, calls: int, pins: Pins) -> str:
 
 
 def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
-    """Pinned stages, or chunks of layers on each, have no layer for each of them."""
+    """The message where pinned stages, or their chunks, outnumber the layers; else empty."""
     if not pins.staged:
         return ""
     layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
@@ -420,7 +424,7 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
 
 
 def _stage_pins(pins: Pins) -> str:
-    """The pins that ask for stages, in words."""
+    """The pins that require stages, as text."""
     stages = dict(pins.mesh or pins.axes).get("stage", 1)
     if stages > 1:
         return f"stage={stages}"
@@ -435,7 +439,7 @@ def _stage_pins(pins: Pins) -> str:
 
 
 def _chunks(pins: Pins) -> int:
-    """The fewest chunks of layers that a stage has under the pins."""
+    """The fewest chunks of layers per stage under the pins."""
     if pins.virtual_stages or pins.schedule is None:
         return pins.virtual_stages or 1
     tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", limit=_MOST)
@@ -445,7 +449,9 @@ def _chunks(pins: Pins) -> int:
 def _too_few_to_rematerialise(
     model: str, names: Sequence[str], counts: Sequence[int], pins: Pins
 ) -> str:
-    """A pinned number of rematerialised layers is not fewer than there are."""
+    """The message where a pinned number of rematerialised layers is not below the number of layers;
+    else empty.
+    """
     if not counts and pins.remat_layers:
         return (
             f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {model} has"
@@ -488,12 +494,12 @@ def infeasible(
     totals: Totals,
     fits: Callable[[Topology, Pins], bool],
 ) -> InfeasibleError:
-    """The error for a problem that does not fit: how much is missing, and which single change would
-    do.
+    """The error for a problem that does not fit: the missing memory, and single changes that would
+    help.
 
     Args:
         candidate, totals: the minimum-memory plan, and its price.
-        fits: whether the problem fits a machine under pins.
+        fits: True if the problem fits a machine under pins.
     """
     memory_margin, usable = margin(topology), topology.chip.usable_bytes
     capacity, peak = fitting_bytes(topology), float(totals.peak_bytes[0])
@@ -527,8 +533,8 @@ def infeasible(
 
 
 def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> Iterator[str]:
-    """The smallest doubling of the number of fast domains that fits, if one up to 64 times the size
-    does; of each of the machines that a slow link joins.
+    """The smallest doubling of the number of fast domains that fits, up to 64 times the size, as a
+    hint; for machines joined by a slow link, of each of them.
     """
     joined, separator, inner = topology.name.partition("@")
     link, _, inner = inner.partition("*") if separator else ("", "", joined)
@@ -548,7 +554,7 @@ def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> Iterator[st
 
 
 def _smaller_batch(totals: Totals, capacity: float) -> Iterator[str]:
-    """A smaller batch, if everything that grows with it shrinks in proportion."""
+    """A hint for a smaller batch, if everything that grows with it shrinks in proportion."""
     scaling = sum(
         float(totals.device_bytes[name][0]) for name in ("activations", "temporaries", "batch")
     )
