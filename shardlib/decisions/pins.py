@@ -1,17 +1,14 @@
-"""Pins: the decisions that a user has made, their words, the rules that they must not break, and
-the check that a plan obeys them.
+"""Pins: decisions that a user fixes, their names, the rules between them, and the check that a plan
+obeys them.
 
-Pins use the words of a plan's JSON. A pinned `mesh` fixes every axis (those left out are 1); a
-dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
+Pins use the names and values of a plan's JSON. A pinned `mesh` fixes every axis (those left out are
+1); a dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
 
 >>> pins = Pins.parse({"mesh.tensor": 8, "remat": "full"})
 >>> pins.axes, pins.mesh is None, pins.remat
 ((('tensor', 8),), True, 'full')
 >>> str(pins.but(zero=3))
 "mesh.tensor=8, zero=3, remat='full'"
-
-The words of pins are decisions, and what can be pinned beside them, as users write them.
-
 >>> alias("tp"), alias("zero")
 ('mesh.tensor', 'zero')
 
@@ -23,11 +20,9 @@ Try: mesh.stage=2 or more, or schedule='none'
 >>> contradictions({"zero": 3, "remat": "full"}, {})
 []
 
-Every plan is checked against its pins, in every decision but those that plans say in other words
-than pins.
-
-A pin of a decision that the search does not know is obeyed only where its entry of the table says
-`searched=False`; a search that passes over a pin in silence would lie to whoever reads the plan.
+Every plan is checked against its pins, except in decisions whose form differs between plans and
+pins (`RETOLD`), so that no pin is ignored silently. A new decision that is not searched must set
+`searched=False` in the table.
 
 >>> from shardlib.decisions.table import Decisions
 >>> require_obeyed(Pins.parse({"zero": 3, "remat": "full"}), Decisions(zero=3, remat="full"))
@@ -75,8 +70,7 @@ from shardlib.rules import Rules
 from shardlib.schedules import Schedule, named, pipelines
 from shardlib.untrusted.data import Json, JsonObject, shown
 
-#: Everything that can be pinned: decisions, and beside them dtypes one by one and dtypes that the
-#: planner may choose.
+#: Everything that can be pinned: decisions, single dtypes, and dtypes that the planner may choose.
 ENTRIES: Mapping[str, Entry] = {
     **TABLE,
     **{
@@ -94,14 +88,13 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 def pin_words(word: str, value: PinValue) -> JsonObject:
-    """Returns pins by the words that a user writes, as plain data.
+    """One pin as plain data, by the names that a user writes.
 
     >>> pin_words("axes", (("tensor", 8),)), pin_words("offload", ())
     ({'mesh.tensor': 8}, {'offload': []})
 
     Args:
-        word: of a decision, or "axes" for single mesh axes.
-        value: as it was read.
+        word: name of a decision, or "axes" for single mesh axes.
     """
     if word == "axes":
         return {f"mesh.{axis}": size for axis, size in value}
@@ -116,14 +109,16 @@ def unknown(word: str) -> str:
 
 
 def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
-    """Pins by their words, of keywords such as `tensor` or `tp`. A keyword that is a decision and a
-    mesh axis, too, such as `context` or `pipeline`, is the axis where its value is a size.
+    """Pins by their full names, from keywords such as `tensor` or `tp`.
+
+    A keyword that is both a decision and a mesh axis, such as `context` or `pipeline`, is the axis
+    where its value is a size.
 
     >>> aliased({"tp": 2, "context": 4}), aliased({"context": "ring"})
     ({'mesh.tensor': 2, 'mesh.context': 4}, {'context': 'ring'})
 
     Raises:
-        PinError: two keywords that stand for the same word have different values.
+        PinError: two keywords that stand for the same pin have different values.
     """
     pins: dict[str, PinValue] = {}
     for keyword, value in pin.items():
@@ -136,21 +131,19 @@ def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
 
 
 def word_of(word: str, value: PinValue) -> str:
-    """The pin word that a keyword stands for beside its value: a mesh axis becomes "mesh.tensor",
-    unless it is a decision as well and the value is not a size.
+    """The full name of a pin that a keyword stands for: a mesh axis becomes "mesh.tensor", unless
+    it is a decision as well and the value is not a size.
 
     >>> word_of("tensor", 8), word_of("context", 4), word_of("context", "ring")
     ('mesh.tensor', 'mesh.context', 'context')
-
-    Args:
-        word: as a user writes it.
-        value: beside it.
     """
     return word if word in ENTRIES and isinstance(value, str) else alias(word)
 
 
 def alias(word: str) -> str:
-    """The pin word for a keyword such as `tensor` or `tp`: mesh axes become "mesh.tensor"."""
+    """The full name of a pin, for a keyword such as `tensor` or `tp`: mesh axes become
+    "mesh.tensor".
+    """
     return (
         f"mesh.{MESH_AXIS_ALIASES.get(word, word)}"
         if word in MESH_AXES or word in MESH_AXIS_ALIASES
@@ -163,19 +156,19 @@ class Given:
     """The decisions that pins fix.
 
     Attributes:
-        pins: values by word; what is left to the planner is absent.
-        axes: sizes of the mesh axes that are pinned.
+        pins: values by name; decisions left to the planner are absent.
+        axes: sizes of the pinned mesh axes.
     """
 
     pins: Mapping[str, Any]
     axes: Mapping[str, int]
 
     def get(self, word: str, default: PinValue = None) -> PinValue:
-        """The pinned value, or what to take for one that is left to the planner."""
+        """The pinned value, or `default` where it is left to the planner."""
         return self.pins.get(word, default)
 
     def axis(self, name: str, default: int) -> int:
-        """The pinned size of a mesh axis, or what to take for one that is left to the planner."""
+        """The pinned size of a mesh axis, or `default` where it is left to the planner."""
         return self.axes.get(name, default)
 
     @property
@@ -190,9 +183,7 @@ class Given:
         return not unstaged and self.axis("stage", 2) > 1
 
     def chunked(self, *, lockstep: bool) -> bool:
-        """Returns whether the pinned schedule, if there is one, allows the pinned chunks on a
-        stage.
-        """
+        """True if the pinned schedule, if there is one, allows the pinned chunks per stage."""
         chunks = self.get("virtual_stages", 1)
         return self.schedule is None or self.schedule.allows(chunks, lockstep=lockstep)
 
@@ -209,20 +200,20 @@ class Given:
 
     @property
     def unlaid(self) -> list[str]:
-        """The axes of the pinned order that the pinned axes leave no place on the links."""
+        """The axes of the pinned order that are pinned to size 1."""
         return [axis for axis in self.get("axis_order", ()) if self.axis(axis, 2) == 1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Decisions that cannot be together.
+    """Decisions that exclude each other.
 
     Attributes:
-        broken: whether pins contradict each other by this rule.
+        broken: True if pins contradict each other by this rule.
         says: the message: `{word}` is a pin's value, `{axes[name]}` the size of a mesh axis,
             `{chunked}` the schedules with chunks of layers, `{unlaid}` the axes of `axis_order`
             that are pinned to 1.
-        hint: what to try, with the same words.
+        hint: the hint, with the same placeholders.
     """
 
     broken: Callable[[Given], bool]
@@ -397,8 +388,8 @@ def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> lis
 
 
 def _chunked() -> str:
-    """The schedules whose stages may have several chunks of layers; first those that are tried with
-    chunks alone.
+    """The schedules whose stages may have several chunks of layers; first those that are never
+    tried with one chunk.
     """
     names = [
         schedule.name
@@ -412,21 +403,19 @@ def _tried_whole(schedule: Schedule) -> bool:
     return 1 in schedule.tried(pinned=True, chunks=None, policy="none", limit=2)
 
 
-#: Decisions fixed by hand, by the words of a plan's JSON: plain data, or the values that it stands
-#: for.
+#: Decisions fixed by hand, by their names in a plan's JSON: plain data, or the values that it
+#: stands for.
 PinMapping = Mapping[str, PinValue]
 T = TypeVar("T")
-#: Pins in their order; `axes` are single mesh axes, (name, size).
+#: Names of pins in order; `axes` are single mesh axes, (name, size).
 _ORDER: tuple[str, ...] = ("mesh", "axes", *(word for word in TABLE if word != "mesh"), "allow")
-#: What is pinned to nothing is left to the planner; of other pins () is a value like any other.
+#: Pins for which () leaves the decision to the planner; for others () is a value.
 _COLLECTED = ("axes", "remat_classes", "dtypes", "allow")
 
 
 class _Pinned(Generic[T]):
-    """The pinned value of the decision that it is named for, or what stands for none.
-
-    Args:
-        absent: where the decision is left to the planner.
+    """Descriptor: the pinned value of the decision whose name it has, or `absent` where the
+    decision is left to the planner.
     """
 
     def __init__(self, absent: T) -> None:
@@ -447,12 +436,12 @@ class _Pinned(Generic[T]):
 class Pins:
     """Decisions fixed by hand; None (or empty) leaves a decision to the planner.
 
-    The attributes are views of `given` with the types that the planner reads. A decision that it
-    does not read has none.
+    The attributes are typed views of `given`, for the decisions that the planner reads.
 
     Attributes:
-        given: (word, value) of what is fixed; `axes` are single mesh axes, (name, size), `allow`
-            is (what, dtypes) that the planner may choose beside those of the traced model.
+        given: (name, value) of the fixed decisions; `axes` are single mesh axes, (name, size);
+            `allow` is (dtype decision, dtypes) that the planner may choose besides those of the
+            traced model.
     """
 
     given: tuple[tuple[str, Any], ...] = ()
@@ -483,7 +472,7 @@ class Pins:
 
     @classmethod
     def of(cls, **values: PinValue) -> Pins:
-        """Pins of values that have been read; None leaves a decision to the planner."""
+        """Pins from values that have been read; None leaves a decision to the planner."""
         return cls(
             tuple(
                 (word, values[word])
@@ -541,16 +530,18 @@ class Pins:
         return cls.of(**read)
 
     def get(self, word: str) -> PinValue:
-        """Returns the pinned value of a decision; None where it is left to the planner."""
+        """The pinned value of a decision; None where it is left to the planner."""
         return dict(self.given).get(word)
 
     def but(self, **changes: PinValue) -> Pins:
-        """These pins with others; None, or () of a collection, leaves a decision to the planner."""
+        """These pins with some replaced; None, or () for a collection, leaves a decision to the
+        planner.
+        """
         return Pins.of(**{**dict(self.given), **changes})
 
     @property
     def of_one_island(self) -> Pins:
-        """The pins of the plan of one of several islands."""
+        """The pins for the plan of one of several islands."""
         order = self.axis_order
         return self.but(
             exchange=None,
@@ -560,8 +551,8 @@ class Pins:
         )
 
     def changed(self, other: Pins) -> Pins:
-        """These pins with those that the others set; a mesh or an axis of the others takes the
-        place of all axes.
+        """These pins overridden by others; a mesh or an axis of the others replaces all pinned
+        axes.
         """
         sizes = {"mesh", "axes"}
         freed = other._set.keys() | (sizes if other._set.keys() & sizes else set())
@@ -574,13 +565,13 @@ class Pins:
 
     @property
     def _set(self) -> dict[str, Any]:
-        """The pinned values; () is a value, such as nothing that is offloaded."""
+        """The pinned values; () is a value, such as for an empty `offload`."""
         return dict(self.given)
 
     @property
     def unsearched(self) -> Decisions:
-        """The decisions that the planner does not make: as pinned, or their defaults; and all
-        others by default.
+        """Decisions that the planner does not search, as pinned or by default; all others by
+        default.
         """
         return Decisions(
             **{
@@ -592,7 +583,7 @@ class Pins:
 
     @property
     def unstaged(self) -> bool:
-        """True if a schedule is pinned that has no stages."""
+        """True if a schedule without stages is pinned."""
         return self.schedule is not None and not named(self.schedule).staged
 
     @property
@@ -609,8 +600,8 @@ class Pins:
         )
 
     def without(self) -> dict[str, Pins]:
-        """For every pin, in the user's words, the other pins alone; used to find which pin to
-        relax. Single mesh axes are relaxed together.
+        """For every pin, by its name, the pins without it; used to find which pin to relax. Single
+        mesh axes are relaxed together.
         """
         return {
             " and ".join(pin_words(word, value)): Pins(
@@ -620,7 +611,7 @@ class Pins:
         }
 
     def to_json(self) -> JsonObject:
-        """The pins as plain data in the user's words, which `parse` reads."""
+        """The pins as plain data, which `parse` reads."""
         return {word: plain for pin in self.given for word, plain in pin_words(*pin).items()}
 
     def __str__(self) -> str:
@@ -629,7 +620,7 @@ class Pins:
 
 
 def _told(word: str, error: ShardlibError) -> list[str]:
-    """Describes the wrong value of a pin, with the decision that it is about."""
+    """Messages about the wrong value of a pin, prefixed with the name of the decision."""
     if not error.failures:
         return [str(error)]
     decision = word.partition(".")[0]
@@ -638,13 +629,13 @@ def _told(word: str, error: ShardlibError) -> list[str]:
     ]
 
 
-#: What plans say in other words than pins: rules are completed, layers are counted in the fullest
-#: stage, dtypes of the traced model are not said.
+#: Decisions whose form differs between plans and pins: plans complete the rules, count layers in
+#: the fullest stage, and omit dtypes of the traced model.
 RETOLD: tuple[str, ...] = ("rules", "remat_layers", "remat_classes", "dtypes")
 
 
 def require_obeyed(pins: Pins, plan: Decisions) -> None:
-    """Raises where a plan decides otherwise than its pins; those of `RETOLD` are not compared."""
+    """Raises if a plan differs from its pins; those in `RETOLD` are not compared."""
     missed = [
         f"{word} is pinned to {_plain(word, value)!r}, and the plan has {_plain(word, planned)!r}"
         for word, value, planned in _compared(pins, plan)
@@ -661,7 +652,7 @@ def require_obeyed(pins: Pins, plan: Decisions) -> None:
 
 
 def _compared(pins: Pins, plan: Decisions) -> Iterator[tuple[str, PinValue, PinValue]]:
-    """(pin, its value, that of the plan) of all that can be compared."""
+    """(name, pinned value, planned value) of all pins that can be compared."""
     for word, value in pins.given:
         if word == "axes":
             yield from ((f"mesh.{axis}", size, plan.mesh[axis]) for axis, size in value)
@@ -672,5 +663,5 @@ def _compared(pins: Pins, plan: Decisions) -> Iterator[tuple[str, PinValue, PinV
 
 
 def _plain(word: str, value: PinValue) -> Json:
-    """A value as a user writes it; the size of a single mesh axis as it is."""
+    """A value as a user writes it; the size of a single mesh axis unchanged."""
     return TABLE[word].write(value, MeshShape()) if word in TABLE else value

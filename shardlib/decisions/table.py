@@ -1,21 +1,17 @@
-"""The table of decisions: every decision of a plan, with its legal values, default, words, and
-reader.
+"""The table of decisions: every decision of a plan, with its legal values, default, description,
+and reader.
 
-`Decisions` is the value that the planner makes, that a `Plan` is, and of which pins fix some
-fields. A new decision is one more field here: pins, checks, a plan's JSON and digest, `explain`,
-`diff` and `docs/pins.md` have it from then on. What prices it or lowers it reads the field.
+The planner makes a `Decisions`, a `Plan` extends it, and pins fix some of its fields. A new
+decision is one more field here: pins, checks, a plan's JSON and digest, `explain`, `diff` and
+`docs/pins.md` follow. Code that prices or lowers the decision reads the field.
 
 >>> one = Decisions(zero=3, remat="full")
 >>> one.zero, TABLE["zero"].choices[one.zero], TABLE["zero"].default
 (3, 'parameters, gradients and optimizer state', 0)
-
-Parameters, moments, reductions and other parts of a plan have dtypes of their own:
-
 >>> ordered({"moment_dtype": "bfloat16", "param_dtype": "float32"})
 (('param_dtype', 'float32'), ('moment_dtype', 'bfloat16'))
 
-Readers turn what a user or a stored plan says into a value, or raise an error with the legal
-values.
+Readers convert what a user or a stored plan says, or raise an error with the legal values.
 
 >>> one_of(("none", "full"))("remat", "full")
 'full'
@@ -23,14 +19,14 @@ values.
 Traceback (most recent call last):
 shardlib.errors.PinError: microbatches is 0; it is an integer of at least 1
 
-The `Entry` of a field says how the decision is read, checked, written and described:
+The `Entry` of a field defines how the decision is read, checked, written and described:
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True, kw_only=True)
 ... class Few:
 ...     gather: str = decision(
 ...         "use",
-...         choices={"use": "for every operation", "once": "once a step"},
+...         choices={"use": "for every operation", "once": "once per step"},
 ...         meaning="when weights are gathered",
 ...     )
 >>> entries(Few)["gather"].read("gather", "once")
@@ -38,7 +34,7 @@ The `Entry` of a field says how the decision is read, checked, written and descr
 >>> Few()
 Few(gather='use')
 
-Decisions have a form as plain data, for JSON, and the part of it that tells plans apart.
+Decisions convert to plain data for JSON; `identity` is the part of it that distinguishes plans.
 
 >>> from shardlib.layout import MeshShape
 >>> one = Decisions(mesh=MeshShape(fsdp=8), zero=3)
@@ -73,9 +69,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-#: What has a dtype: stored parameters; operands of the products of layers' weights; gradients kept
-#: over the microbatches of a step; gradients in collectives; the arrays of optimizer state that
-#: have a parameter's shape.
+#: Dtype decisions: stored parameters; operands of the products of layers' weights; gradients
+#: accumulated over the microbatches of a step; gradients in collectives; the arrays of optimizer
+#: state that have a parameter's shape.
 DTYPES: tuple[str, ...] = (
     "param_dtype",
     "matmul_dtype",
@@ -83,36 +79,36 @@ DTYPES: tuple[str, ...] = (
     "reduction_dtype",
     "moment_dtype",
 )
-#: Dtypes that programs are lowered to; and those of products beside them.
+#: Dtypes that programs support; and further ones for products.
 LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
-#: What people call some of them.
+#: Common abbreviations.
 SHORT: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
     **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
     **dict.fromkeys(("fp8", "e4m3", "float8"), "float8_e4m3fn"),
 }
-#: (what, dtype) of everything whose dtype is not that of the traced model, in the order of
+#: (dtype decision, dtype) wherever the dtype is not that of the traced model, in the order of
 #: `DTYPES`.
 Dtypes = tuple[tuple[str, str], ...]
-#: (what, dtypes) that the planner may choose beside those of the traced model.
+#: (dtype decision, dtypes) that the planner may choose besides those of the traced model.
 Allowed = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 def read_dtype(word: str, value: object) -> str:
-    """A dtype of floating-point numbers; an error names those that have a lowering.
+    """A floating-point dtype; an error names the dtypes that can be lowered.
 
     >>> import numpy as np
     >>> read_dtype("moment_dtype", np.float16), read_dtype("moment_dtype", np.dtype("float32"))
     ('float16', 'float32')
 
     Args:
-        word: of the decision, for messages.
-        value: its name; or a dtype or scalar type of NumPy or JAX, such as `jnp.bfloat16`.
+        word: name of the decision, for messages.
+        value: name of the dtype; or a dtype or scalar type of NumPy or JAX, such as `jnp.bfloat16`.
 
     Raises:
-        PinError: it is none.
+        PinError: it is not a floating-point dtype.
     """
     name = _name(value)
     if name is None or "float" not in name or name not in ITEMSIZE:
@@ -126,9 +122,7 @@ def read_dtype(word: str, value: object) -> str:
 
 
 def _name(value: object) -> str | None:
-    """Returns the name of a dtype given by name, or as an object of NumPy or JAX; None for anything
-    else.
-    """
+    """The name of a dtype given by name or as an object of NumPy or JAX; None for anything else."""
     if isinstance(value, str):
         return value
     if not isinstance(value, np.dtype | type):
@@ -140,36 +134,27 @@ def _name(value: object) -> str | None:
 
 
 def lowered_dtypes(word: str) -> tuple[str, ...]:
-    """The dtypes that programs can have something in.
+    """The dtypes that programs support for `word`, such as "moment_dtype".
 
     >>> lowered_dtypes("moment_dtype")
     ('float32', 'bfloat16', 'float16')
-
-    Args:
-        word: what has the dtype, such as "moment_dtype".
     """
     return (*LOWERED_DTYPES, *(LOWERED_PRODUCTS if word == "matmul_dtype" else ()))
 
 
 def ordered(words: Mapping[str, str]) -> Dtypes:
-    """Dtypes in their order."""
+    """Dtypes in the order of `DTYPES`."""
     return tuple((word, words[word]) for word in DTYPES if word in words)
 
 
 def read_dtypes(word: str, value: Json) -> Dtypes:
-    """Dtypes from a mapping.
-
-    Args:
-        value: {"moment_dtype": "bfloat16", ...}.
-    """
+    """Dtypes from a mapping such as {"moment_dtype": "bfloat16", ...}."""
     return ordered({name: read_dtype(name, dtype) for name, dtype in _named(word, value).items()})
 
 
 def read_allowed(word: str, value: Json) -> Allowed:
-    """Dtypes that the planner may choose, from a mapping to one or several.
-
-    Args:
-        value: {"moment_dtype": ["bfloat16", ...], ...}.
+    """Dtypes that the planner may choose, from a mapping to one or several, such as
+    {"moment_dtype": ["bfloat16", ...], ...}.
     """
     listed = {
         name: [dtypes] if _name(dtypes) else dtypes for name, dtypes in _named(word, value).items()
@@ -185,7 +170,7 @@ def read_allowed(word: str, value: Json) -> Allowed:
 
 
 def _named(word: str, value: Any) -> Mapping[str, Any]:
-    """A mapping from what has a dtype."""
+    """A mapping with keys from `DTYPES`; raises PinError otherwise."""
     unknown = (
         [name for name in cast("Mapping[str, Any]", value) if name not in DTYPES]
         if isinstance(value, Mapping)
@@ -200,23 +185,23 @@ def _named(word: str, value: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value)
 
 
-#: What a decision is pinned to or decided as: a word, a number, a truth value, or a value such as
-#: `MeshShape`; its entry in the table says which.
+#: The value of a decision or pin: a string, a number, a bool, or a value such as `MeshShape`,
+#: according to its entry in the table.
 PinValue = Any
 #: (layer group, remat policy, how many of its layers follow it; None: all).
 GroupPolicies = tuple[tuple[str, str, int | None], ...]
-#: Every layer group may have a policy and a number of layers of its own.
+#: The planner may choose a policy and a number of layers for each layer group.
 ANY_GROUP: GroupPolicies = (("any", "", None),)
-#: What can be in host memory; the planner chooses among these.
+#: Arrays that can be in host memory; the planner chooses among these.
 HOSTED: tuple[str, ...] = ("optimizer", "activations")
-#: What can be elsewhere than on the device: that, or optimizer state on disk.
+#: Arrays that can be off the device: those, or optimizer state on disk.
 OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
 #: Remat policies of layers.
 REMAT: tuple[str, ...] = ("none", "dots", "full")
 
 
 def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
-    """A reader of listed values, as the list is when it reads."""
+    """A reader of listed values; `values` is consulted at each read, so it may grow."""
 
     def read(word: str, value: PinValue) -> PinValue:
         legal = tuple(values)
@@ -233,7 +218,7 @@ def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
 
 
 def _plain(value: object) -> object:
-    """A whole number or truth value of NumPy as Python's own; anything else as it is."""
+    """An integer or bool of NumPy as Python's own; anything else unchanged."""
     if isinstance(value, np.bool_):
         return bool(value)
     if isinstance(value, Integral) and not isinstance(value, bool):
@@ -242,7 +227,7 @@ def _plain(value: object) -> object:
 
 
 def _meant(value: object, legal: Sequence[object]) -> str:
-    """The legal value that is spelt almost so, as a question; empty where none is."""
+    """The legal value with the nearest spelling, as a question; empty where none is near."""
     spelt = {str(candidate).lower(): candidate for candidate in legal}
     near = difflib.get_close_matches(str(value).lower(), spelt, n=1)
     fits = isinstance(value, str) and len(value) <= VALUE and near
@@ -250,11 +235,11 @@ def _meant(value: object, legal: Sequence[object]) -> str:
 
 
 def integer(minimum: int) -> Callable[[str, PinValue], int]:
-    """A reader of integers from `minimum` on."""
+    """A reader of integers of at least `minimum`."""
 
     def read(word: str, value: PinValue) -> int:
         counts = isinstance(value, Integral) and not isinstance(value, bool)
-        if not counts or (number := int(value)) < minimum:  # NumPy's are integers, too
+        if not counts or (number := int(value)) < minimum:  # accepts NumPy integers
             raise PinError(f"{word} is {value!r}; it is an integer of at least {minimum}")
         return number
 
@@ -310,13 +295,10 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
 
 
 def write_group_policies(value: GroupPolicies) -> Json:
-    """Remat policies of layer groups as `read_group_policies` reads them.
+    """Remat policies of layer groups as plain data that `read_group_policies` reads.
 
     >>> write_group_policies((("decoder", "dots", 3), ("encoder", "full", None)))
     {'decoder': ['dots', 3], 'encoder': 'full'}
-
-    Args:
-        value: what is read.
     """
     if value == ANY_GROUP:
         return "any"
@@ -365,12 +347,12 @@ def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
 
 
 T = TypeVar("T")
-#: Reads a value that a user gave, or plain data of a stored plan, under the name of its decision;
-#: raises a `ShardlibError` where it is none.
+#: Reads a user's value, or plain data of a stored plan, given the name of its decision; raises a
+#: `ShardlibError` where it is illegal.
 Reader = Callable[[str, Any], Any]
-#: Writes a value as plain data, for a plan with some mesh.
+#: Writes a value as plain data, for a plan with the given mesh.
 Writer = Callable[[Any, MeshShape], Any]
-#: The word with which a pin leaves a decision to the planner that it would not take up by itself.
+#: The pin value that lets the planner decide what it does not decide by default.
 ANY = "any"
 
 
@@ -380,20 +362,20 @@ def _as_it_is(value: Any, mesh: MeshShape) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A decision: everything about it but its use.
+    """The definition of a decision.
 
     Attributes:
-        default: its value in a plan that says nothing of it.
-        meaning: what it decides, one line for people.
-        choices: legal values and what each of them means; empty where values are not listed.
+        default: value in a plan that does not mention it.
+        meaning: description in one line.
+        choices: legal values with their descriptions; empty where values are not listed.
         read: reads a value.
-        write: its plain data.
-        values: how pins spell it, in Markdown; by default `choices`.
-        label: the line of `Plan.explain` that tells it; by default its name.
-        late: whether plans of older versions do not have it: it is part of a plan's identity only
-            where it is not the default.
-        searched: whether the planner decides it; otherwise it is as pinned, or the default.
-        left_open: whether pins may leave it open with the word "any".
+        write: writes a value as plain data.
+        values: spelling in pins, in Markdown; by default `choices`.
+        label: line of `Plan.explain` that shows it; by default its name.
+        late: True if plans of older versions do not have it; then it is part of a plan's identity
+            only where it is not the default.
+        searched: True if the planner decides it; otherwise it is as pinned, or the default.
+        left_open: True if pins may leave it open with "any".
         also: further rows of the page of pins: (pin, values, meaning).
     """
 
@@ -430,7 +412,7 @@ def decision(
     read: Reader | None = None,
     **others: Unpack[_Others],
 ) -> T:
-    """A field of a dataclass with its entry."""
+    """A dataclass field with its entry."""
     assert choices or read, "something says which values are legal"
     left_open = (ANY,) if others.get("left_open") else ()
     entry = Entry(
@@ -457,7 +439,7 @@ def entries(kind: type[DataclassInstance]) -> dict[str, Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """One value for each decision; what each means stands at its field."""
+    """One value for each decision; each field has its description."""
 
     mesh: MeshShape = decision(
         MeshShape(),
@@ -685,18 +667,18 @@ class Decisions:
 
     @property
     def virtual(self) -> int:
-        """Chunks of layers on each stage, as pricing calls them."""
+        """Chunks of layers per stage, by the name that pricing uses."""
         return self.virtual_stages
 
     @property
     def ring(self) -> bool:
-        """True if keys and values go around the context axis."""
+        """True if keys and values are passed around the context axis (ring attention)."""
         return self.context == "ring"
 
     @property
     def fused(self) -> str:
-        """The way that the core of attention is priced: where devices have shards of the sequence
-        to themselves, as a kernel that writes no scores.
+        """The attention kernel for pricing: where devices compute with shards of the sequence
+        alone, one that writes no scores to memory.
         """
         return (
             "blocks"
@@ -710,15 +692,17 @@ TABLE: Mapping[str, Entry] = entries(Decisions)
 
 
 def plain(decisions: Decisions) -> JsonObject:
-    """All decisions as plain data, in the words of pins."""
+    """All decisions as plain data, as pins spell them."""
     return {
         word: entry.write(getattr(decisions, word), decisions.mesh) for word, entry in TABLE.items()
     }
 
 
 def identity(decisions: Decisions) -> JsonObject:
-    """The decisions that tell plans apart, as plain data: without those that plans of older
-    versions do not have, where they are what those did.
+    """The decisions that distinguish plans, as plain data.
+
+    Decisions that older versions did not have are left out where they have their default, which is
+    what older versions did.
     """
     return {
         word: value
@@ -728,13 +712,13 @@ def identity(decisions: Decisions) -> JsonObject:
 
 
 def values_of(decisions: Decisions) -> dict[str, PinValue]:
-    """All decisions by name, to make another value of them: `Plan(**values_of(one), ...)`."""
+    """All decisions by name, to construct another value: `Plan(**values_of(one), ...)`."""
     return {word: getattr(decisions, word) for word in TABLE}
 
 
 def illegal(decisions: JsonMapping) -> list[str]:
-    """Lists the decisions of a plan, as plain data, whose values none can have; "any" is a word of
-    pins alone.
+    """Lists illegal values among the decisions of a plan (plain data); "any" is legal in pins
+    only.
     """
     failures: list[str] = []
     for word, value in decisions.items():
@@ -751,13 +735,13 @@ def illegal(decisions: JsonMapping) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The table of `docs/pins.md`, written from the table of decisions.
+# The table of `docs/pins.md`, generated from the table of decisions.
 #
 #     python -m shardlib.decisions.table docs/pins.md
 #
-# writes it anew, between its two marks; everything else on the page is prose.
+# regenerates it between its two marks; everything else on the page is prose.
 
-#: Where the table begins and ends on the page.
+#: Marks around the table on the page.
 BEGIN, END = "<!-- table of decisions -->", "<!-- end of the table -->"
 
 
@@ -777,7 +761,7 @@ def table_text(table: Mapping[str, Entry] = TABLE) -> str:
 
 
 def page(text: str, table: Mapping[str, Entry] = TABLE) -> str:
-    """The page with the table anew."""
+    """The page with the table regenerated."""
     before, _, remainder = text.partition(BEGIN)
     _, _, after = remainder.partition(END)
     return f"{before}{BEGIN}\n{table_text(table)}\n{END}{after}"

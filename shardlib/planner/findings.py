@@ -26,8 +26,8 @@ from shardlib.schedules import ONE_F_ONE_B, named
 #
 # Each cites its source and is checked against a finished plan. The planner minimises step time
 # within its cost model; the rules cover what the model does not see (does such a batch still
-# converge? is a simpler plan as good?) or does not report (why is the utilisation low?). They do not
-# change the plan: every rule is a function from a `Situation` to at most one `Finding`.
+# converge? is a simpler plan as good?) or does not report (why is the utilisation low?). They do
+# not change the plan: every rule is a function from a `Situation` to at most one `Finding`.
 
 #: Slowdown up to which plain data parallelism is worth its simplicity; the threshold is ours.
 SIMPLER = 1.05
