@@ -1,5 +1,5 @@
 """Rewrites of a step graph for a framework profile: 8-bit and half-precision products, attention as
-kernels, and the values that are kept for the backward pass.
+kernels, and the values saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice, Cut
 
 # --------------------------------------------------------------------------------------------------
-# A step whose layers' weights are multiplied in an 8-bit format.
+# A step whose layers multiply weights in an 8-bit format.
 #
-# Every operand of such a product is cast: its largest element is found, in a pass of its own with
-# *current* scaling, or taken from the steps before with *delayed* scaling
-# (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8 calls the first dynamic),
-# then it is read, scaled and written in one byte an element. With a scale for every *row*,
-# products that contract different dims cast the same operand each for itself
-# (torchao/float8/README.md, "rowwise"). The casts are ops like any other: what comes before them
-# is fused into them, a weight that is stored sharded is gathered as it is cast.
+# Every operand of such a product is cast: its largest element is found, in a separate pass with
+# *current* scaling, or taken from earlier steps with *delayed* scaling (NVIDIA/TransformerEngine
+# user guide, "Using FP8"; pytorch/ao float8 calls the first dynamic), then it is read, scaled and
+# written in one byte per element. With a scale per *row*, products that contract different dims
+# cast the same operand separately (torchao/float8/README.md, "rowwise"). The casts are ops like any
+# other: producers are fused into them, and a weight that is stored sharded is gathered in the
+# narrower dtype.
 #
-# The products are those of two operands, one of them a weight or the result a gradient of one,
-# inside a loop over layers and in a 16-bit format: not the head, not the router, which is float32,
-# and not the core of attention. A cast to a format of 16 or 32 bits is no more than that: there is
-# no largest element to find, and the products are those in any other format.
+# The products are those of two operands, one of which is a weight or whose result is a weight
+# gradient, inside a loop over layers and in a 16-bit format: not the head, not the router, which is
+# float32, and not the core of attention. A cast to 16 or 32 bits has no scale and no largest
+# element to find.
 
 _PRODUCTS: frozenset[str] = frozenset({"dot_general", "ragged_dot_general"})
 _WIDE: frozenset[str] = frozenset({"bfloat16", "float16"})
-#: A cast to these needs no scale.
+#: Dtypes whose casts have no scale.
 _UNSCALED: frozenset[str] = frozenset({"float32", *_WIDE})
 
 
@@ -48,10 +48,10 @@ def quantised(
     delayed: bool,
     rows: bool = False,
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with products of layers' weights in another dtype.
+    """The step with products of layer weights in another dtype.
 
     Args:
-        dtype: of the operands of those products.
+        dtype: dtype of the operands of those products.
     """
     graph, weights, gradients = step.graph, weights_of(step), gradient_like(step)
     scaled = dtype not in _UNSCALED
@@ -72,8 +72,8 @@ def quantised(
 
 
 class _Casts:
-    """Ops of a step, among them casts of operands, each made once in its region; where `searched`,
-    the largest element of an operand is looked for before its cast.
+    """Ops of a step, including casts of operands, one per region and operand; with `searched`, each
+    cast is preceded by a search for the largest element.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class _Casts:
         return replace(step, graph=changed), tuple(self.names)
 
     def of(self, value: int, dtype: str, op: Op, which: int = 0) -> int:
-        """The value that is a cast of another, for the op that takes it."""
+        """The cast of a value for the op that reads it."""
         key = value, op.region, which
         if key not in self._made:
             self._made[key] = self._cast(value, dtype, op)
@@ -127,7 +127,7 @@ class _Casts:
         result: int,
         rule: FactorRule,
     ) -> None:
-        """Adds an op that reads a value once, where another op stands."""
+        """Inserts an op that reads one value at the position of another op."""
         self.ops.append(
             Op(
                 kind=kind,
@@ -147,19 +147,19 @@ class _Casts:
 # A step whose products run in half precision throughout.
 #
 # JAX's autodiff multiplies a float32 cotangent with a half-precision operand in float32: the
-# gradients of float32 logits and of float32 scores. Layers that are written by hand hand on
-# gradients in the dtype of the value that they belong to, so that these products, too, run in half
-# precision (NVIDIA/Megatron-LM megatron/core/tensor_parallel/layers.py,
-# LinearWithGradAccumulationAndAsyncCommunication; PyTorch's autograd of a cast).
+# gradients of float32 logits and of float32 scores. Hand-written layers return gradients in the
+# dtype of the value, so that these products also run in half precision (NVIDIA/Megatron-LM
+# megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication;
+# PyTorch's autograd of a cast).
 #
 # A product with one operand in half precision gets the other one cast. The router, all of whose
-# operands are float32, stays as it is.
+# operands are float32, is unchanged.
 
 
 def in_halves(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with float32 operands cast wherever the other operand of a product is in half
+    """The step with float32 operands cast if the other operand of the product is in half
     precision.
     """
     graph = step.graph
@@ -178,21 +178,21 @@ def in_halves(
 
 
 # --------------------------------------------------------------------------------------------------
-# Values that one loop saves for another: pairs of ops, and a builder that rewrites them.
+# Values that one loop saves for another.
 #
 # A loop over layers in the forward pass saves a value (`exit`), and the loop of the backward pass
-# reads it (`enter`). `Builder` drops some of these and clones the ops that make them again.
+# reads it (`enter`). `Builder` drops some of these pairs and clones the ops that recompute the
+# values.
 
 #: Categories whose results are rematerialised.
 CHEAP: frozenset[str] = frozenset({"elementwise", "movement"})
-#: A saved value smaller than this share of all that a loop saves is not worth a thought: row
-#: statistics.
+#: Saved values below this share of the bytes that a loop saves are ignored: row statistics.
 _SMALL = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A value that one loop saves and another reads; ops are indices."""
+    """A value that one loop saves and another reads; `exit` and `enter` are op indices."""
 
     value: int
     exit: int
@@ -213,7 +213,7 @@ def saved_pairs(graph: Graph) -> list[Pair]:
 
 
 class Builder:
-    """Rewrites what one loop saves for another."""
+    """Rewrites the values that one loop saves for another."""
 
     def __init__(
         self,
@@ -254,8 +254,8 @@ class Builder:
         self._copies: dict[int, int] = {}
 
     def _replaceable(self, pair: Pair, small: float) -> bool:
-        """Returns whether a saved value is the result of element-wise ops that no matmul reads in
-        the other loop.
+        """True if a saved value is the result of element-wise ops that no matmul reads in the other
+        loop.
         """
         maker = self._producers.get(pair.value)
         if (
@@ -277,8 +277,8 @@ class Builder:
         )
 
     def _feeds_matmul(self, value: int) -> bool:
-        """Returns whether a matmul or a kernel of several ops reads a value, as it is or through
-        views and casts.
+        """True if a matmul or an attention kernel reads a value, directly or through views and
+        casts.
         """
         views = {value}
         for op in self._graph.ops:
@@ -290,8 +290,8 @@ class Builder:
         return False
 
     def rewritten(self) -> tuple[Graph, tuple[LogicalAxes, ...]]:
-        """The graph and the names of its values; as they were where nothing is gained or something
-        does not fit.
+        """The graph and the names of its values; unchanged if the rewrite saves nothing or does not
+        apply.
         """
         before = self._graph, tuple(self._names)
         swapped = {
@@ -335,7 +335,7 @@ class Builder:
         return graph, tuple(self._names)
 
     def _again(self, value: int) -> int:
-        """The number of a value in the other loop, saved or rematerialised."""
+        """The index of a value in the other loop, saved or rematerialised."""
         if value in self._kept:
             return self._kept[value]
         maker = self._producers.get(value)
@@ -372,8 +372,8 @@ class Builder:
         self._clones.append(replace(op, operands=operands, results=results, region=self._backward))
 
     def _quotient(self, value: int) -> tuple[Op, int] | None:
-        """A division of a value whose result, or a cast of it, is saved: a softmax, of which the
-        backward kernel reads the result.
+        """A division of a value whose result, or a cast of it, is saved: a softmax, whose result
+        the backward kernel reads.
         """
         for op in self._graph.ops:
             if op.kind == "div" and op.region == self._forward and op.operands[0] == value:
@@ -390,7 +390,7 @@ class Builder:
         return None
 
     def _multiply(self, value: int, quotient: tuple[Op, int]) -> None:
-        """Computes a value from its quotient and what it was divided by."""
+        """Recomputes a value as quotient times divisor."""
         division, saved = quotient
         divisor = self._again(division.operands[1])
         self._copies[value] = self._new(value)
@@ -451,7 +451,7 @@ class Builder:
 
 
 def saved_bytes(step: StepGraph) -> int:
-    """Bytes that loops save for other loops, but for copies of weights."""
+    """Bytes that loops save for other loops, without copies of weights."""
     weights = weights_of(step)
     graph = step.graph
     values = {graph.ops[pair.exit].results[0]: pair.value for pair in saved_pairs(graph)}
@@ -465,32 +465,31 @@ def _bytes(value: Value) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory of a framework beside, or instead of, that of the program.
+# Memory according to a framework, in addition to, or in place of, that of the program.
 #
-# Facts of a `FrameworkProfile` about memory that do not rewrite the program: copies beside what
-# the kernel of attention keeps, results of layers that wait in host memory, inputs of matmuls that
-# are kept as they were gathered along the sequence, and whatever a loss that is computed op by op
-# holds of its logits.
+# Facts of a `FrameworkProfile` about memory that do not rewrite the program: extra copies of the
+# attention kernel, layer results offloaded to host memory, matmul inputs that stay gathered along
+# the sequence, and logits of a loss that is computed op by op.
 
-#: Layers whose saved results are on their way to or from host memory: one is written or read while
-#: the next one is worked with.
+#: Layers whose saved results are in transit to or from host memory: one is written or read while
+#: the next is computed.
 _IN_TRANSIT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """The live range of a value and the segment of the model that it belongs to.
+    """The live range of a value.
 
     Attributes:
-        value: the value.
+        value: index of the value.
         part: see `Resident`.
-        birth: index of the first op at which it is there.
+        birth: index of the first op of the live range.
         death: index of the last.
         share: bytes of memory over those of the value.
-        kernel: op that is a kernel of attention inside of which the value is, with the heads that
-            a device has there; None for what is outside.
-        whole: whether the value is there only where devices cannot share these heads out, so that
-            each has all of them.
+        kernel: the attention kernel inside which the value exists, with the heads of one device;
+            None for values outside of kernels.
+        whole: True if the value exists only if the heads do not divide among the devices, so that
+            each device has all of them.
     """
 
     value: int
@@ -541,18 +540,18 @@ class Keeping:
                     self._gathered.add(op.results[0])
 
     def cut(self, value: int, choice: Choice) -> Cut:
-        """Returns the sharding of a value as it is kept."""
+        """The sharding of a saved value."""
         return self._facts.value_cut(
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )
 
     def plain(self, value: int) -> bool:
-        """Returns whether a value is kept as it is sharded, and takes no more than its bytes."""
+        """True if a value is saved in its own sharding and takes exactly its bytes."""
         return value not in self._gathered and value not in self._arrived
 
     def room(self, value: int, choice: Choice) -> float:
-        """Memory of a value over its bytes: rows that were dispatched to their experts lie where
-        messages have room for them.
+        """Memory of a value over its bytes; more than 1 for dispatched rows, whose messages are
+        padded.
         """
         return (
             self._facts.exchange.room * self._arrived[value]
@@ -561,7 +560,7 @@ class Keeping:
         )
 
     def lives(self, lives: Sequence[Life]) -> list[Life]:
-        """Lives with what the profile says of their values."""
+        """The live ranges, adjusted by the profile."""
         shared = [
             replace(life, share=life.share * self._shares.get(life.value, 1.0))
             for life in lives
@@ -574,8 +573,8 @@ class Keeping:
         )
 
     def _with_loss(self, lives: Sequence[Life], size: float) -> list[Life]:
-        """Logits and what is as large as they are, outside of layers: so many bytes an element
-        until the head's backward pass begins, then their gradient alone.
+        """Live ranges in which logits and values of equal size, outside of the layers, take `size`
+        bytes per element until the head's backward pass begins, and afterwards only their gradient.
         """
         graph, roots = self._facts.graph, self._facts.fusion.roots
         producers = graph.producers()
@@ -627,8 +626,8 @@ class Keeping:
 
 
 def _filled(graph: Graph) -> list[int]:
-    """Results of ops that spread a constant: zeros that gradients are added to, which layers
-    written by hand fill when they need them.
+    """Results of ops that broadcast a constant: zeros that gradients are added to, which
+    hand-written layers fill on demand.
     """
     return [
         op.results[0]
@@ -639,23 +638,23 @@ def _filled(graph: Graph) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Values that layers written by hand save for the backward pass.
+# Values that hand-written layers save for the backward pass.
 #
-# JAX's autodiff keeps whatever a derivative reads, each step of a norm among it. Layers written by
-# hand keep the operands of their matmuls and the inputs of their non-linear functions, and compute
-# the rest again inside their backward kernels: for a layer of a GPT that is the list of
-# arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes with dropout.
+# JAX's autodiff saves every value that a derivative reads, including each step of a norm.
+# Hand-written layers save the operands of their matmuls and the inputs of their non-linear
+# functions, and recompute the rest inside their backward kernels: for a layer of a GPT that is the
+# list of arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes with dropout.
 #
 # `keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops
-# that no matmul reads backwards is rematerialised from results of matmuls, from row statistics and
-# from the layer's input, which are saved in its place where they are not already. Nothing changes
-# where what is saved in its place would take as much memory. The backward pass of a softmax reads
-# its result, not the exponentials.
+# that no matmul reads in the backward pass is rematerialised from results of matmuls, row
+# statistics and the layer's input, which are saved in its place if they are not yet. Nothing
+# changes if these would take as much memory. The backward pass of a softmax reads its result, not
+# the exponentials.
 #
-# Where no compiler fuses chains (`eager`), the product of two branches keeps both factors, as
-# every op of PyTorch's autograd does; norms and rotary embeddings are kernels of libraries there,
-# too. `keep_named` goes further: of a layer it saves what a list names (`shardlib.cost.facts`),
-# and rematerialises all else.
+# If no compiler fuses chains (`eager`), the product of two branches saves both factors, as every op
+# of PyTorch's autograd does; norms and rotary embeddings are library kernels there. `keep_named`
+# goes further: it saves only the named results of a layer (`shardlib.cost.facts`), and
+# rematerialises the rest.
 
 
 def keep_operands(
@@ -673,7 +672,7 @@ def keep_operands(
 def keep_named(
     step: StepGraph, names: tuple[LogicalAxes, ...], saved: Collection[str]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with nothing of a layer saved but the results that are named, and its input."""
+    """The step that saves only the named results of a layer, and its input."""
     for forward, backward in _loops(step.graph):
         results = roles(step.graph, forward, weights_of(step))
         named = frozenset(value for name in saved for value in results[name])
@@ -691,8 +690,8 @@ def keep_named(
 def keep_rows(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with activations of routed experts rematerialised backwards from what their matmuls
-    made, as `shardlib.lowering.experts` does it.
+    """The step with activations of routed experts rematerialised in the backward pass from the
+    results of their matmuls, as `shardlib.lowering.experts` does.
     """
     for forward, backward in _loops(step.graph):
         again = _after_grouped(step.graph, forward)
@@ -702,8 +701,8 @@ def keep_rows(
 
 
 def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
-    """Cheap ops of a loop that work on what grouped matmuls make, and those that spread masks of
-    slots, as indices.
+    """Indices of the cheap ops of a loop that read results of grouped matmuls, and of those that
+    broadcast masks of slots.
     """
     indices, descendants = set[int](), set[int]()
     for index, op in enumerate(graph.ops):
@@ -723,8 +722,8 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
 def rematerialise_attention(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with the scores of attention and their softmax rematerialised backwards: selective
-    recomputation (arXiv:2205.05198, section 5).
+    """The step with attention scores and their softmax rematerialised in the backward pass:
+    selective recomputation (arXiv:2205.05198, section 5).
     """
     for forward, backward in _loops(step.graph):
         again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
@@ -742,21 +741,21 @@ def _rebuilt(
     cheap: bool = False,
     named: frozenset[int] = frozenset(),
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with what one loop saves for another rewritten, see `Builder`."""
+    """The step after a rewrite by `Builder`."""
     builder = Builder(step, names, forward, backward, again, cheap, named)
     graph, names = builder.rewritten()
     return replace(step, graph=graph), names
 
 
 def _loops(graph: Graph) -> list[tuple[int, int]]:
-    """Loops of which one saves for the other, as regions."""
+    """Pairs of regions of loops, of which the first saves values for the second."""
     return sorted(
         {(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in saved_pairs(graph)}
     )
 
 
 def _factors(graph: Graph, region: int) -> frozenset[int]:
-    """Factors of the products of two branches in a loop: values made of different matmuls by
+    """Factors of the products of two branches in a loop: values made from different matmuls by
     element-wise ops.
     """
     makers = {value: op for op in graph.ops if op.region == region for value in op.results}
@@ -788,10 +787,9 @@ def _factors(graph: Graph, region: int) -> frozenset[int]:
 # --------------------------------------------------------------------------------------------------
 # A step as a training framework runs it.
 #
-# A framework that fuses attention computes other kernels than the traced program has, and one
-# whose layers are written by hand keeps other values for the backward pass. Both are rewrites of
-# the step graph: everything after them, kernels, lifetimes and layouts, works as it does on any
-# graph.
+# A framework with fused attention runs other kernels than the traced program has, and one with
+# hand-written layers saves other values for the backward pass. Both are rewrites of the step graph,
+# so that kernels, live ranges and layouts are computed as for any graph.
 
 
 def rewritten(

@@ -1,11 +1,5 @@
 """Items: the separable parts of a step, each with the terms of its cost: kernels, collectives,
 exchanges and reductions of partial sums.
-
-`Summands` are ops whose results are only added to each other, so that their partial sums are
-reduced once:
-
->>> Summands(ops=(3, 7), looped=False).ops
-(3, 7)
 """
 
 from __future__ import annotations
@@ -46,14 +40,14 @@ from shardlib.propagation.colours import Choice, Cut, divisors, has, kinds
 from shardlib.propagation.contractions import Shared
 
 # --------------------------------------------------------------------------------------------------
-# Items of exchanges: tokens to experts and back (dispatch and combine), heads around a kernel of
-# attention, and activations from one pipeline stage to the next.
+# Items of exchanges: tokens to experts and back (dispatch and combine), heads around an attention
+# kernel, and activations from one pipeline stage to the next.
 
 
 def exchange_item(facts: Facts, index: int) -> Item:
-    """The exchange of sequence parts for heads around a kernel of attention (arXiv:2309.14509):
-    forward queries, keys, values and results, and before the gradients that of the results;
-    backward the other gradients.
+    """The all-to-all of sequence parts for heads around an attention kernel (arXiv:2309.14509):
+    forward of queries, keys, values and results, and of the gradient of the results, which the
+    backward pass reads; backward of the other gradients.
     """
     op, moved = facts.graph.ops[index], moved_values(facts, index)
 
@@ -78,9 +72,8 @@ def exchange_item(facts: Facts, index: int) -> Item:
 
 
 def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
-    """Lists the operands and results of a kernel of attention, each with its number of transfers:
-    the results of a forward pass and, unless it is rematerialised, their gradient, which comes in
-    backward.
+    """The operands and results of an attention kernel with their numbers of transfers. Results of
+    the forward pass include the transfer of their gradient, unless they are rematerialised.
     """
     op = facts.graph.ops[index]
     if op.kind == BACKWARD:
@@ -95,8 +88,8 @@ def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
 
 
 def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
-    """The rows of an array of tokens and the experts of its region, that of the largest stack of
-    matrices in a grouped matmul.
+    """The rows of an array of tokens and the experts of its region, those of the largest stack of
+    weights in a grouped matmul.
     """
     capped = facts.capped.get(op.region)
     shapes = [
@@ -121,7 +114,7 @@ def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
 
 
 def route_items(facts: Facts) -> list[Item]:
-    """All-to-alls that send tokens to their experts and bring them home."""
+    """The all-to-alls that dispatch tokens to their experts and combine the results."""
 
     def item(index: int, value: int) -> Item:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
@@ -149,8 +142,8 @@ def route_items(facts: Facts) -> list[Item]:
             )
             if not split_ranks or tokens.tensor or facts.exchange.sent == "ranks":
                 return (sent, *gathered)
-            # Of rows that go out and come home, forward and backward, half are gathered; the other
-            # half are partial sums, which `reductions` scatters.
+            # Of the rows of dispatch and combine, forward and backward, half are gathered; the
+            # other half are partial sums, which `reductions` scatters.
             arrived = replace(
                 sent,
                 kind="all-gather",
@@ -176,9 +169,9 @@ def route_items(facts: Facts) -> list[Item]:
 
 
 def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tuple[Term, ...]:
-    """Returns the gathers where every device along tensor has a part of the width of its experts,
-    and a part of the sequence: of rows that go out and come home, tokens are gathered before they
-    go out; sums are scattered when they are home (`reductions`).
+    """The gathers if tensor shards both the width of experts and the sequence: tokens are
+    all-gathered before the dispatch; partial sums are reduce-scattered after the combine
+    (`reductions`).
     """
     op = facts.graph.ops[index]
     if choice.sequence is None or not facts.shares_width(op.region, choice):
@@ -196,10 +189,10 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
 
 
 def boundary_items(facts: Facts) -> list[Item]:
-    """Items of the stage activations: the residual stream that a pipeline stage hands to the next,
-    and its cotangent on the way back, once for each microbatch. Where all stages compute embedding
-    and head, a device has a part of it there: what enters the first stage, or goes back to the
-    last, is gathered over the stages, and what leaves is scattered.
+    """Items of the stage activations: the residual stream that a pipeline stage sends to the next,
+    and its cotangent on the way back, per microbatch. If all stages compute embedding and head, a
+    device has a part of the sequence there: the input of the first stage (backward: of the last) is
+    gathered over the stages, and the output of the last (backward: of the first) is scattered.
     """
     carried = [value for value in facts.layers.carried if value >= 0][:1]
 
@@ -221,21 +214,21 @@ def boundary_items(facts: Facts) -> list[Item]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The cost of taking a fused weight with its parts side by side.
+# The cost of reordering a fused weight.
 #
-# A weight is stored in the model's order. Where the tensor axis shards a fused dim of it, the
-# program takes it in another order (`shardlib.lowering.contractions`): devices deal out their
-# columns by rows, change the order, and deal them back, two all-to-alls of a device's part of the
-# weight, and as many for its gradient. A vector is gathered instead. Weights of a loop over layers
-# are taken in every iteration, and again where the layer is rematerialised; others, and those of
-# layers that are written out one by one, once in a microbatch.
+# A weight is stored in the model's order. If tensor shards a fused dim of it, the program uses it
+# in another order (`shardlib.lowering.contractions`): devices exchange columns for rows, change the
+# order, and exchange back, two all-to-alls of a device's part of the weight, and two for its
+# gradient. A vector is gathered instead. Weights of a loop over layers are reordered in every
+# iteration, and again if the layer is rematerialised; others, and those of unrolled layers, once
+# per microbatch.
 
 #: Fused dims of parameters, by path.
 Fused = Mapping[str, frozenset[int]]
 
 
 def fused_parameters(problem: Problem) -> Fused:
-    """The fused dims of every parameter that has some."""
+    """The fused dims of the parameters that have some."""
     fused: dict[str, frozenset[int]] = {}
     for index in problem.forward.inputs_of("parameter"):
         value = problem.forward.values[index]
@@ -245,7 +238,7 @@ def fused_parameters(problem: Problem) -> Fused:
 
 
 def order_items(facts: Facts, fused: Fused) -> list[Item]:
-    """Items of changes of the order of weights and of their gradients."""
+    """Items of the reordering of fused weights and of their gradients."""
     return [
         item
         for value, source in facts.sources.items()
@@ -255,7 +248,7 @@ def order_items(facts: Facts, fused: Fused) -> list[Item]:
 
 
 def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
-    """One item for each place where a weight is taken, and one for its gradient."""
+    """One item for each use of a weight, and one for its gradient."""
     graph, stack = facts.graph, facts.frozen_dims(value)
     uses = [use for use in gathered(facts) if use.source == value]
     inside = [use.region for use in uses if stack]
@@ -306,23 +299,21 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
 
 
 def _again(facts: Facts, region: int) -> bool:
-    """Returns whether a region rematerialises layers."""
+    """True if a region rematerialises layers."""
     return any(op.region == region and "rematted_computation" in op.scope for op in facts.graph.ops)
 
 
 # --------------------------------------------------------------------------------------------------
-# Items of gathers: collectives by which an op gets an operand that is sharded otherwise.
+# Items of gathers: collectives that reshard the operand of an op.
 #
-# A value that is sharded over tensor along the sequence, and of which a matmul needs all rows, is
-# all-gathered; where the matmul takes another dim sharded, an all-to-all.
+# A value that tensor shards along the sequence, and of which a matmul needs all rows, is
+# all-gathered; if the matmul uses it sharded along another dim, an all-to-all.
 
 
 def value_gather_item(facts: Facts, value: int) -> Item | None:
-    """A value sharded over tensor (along the sequence) that some readers need whole or sharded
-    otherwise: gathered once.
-
-    Returns:
-        None where nothing reads it, nothing could shard it, or it is a weight.
+    """The gather of a value that tensor shards (along the sequence), for readers that need it
+    unsharded or sharded otherwise: a single one for all of them. None if nothing reads it, nothing
+    could shard it, or it is a weight.
     """
     readers = _readers(facts, value)
     if not readers or not any(facts.names[value]) or value in facts.weights:
@@ -339,8 +330,8 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
 
 
 def _gathers_made_of(facts: Facts, value: int, readers: list[int]) -> Hashable:
-    """Returns a key of the facts that determine the gathers of a value; None where kernels of
-    attention read it.
+    """A key of the facts that determine the gathers of a value; None if attention kernels read
+    it.
     """
     ops = [facts.graph.ops[i] for i in readers]
     if not facts.plain(readers, (value,)) or any(op.kind in KERNELS for op in ops):
@@ -377,8 +368,8 @@ def _rematerialised(facts: Facts, readers: list[int]) -> set[int]:
 
 
 def _gathers_apart(facts: Facts, index: int, rematerialised: set[int]) -> bool:
-    """Returns whether a reader gets a gather of its own: what the backward pass rematerialises is
-    gathered for that by the compiler, and for the gradient of a weight by the manual region.
+    """True if a reader has a gather of its own: the compiler gathers a rematerialised value for
+    rematerialisation, and the manual region gathers it for the weight gradient.
     """
     op = facts.graph.ops[index]
     return (
@@ -389,7 +380,7 @@ def _gathers_apart(facts: Facts, index: int, rematerialised: set[int]) -> bool:
 
 
 def _readers(facts: Facts, value: int) -> list[int]:
-    """The ops that may need a value otherwise than it is sharded."""
+    """The ops that may need a value in another sharding."""
     return [
         i
         for i in facts.consumers.get(value, ())
@@ -455,8 +446,8 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
 
 
 def _before_casts(facts: Facts, index: int, value: int) -> int:
-    """Bytes of a value as it is gathered: for the gradient of a weight in the narrowest dtype that
-    it was cast from. Casts that take a scale, into 8 bits, are none of these.
+    """Bytes of a value as gathered: for a weight gradient in the narrowest dtype that it was cast
+    from, except for scaled casts into 8 bits.
     """
     graph, size = facts.graph, facts.graph.values[value].bytes
     producers = facts.producers
@@ -472,15 +463,15 @@ def _before_casts(facts: Facts, index: int, value: int) -> int:
 
 
 def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
-    """Returns whether a kernel of attention, or what lies between it and a projection, gets a value
-    by the exchange of parts of the sequence, or of the width of heads, for heads (`exchanges.py`).
+    """True if an attention kernel, or an op between it and a projection, gets a value by the
+    exchange of parts of the sequence, or of the width of heads, for heads.
     """
     return facts.shares_heads(index, choice) or facts.turned(value, choice)
 
 
 def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
-    """The collective by which an op gets an operand that an axis shards; None where it takes it as
-    it is.
+    """The collective by which an op gets an operand that an axis shards; None if it uses it as it
+    is.
     """
     op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
     dims = op.rule.operands[op.operands.index(value)]
@@ -506,19 +497,20 @@ def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Items of exchanges along tensor for the heads of a kernel of attention.
+# Items of exchanges along tensor for the heads of an attention kernel.
 #
-# Where tensor shards the sequence of queries, keys and values, or the width of their heads, it
-# shards the heads inside of a kernel (`shardlib.lowering.context.dispatch`):
+# If tensor shards the sequence of queries, keys and values, or the width of their heads, it shards
+# the heads inside the kernel (`shardlib.lowering.context.dispatch`):
 #
-#     heads that are shared out     one all-to-all in, one all-to-all out; gradients the other way
-#     too few heads of keys         keys and values are gathered, their gradients reduce-scattered,
-#                                   or all-reduced where they are whole for a rotation by positions
-#     too few heads of queries      all is gathered, and every device computes the same
+#     heads divide                  one all-to-all in, one all-to-all out; reversed for gradients
+#     too few heads of keys         keys and values are all-gathered, their gradients
+#                                   reduce-scattered, or all-reduced if they are unsharded for a
+#                                   rotation by positions
+#     too few heads of queries      everything is all-gathered, and devices compute the same
 
 
 def head_exchange_item(facts: Facts, index: int) -> Item:
-    """The exchange of devices along tensor for the heads of a kernel of attention."""
+    """The exchange along tensor for the heads of an attention kernel."""
     op, moved = facts.graph.ops[index], moved_values(facts, index)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
@@ -538,7 +530,7 @@ def head_exchange_item(facts: Facts, index: int) -> Item:
 
 
 def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> Iterator[Transfer]:
-    """The collectives of one value that goes into a kernel or comes out of it."""
+    """The collectives of one operand or result of an attention kernel."""
     op, heads, cut = facts.graph.ops[index], facts.heads[index], facts.value_cut(value, choice)
     if not has(cut, "tensor"):
         return
@@ -562,20 +554,20 @@ def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> 
     if together:
         scattered = "all-reduce" if facts.pairs(value, choice) else "reduce-scatter"
         yield transfer(scattered if gradient else "all-gather", times, *together)
-    # Where every device computes the same, it has all results; what comes in is gathered.
+    # If every device computes the same, it has all results; only operands are gathered.
     coming = 0 if gradient else times - 1 if result else times
     if coming:
         yield transfer("all-gather", coming, "none")
 
 
-#: The cases in which devices share out heads of queries at least.
+#: The cases in which at least heads of queries are divided among devices.
 _SHARING: tuple[Shared, ...] = ("all", "queries")
 
 
 def _head_exchanges_apart(
     facts: Facts, index: int, value: int, heads: KernelHeads
 ) -> tuple[Shared, ...]:
-    """The cases in which each device has heads of a value of its own."""
+    """The cases in which each device has different heads of a value."""
     rule = facts.graph.ops[index].rule
     values = (*facts.graph.ops[index].operands, *facts.graph.ops[index].results)
     dims = (*rule.operands, *rule.results)[values.index(value)]
@@ -586,7 +578,7 @@ def _head_exchanges_apart(
 
 
 def _bytes(facts: Facts, index: int, value: int) -> float:
-    """Bytes of a value as it is exchanged: gradients in the dtype of queries."""
+    """Bytes of a value as exchanged: gradients in the dtype of queries."""
     op, values = facts.graph.ops[index], facts.graph.values
     itemsize = values[value].itemsize
     if op.kind == BACKWARD:
@@ -595,10 +587,8 @@ def _bytes(facts: Facts, index: int, value: int) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Items of computation: one for each kernel of a step graph.
-#
-# A kernel's item yields a `Compute`: FLOPs, bytes that it moves, and the dims of its matmul, each
-# with a note of the axes that divide it.
+# Items of computation: one per kernel of a step graph. It yields a `Compute`: FLOPs, bytes moved,
+# and the dims of its matmul, each with the axes that divide it.
 
 #: Ops that take many steps on a TPU's vector units, and a unit of their own on a GPU; a TPU has
 #: units for tanh, exp2 and square roots.
@@ -690,8 +680,8 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
 
 
 def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
-    """A kernel of attention whose heads the tensor axis shards inside of it alone: as it is where
-    the devices can share heads out, and whole on each of them where they cannot.
+    """The terms of an attention kernel whose heads tensor shards only inside the kernel: sharded if
+    the heads divide among the devices, and replicated if not.
     """
     heads = facts.heads[index]
 
@@ -725,7 +715,7 @@ def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
 
 
 def _largest(facts: Facts, index: int) -> tuple[int, float]:
-    """The largest operand or result of an op, and its elements, on which the op works."""
+    """The largest operand or result of an op, and its elements: those that the op processes."""
     op = facts.graph.ops[index]
     sizes = {
         value: float(math.prod(facts.graph.values[value].shape))
@@ -736,8 +726,8 @@ def _largest(facts: Facts, index: int) -> tuple[int, float]:
 
 
 def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:
-    """Bytes that a kernel moves of a value: gathers, scatters and slices touch only what they
-    select.
+    """Bytes of a value that a kernel moves: gathers, scatters and slices touch only the selected
+    part.
     """
     size = facts.graph.values[value].bytes
     if op.category in ("gather", "scatter") and value in op.operands:
@@ -764,8 +754,8 @@ def _core(op: Op) -> AttentionCore | None:
 
 
 def _matmul(op: Op, cut: Cut) -> Matmul | None:
-    """The dims of a matmul; of so many as the factors have elements that both operands and the
-    result have.
+    """The dims of a matmul; the number of matmuls is the size of the factors that both operands and
+    the result have.
     """
     if op.category != "matmul" or len(op.operands) != 2:
         return None
@@ -789,7 +779,7 @@ def kernel_items(facts: Facts) -> list[Item]:
     return [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
 
 
-#: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
+#: Ops that only rearrange or cast their operand, so that a sum commutes with them.
 _LINEAR_VIEWS: frozenset[str] = frozenset(
     {"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"}
 )
@@ -797,12 +787,12 @@ _LINEAR_VIEWS: frozenset[str] = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Summands:
-    """Ops whose results are only added to each other, so that the compiler reduces them once.
+    """Ops whose results are only added to each other, so that the compiler reduces the sum once.
 
     Attributes:
-        ops: their numbers.
-        looped: whether a loop adds them to a sum that it carries, of which partial sums over the
-            batch are all-reduced once, after the loop (`Traits.reduces_after_loops`).
+        ops: indices of the ops.
+        looped: True if a loop accumulates them in a carry, whose partial sums over the batch are
+            all-reduced once, after the loop (`Traits.reduces_after_loops`).
     """
 
     ops: tuple[int, ...]
@@ -810,10 +800,10 @@ class Summands:
 
 
 def sum_groups(facts: Facts) -> list[Summands]:
-    """Ops with summed factors, grouped where their results are only added to each other (`add_any`
-    of cotangents).
+    """Ops with summed factors, grouped if their results are only added to each other (`add_any` of
+    cotangents).
 
-    Partial sums can be added before they are reduced, which XLA's all-reduce reassociation does
+    Partial sums can be added before they are reduced, as XLA's all-reduce reassociation does
     (openxla/xla `xla/service/all_reduce_reassociate.cc`).
     """
     graph, producers = facts.graph, facts.graph.producers()
@@ -850,22 +840,19 @@ def sum_groups(facts: Facts) -> list[Summands]:
 
 
 def _is_view(op: Op) -> bool:
-    """Returns whether an op only rearranges or casts its operand; so does a sum over dims of size
-    1.
-    """
+    """True if an op only rearranges or casts its operand, or sums over dims of size 1."""
     return op.kind in _LINEAR_VIEWS or (op.kind == "reduce_sum" and not op.rule.summed)
 
 
 # --------------------------------------------------------------------------------------------------
 # Items of reductions: collectives of partial sums, of values and of gradients.
 #
-# Results of a matmul whose contraction is sharded are partial sums. They are all-reduced, or
-# reduce-scattered where the result is sharded over the same axis; those that are only added to
-# each other are reduced once.
+# The result of a matmul with a sharded contraction is a partial sum. It is all-reduced, or
+# reduce-scattered if the result is sharded over the same axis.
 
 
 def reduce_item(facts: Facts, summands: Summands) -> Item:
-    """Reductions of partial results."""
+    """The reductions of partial results."""
     group = summands.ops
     colours = frozenset[str]().union(
         *(
@@ -888,8 +875,8 @@ def reduce_item(facts: Facts, summands: Summands) -> Item:
 
 
 def _reductions_made_of(facts: Facts, summands: Summands) -> Hashable:
-    """Returns a key of the facts that determine the reductions of some ops; None where these are
-    kernels of attention or products of experts.
+    """A key of the facts that determine the reductions of some ops; None for attention kernels and
+    products of experts.
     """
     group, ops = summands.ops, [facts.graph.ops[index] for index in summands.ops]
     if not facts.plain(group, [value for op in ops for value in op.results]) or any(
@@ -975,8 +962,8 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
 def _gradient(
     facts: Facts, op: Op, value: int, cut: Cut, over_tensor: bool, looped: bool
 ) -> list[Transfer]:
-    """The reduction of a parameter's gradient over the devices that share the batch: of one that a
-    loop accumulates, whole ones are reduced after it.
+    """The reduction of a parameter's gradient over the devices that share the batch; after the loop
+    if a loop accumulates it and it is all-reduced.
     """
     reduced = Transfer(
         kind="reduce",
@@ -997,7 +984,7 @@ def _gradient(
 
 
 def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
-    """Bytes of an activation's partial sums; None where nobody needs the sums."""
+    """Bytes of an activation's partial sums; None if nothing reads the sums."""
     if op.category == "gather":  # a lookup is one in the dtype in which its results are used
         return _reduced_bytes(facts, value)
     size = facts.graph.values[value].bytes
@@ -1011,8 +998,8 @@ def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
 def _around_ring(
     facts: Facts, op: Op, value: int, cut: Cut, unreduced: Amount
 ) -> tuple[Transfer, Transfer]:
-    """Gradients of keys and values: around the ring in float32, with the keys and values that they
-    are of, or reduced, where keys are gathered.
+    """Gradients of keys and values: in float32 around the ring together with their keys and values,
+    or reduced if keys are gathered.
     """
     size = 4 * math.prod(facts.graph.values[value].shape)
     ring = Transfer(
@@ -1035,8 +1022,8 @@ def _around_ring(
 def _over_axis(
     facts: Facts, op: Op, axis: str, unreduced: Amount, cut: Cut, choice: Choice
 ) -> Transfer:
-    """The reduction over tensor or context of what is not a gradient. Results of experts come home
-    before they are added up, and there they are sharded along the sequence.
+    """The reduction over tensor or context of a value that is not a gradient. Results of experts
+    are combined before they are summed, and are then sharded along the sequence.
     """
     at_home = (
         axis == "tensor" and facts.routes and op.kind in GROUPED and choice.sequence is not None
@@ -1055,13 +1042,13 @@ def _cause(op: Op) -> str:
 
 
 def _around(facts: Facts, op: Op) -> int:
-    """Number of runs of the loop that an op is in."""
+    """Number of iterations of the enclosing loop of an op."""
     return facts.trips[facts.graph.regions[op.region].parent]
 
 
 def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
-    """Returns whether what looks like partial sums over an axis are sums of whole experts, of which
-    ranks of tensor have different ones.
+    """True if apparent partial sums over an axis are complete sums of experts, since tensor ranks
+    have different ones.
     """
     return (
         axis == "tensor"
@@ -1073,8 +1060,8 @@ def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
 
 
 def _reduced_bytes(facts: Facts, value: int) -> int:
-    """Bytes of partial sums as they are reduced: in the dtype of the weight in use, to which a
-    contraction's gradient, or a row of a table, is cast at once.
+    """Bytes of partial sums as reduced: in the dtype of the weight in use, to which the gradient of
+    a contraction, or of a row of a table, is cast immediately.
     """
     value_, current = facts.graph.values[value], value
     smallest = value_.bytes
@@ -1101,13 +1088,12 @@ def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
 # --------------------------------------------------------------------------------------------------
 # Items: the separable parts of a step's cost.
 #
-# The cost of a step is a sum over *items*: a kernel computes, a value is gathered, a partial
-# result is reduced, a value occupies memory at a certain point, a parameter is stored. Each item
-# depends only on the few colours that it touches, so the cost of a choice over all colours is a
-# sum of small table entries; that is what makes an exact search cheap.
+# The cost of a step is a sum over *items*: a kernel, a gather, a reduction, a value in memory at a
+# certain point, a stored parameter. Each item depends on only a few colours, so the cost of a
+# choice over all colours is a sum of small table entries; that makes an exact search cheap.
 #
-# An item, under a `Choice`, yields *terms*: quantities of the whole program with a note of what
-# divides them. A term is free of mesh sizes; `shardlib.cost.pricing` turns terms into seconds and
+# Under a `Choice`, an item yields *terms*: quantities of the whole program with the axes that
+# divide them, independent of mesh sizes; `shardlib.cost.pricing` converts terms into seconds and
 # bytes for many meshes at once.
 
 

@@ -1,5 +1,5 @@
-"""Seconds and bytes of candidate plans, as arrays from the tables: compute, exposed collectives,
-pipeline bubbles, optimizer, memory.
+"""Seconds and bytes of candidate plans, as arrays: compute, exposed collectives, pipeline bubbles,
+optimizer, memory.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from shardlib.machines.topology import Span, Topology, place
 from shardlib.schedules import named
 
 # --------------------------------------------------------------------------------------------------
-# Bytes of a device: stored between steps, and made by a step, at the point where they are the most.
+# Bytes per device: stored between steps, and allocated by a step at its peak.
 
 Array = np.ndarray
 
-#: Heap of a pipeline in one program over what is alive in it at once, on GPUs: XLA copies stacks of
-#: saved activations and sums of gradients between the loops of a step, and what is of many sizes
-#: does not fit in each other's place. Of Llama 3 405B with 2 stages 1.11 (126 layers, one to a
-#: chunk), 1.25 (24 layers) and 1.40 (126 layers, three to a chunk), by the compiler's own live
+#: Heap of a pipeline in one program over its live bytes, on GPUs: XLA copies stacks of saved
+#: activations and sums of gradients between the loops of a step, and buffers of different sizes
+#: cannot reuse each other's memory. For Llama 3 405B with 2 stages 1.11 (126 layers, one per
+#: chunk), 1.25 (24 layers) and 1.40 (126 layers, three per chunk), by the compiler's own live
 #: ranges (JAX 0.10.2).
 PIPELINE_ON_GPUS = 1.25
 
@@ -55,11 +55,11 @@ PIPELINE_ON_GPUS = 1.25
 def stored_bytes(
     s: Sums, scale: Array, knobs: Knobs, model: Model, profile: FrameworkProfile, c: Candidates
 ) -> tuple[Array, Array, Array, Array]:
-    """Bytes of trained and of frozen parameters, of gradients and of optimizer state as they are
-    stored; whole ones beside the shards where a stage gathers and reduces once a step.
+    """Bytes of trained and of frozen parameters, of gradients and of optimizer state, as stored;
+    plus unsharded parameters and gradients if a stage gathers and reduces once per step.
 
     Args:
-        scale: part of each segment that the fullest stage has, [segments, candidates].
+        scale: share of each segment on the fullest stage, [segments, candidates].
     """
     frozen = on_stage(s.stored.frozen_cut if knobs.zero >= 3 else s.stored.frozen, scale)
     parameters, gradients = (
@@ -89,8 +89,8 @@ def stored_bytes(
 def least_bytes(
     s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> tuple[Array, Array, Array]:
-    """Bytes that a device has at the least when the forward pass ends: of stored arrays but for
-    the optimizer's state, of that state, and of each class's saved layers.
+    """Lower bounds of the bytes per device at the end of the forward pass: of stored arrays without
+    optimizer state, of that state, and of each class's saved layers.
 
     Returns:
         Arrays [candidates], [candidates] and [classes, candidates].
@@ -114,13 +114,13 @@ def least_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class _Occupied:
-    """Bytes that one point of a step occupies on one stage, arrays [candidates].
+    """Bytes at one point of a step on one stage, arrays [candidates].
 
     Attributes:
-        saved: what the forward pass saved, and copies of parameters.
+        saved: values saved by the forward pass, and copies of parameters.
         temporaries: results that are read and freed.
-        gradients: those that are alive, where they have no buffer of their own.
-        gathered: parameters in use, where they are stored sharded (ZeRO 3).
+        gradients: live gradients, if they have no buffer of their own.
+        gathered: parameters in use, if they are stored sharded (ZeRO 3).
     """
 
     saved: Array
@@ -130,7 +130,6 @@ class _Occupied:
 
     @property
     def total(self) -> Array:
-        """All of them."""
         return self.saved + self.temporaries + self.gradients + self.gathered
 
 
@@ -140,9 +139,9 @@ class _Stage:
     candidates].
 
     Attributes:
-        once: part of values that are made once at a time.
-        in_flight: part of values that every microbatch in flight has, times those.
-        stored: part of parameters and gradients.
+        once: share of values of which one microbatch is live at a time.
+        in_flight: share of values of every microbatch in flight, times their number.
+        stored: share of parameters and gradients.
     """
 
     once: Array
@@ -160,12 +159,12 @@ def bytes_by_part(
     c: Candidates,
     profile: FrameworkProfile,
 ) -> tuple[dict[str, Array], Array]:
-    """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves,
-    less two layers, which offloading could move.
+    """Bytes allocated by a step, by part; and those of the stacks that the forward pass saves, less
+    two layers, which offloading could move.
 
     Args:
-        gradients: bytes of gradients that are kept over microbatches, array [candidates].
-        scale: part of each segment that the fullest stage has, array [segments, candidates].
+        gradients: bytes of gradients accumulated over microbatches, array [candidates].
+        scale: share of each segment on the fullest stage, array [segments, candidates].
     """
     stages = _stages(scale, in_flight, knobs, c, profile)
     peak = _fullest(
@@ -191,7 +190,7 @@ def bytes_by_part(
 def _at(
     s: Sums, point: Point, stage: _Stage, knobs: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> _Occupied:
-    """Returns the memory of a stage at a point where it may peak."""
+    """The memory of a stage at a point where it may peak."""
     together, stored = profile.collected == "together", stage.stored
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
         point.copy_cut if knobs.zero >= 3 else point.copy, stored
@@ -219,7 +218,7 @@ def _at(
 
 
 def _fullest(points: list[_Occupied], c: Candidates) -> _Occupied:
-    """The point that occupies the most, by candidate."""
+    """The point with the most bytes, by candidate."""
     if not points:
         zeros = np.zeros(len(c))
         return _Occupied(saved=zeros, temporaries=zeros, gradients=zeros, gathered=zeros)
@@ -237,8 +236,8 @@ def _stages(
 ) -> list[_Stage]:
     """Stages whose memory may be the fullest.
 
-    Where embedding and head are spread all stages are alike. Otherwise the first holds the most
-    microbatches, and the last the logits.
+    If embedding and head are spread, all stages are equal. Otherwise the first has the most
+    microbatches in flight, and the last has the logits.
     """
     layers = len(scale) - 2
     first = scale.copy()
@@ -259,19 +258,19 @@ def _stages(
 
 
 def working_sets(pricer: Pricer, knobs: Knobs, c: Candidates) -> Array:
-    """Sets of buffers for what a microbatch makes, in a program without stages.
+    """Sets of buffers for the values of a microbatch, in a program without stages.
 
-    XLA's compiler for CPUs shares a buffer between two loops only where one needs what the other
-    makes, and stacks that a loop fills need nothing. So the last microbatch, which reduces
-    gradients, has buffers beside those of the loop over the others: of a transformer of four layers
-    on two devices, 1.8 to 2.1 times as many bytes as one microbatch (JAX 0.10.2).
+    XLA's compiler for CPUs shares a buffer between two loops only if one depends on the other, and
+    stacks that a loop fills depend on nothing. So the last microbatch, which reduces gradients, has
+    buffers separate from those of the loop over the others: for a transformer of four layers on two
+    devices, 1.8 to 2.1 times as many bytes as one microbatch (JAX 0.10.2).
     """
     separate = pricer.topology.chip.vendor == "cpu" and in_the_last(pricer.profile, knobs)
     return np.where(separate & (c.micro > 1) & (c.stage == 1) & (c.ways(BATCH_AXES) > 1), 2.0, 1.0)
 
 
 def heap_share(pricer: Pricer, stages: Array) -> Array:
-    """Heap over live buffers, of what a step makes."""
+    """Heap over live bytes, of the allocations of a step."""
     copied = (
         pricer.profile.name == XLA.name
         and pricer.profile.pipeline == "lockstep"
@@ -281,10 +280,10 @@ def heap_share(pricer: Pricer, stages: Array) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# The price of a step with the collectives that a compiler really made.
+# The price of a step with the collectives of the compiled program.
 #
-# The compiler says which collectives a program runs (and, for TPUs, how long its kernels take);
-# the cost model says what a collective costs on the links. With c the seconds of one collective,
+# The compiler says which collectives a program runs (and, for TPUs, how long its kernels take); the
+# cost model says what a collective costs on the links. With c the seconds of one collective,
 # latency + bytes x seconds per byte (`cost/collectives.py`):
 #
 #     hidden   = sum of count x c over collectives along data or fsdp, alone or with tensor:
@@ -297,11 +296,11 @@ def heap_share(pricer: Pricer, stages: Array) -> Array:
 # of updated parameters block, too.
 #
 # This is the rule of `cost/communication.py` with three differences, because a compiled program
-# does not tell them apart: small sums of activations along data and fsdp count as hidden here,
-# reductions of gradients along tensor alone as blocking, and kernels from a compiler's cycles have
-# the optimizer update among them, so that `optimizer` is 0 then. Where the compiler estimates no
-# time (GPU and CPU), kernels are the predicted ones. A collective whose groups are not a product of
-# mesh axes is priced as one over the whole mesh.
+# does not distinguish them: small sums of activations along data and fsdp count as hidden here,
+# reductions of gradients along tensor alone as blocking, and the compiler's kernel seconds include
+# the optimizer update, so that `optimizer` is 0 then. If the compiler estimates no time (GPU and
+# CPU), kernels are the predicted ones. A collective whose groups are not a product of mesh axes is
+# priced as one over the whole mesh.
 
 
 def group_seconds(
@@ -316,8 +315,8 @@ def group_seconds(
     """Seconds of one collective of a compiled program.
 
     Args:
-        size: bytes that a device holds of the result.
-        order: of the mesh axes on its links, as a plan has it; by default the usual one.
+        size: bytes of the result per device.
+        order: order of the mesh axes on the links, as in a plan; by default the usual one.
     """
     placed = place(mesh, topology, order)
     assert placed is not None, f"{mesh} does not fit {topology.name}"
@@ -330,8 +329,8 @@ def group_seconds(
 
 
 def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
-    """The spans, the inner ones first, that hold a group of so many devices; all of them where none
-    do.
+    """The innermost spans with a group of `members` devices; all spans if there are no such
+    spans.
     """
     for count in range(1, len(spans) + 1):
         for chosen in itertools.combinations(reversed(spans), count):
@@ -353,7 +352,7 @@ def reprice(
 
     Args:
         priced: the compiled collectives with the seconds of all their executions.
-        kernels: seconds of all kernels by the compiler; 0 where it gives none.
+        kernels: the compiler's seconds of all kernels; 0 if it estimates none.
     """
     hidden = blocking = 0.0
     for c in priced:
@@ -381,14 +380,14 @@ def reprice(
 #     step = m x (tick + ends) + groups x waiting(schedule) + exposed parameters and gradients
 #            + optimizer + overhead
 #
-# "ends" is what all stages exchange when a microbatch enters and leaves a pipeline in one program.
-# "compute" and "exposed" are what a stage is busy with on the average; "bubble" is the rest:
-# waiting, and stages that have less work than the slowest.
+# "ends" are the collectives of all stages when a microbatch enters and leaves a pipeline in one
+# program. "compute" and "exposed" are averages over the stages; "bubble" is the rest: waiting, and
+# stages with less work than the slowest.
 
 
 def least_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no
-    ZeRO stage changes.
+    """Seconds of a step with all gathers of parameters and reductions of gradients hidden, which
+    does not depend on the ZeRO stage.
     """
     stages = c.stage
     tick = tick_seconds(s, knobs, model, pricer, c)
@@ -400,15 +399,15 @@ def least_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candid
 
 
 def _passes(s: Sums, knobs: Knobs, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
+    """Exposed seconds of sending a microbatch from stage to stage and its cotangents back."""
     return np.where(c.stage > 1, s.collectives.passes * chunks_of(knobs, c), 0.0) * (
         1 - pricer.profile.send_overlap
     )
 
 
 def tick_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
-    """Seconds of one microbatch on the slowest stage, forward and backward, but for what all stages
-    do together when it enters and leaves: nobody does that while others wait.
+    """Seconds of one microbatch on the slowest stage, forward and backward, without the collectives
+    of all stages when it enters and leaves: nobody does those while others wait.
     """
     key = knobs.context, knobs.virtual
     if key not in s.ticks:
@@ -427,8 +426,8 @@ def tick_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candida
 
 
 def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
-    """Seconds of a microbatch that a stage waits for the host to launch kernels: where launching
-    takes longer than running them.
+    """Seconds per microbatch that a stage waits for the host to launch kernels, if launching takes
+    longer than running them.
     """
     return np.maximum(0.0, s.kernels.host.sum(0) - busy.sum(0)) / c.stage
 
@@ -439,7 +438,7 @@ def seconds_by_part(
     """Seconds of compute, exposed communication and bubble; and FLOPs.
 
     Args:
-        scale: part of each segment whose parameters the fullest stage moves, [segments,
+        scale: share of each segment whose parameters the fullest stage moves, [segments,
             candidates].
     """
     stages, micro = c.stage, c.micro
@@ -467,13 +466,13 @@ def seconds_by_part(
 # --------------------------------------------------------------------------------------------------
 # Priced candidates: the parts of the step time and of the memory, as arrays.
 #
-# A candidate is a mesh with its place on the links and a number of microbatches. `combine` does
-# everything that is not a sum: hiding communication behind compute (`exposed_communication`),
-# pipeline bubbles (`step_time`), the largest of several memory points (`device_memory`).
+# A candidate is a mesh with its placement and a number of microbatches. `combine` does everything
+# that is not a sum: hiding communication behind compute, pipeline bubbles, the maximum over several
+# memory points.
 
-#: Smallest buffer that the allocator of a host gives back to the system when it is freed, so that
-#: it is mapped anew in every step: glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD: at most
-#: 32 MiB where longs have 8 bytes).
+#: Smallest buffer that the host's allocator returns to the system when it is freed, so that it is
+#: mapped again in every step: glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD: at most 32
+#: MiB where longs have 8 bytes).
 GIVEN_BACK = 32 << 20
 
 
@@ -484,10 +483,10 @@ class Totals(ArrayTable):
     Attributes:
         seconds: parts of the step time per candidate.
         device_bytes: parts of the memory per candidate.
-        flops: executed per device and step, on the average of all stages.
-        stacks: bytes of the heap that hold what the forward pass saves of layers, less two layers:
-            what offloading can move.
-        held: microbatches whose activations are there at once.
+        flops: executed FLOPs per device and step, averaged over the stages.
+        stacks: heap bytes of the saved activations of layers, less two layers: the part that
+            offloading can move.
+        held: microbatches whose activations are live at once.
     """
 
     seconds: dict[str, Array]
@@ -508,11 +507,7 @@ class Totals(ArrayTable):
 
 
 def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
-    """Turns quantities into the parts of time and memory.
-
-    Args:
-        model: layers, and bytes of the batch.
-    """
+    """Combines quantities into the parts of time and memory."""
     profile = pricer.profile
     scale, resting = shares_of(knobs, model, c, profile), shares_at_rest(knobs, model, c, profile)
     in_flight = named(knobs.schedule).in_flight(pipelines_of(knobs, c, profile))
@@ -555,13 +550,13 @@ def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) 
 
 
 def mapped_anew(memory: Mapping[str, Array]) -> Array:
-    """Bytes of a device that a step touches first: all but what stays between steps, where they
-    are so many that the allocator gives them back. What is predicted may be half of what a CPU's
-    program has (20 MiB for 34, an MLP of three layers), so that from half of `GIVEN_BACK` on a part
-    counts, and from all of it on everything.
+    """Bytes per device that a step touches first: all except those that stay between steps, if they
+    are so many that the allocator returns them to the system. The prediction may be half of what a
+    CPU program allocates (20 MiB for 34, an MLP of three layers), so bytes count partially from
+    half of `GIVEN_BACK` on, and fully from `GIVEN_BACK` on.
 
     Args:
-        memory: bytes of a device by what they are for, by candidate.
+        memory: bytes per device by part, by candidate.
     """
     resting = ("parameters", "frozen", "optimizer", "batch")
     touched = sum((size for part, size in memory.items() if part not in resting), np.zeros(1))
@@ -569,7 +564,7 @@ def mapped_anew(memory: Mapping[str, Array]) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Turns the arrays of priced candidates into the estimate of one.
+# The estimate of one candidate, from the arrays of all.
 
 
 def estimate(

@@ -1,6 +1,5 @@
-"""Prices of variants of a step: layer groups that follow different remat policies, a part of the
-layers rematerialised or offloaded, loops in place of collectives over tensor, and compute that is
-replicated over an axis.
+"""Prices of variants of a step: layer groups with different remat policies, a part of the layers
+rematerialised or offloaded, collective matmuls, and compute that is replicated over an axis.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from shardlib.machines.topology import Placement
 from shardlib.propagation.colours import Choice, has
 
 # --------------------------------------------------------------------------------------------------
-# The kernel of one shard of a matmul whose operand comes shard by shard: it reads its weight anew,
-# or reads and writes the sums of a gradient, and has fewer rows.
+# The kernel of one shard of a matmul whose operand arrives shard by shard: it has fewer rows, and
+# reads its weight again, or reads and writes the sums of a gradient.
 
 
 def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards: int) -> Compute:
-    """The kernel of one of the shards that a matmul of a weight, or of the gradient of one, is made
-    in: it reads the weight, or reads and writes sums in float32.
+    """The kernel of one of `shards` shards of a weight matmul, or of a weight-gradient matmul,
+    which reads and writes sums in float32.
     """
     op = facts.graph.ops[index]
     side = next((i for i, value in enumerate(op.operands) if value in facts.weights), 2)
@@ -85,35 +84,34 @@ def _parts(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Prices of collectives over tensor that run as loops over the matmuls they feed (collective
-# matmul).
+# Collective matmul: collectives over tensor that run as loops over the matmuls they feed.
 #
 # A gather of the sequence, or a scatter along it, over n devices becomes n - 1 messages of a shard
-# each, and its matmuls are made shard by shard, while the next message is on its way (Wang et al.,
-# "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+# each, and its matmuls are computed shard by shard, while the next message is in transit (Wang et
+# al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 # Models", ASPLOS 2023, section 5). With `turns` turns of `hop` seconds and matmuls of `work`
 # seconds in shards
 #
 #     exposed = hop + max(0, (turns - 1) hop - work)
 #
-# in place of the whole collective: nothing hides the first message of a gather or the last of a
-# scatter. Messages go both ways around: on a torus at once, n // 2 turns; elsewhere they share the
-# device's one link, n - 1 turns. Sums of messages are added up by kernels of their own.
+# replaces the whole collective: nothing hides the first message of a gather or the last of a
+# scatter. Messages go in both directions: on a torus at once, n // 2 turns; elsewhere they share
+# the device's one link, n - 1 turns. Separate kernels add up the messages.
 #
-# Gathers that are repeated for gradients of weights alone hold up no matmul: they hide behind what
-# the others of their loop have left over.
+# Gathers that are repeated only for weight gradients delay no matmul: they hide behind the time
+# that the others of their loop leave.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A collective over tensor that a loop can take the place of.
+    """A collective over tensor that a collective matmul can replace.
 
     Attributes:
         transfer: the collective.
-        matmuls: ops whose shards wait for a message each; () where gradients of weights alone need
-            what is gathered.
-        gradients: gradients of weights, which are reduced over shards.
-        region: of the graph.
+        matmuls: ops whose shards wait for one message each; () if only weight gradients need the
+            gathered value.
+        gradients: weight gradients, which are summed over shards.
+        region: region of the graph.
     """
 
     transfer: Transfer
@@ -124,13 +122,13 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Changes of a step by loops over tensor.
+    """Changes of a step by collective matmuls.
 
     Attributes:
-        exposed_s: seconds that no longer wait for collectives.
-        compute_s: seconds that sharded matmuls take longer.
-        messages: of every collective that is replaced, bytes of a message, how many there are in
-            place of one execution, and seconds of one.
+        exposed_s: seconds of collectives that are no longer exposed.
+        compute_s: additional seconds of the sharded matmuls.
+        messages: per replaced collective, bytes of a message, messages per execution, and seconds
+            per message.
     """
 
     exposed_s: float
@@ -139,13 +137,13 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step that loops save; negative where they cost more."""
+        """Seconds saved per step; negative if loops are slower."""
         return self.exposed_s - self.compute_s
 
 
 def loops(facts: Facts, choice: Choice) -> list[Loop]:
-    """The collectives of a step that loops can take the place of: those that matmuls of weights
-    need which tensor shards, and nothing else.
+    """The collectives of a step that collective matmuls can replace: those that are needed only by
+    matmuls of weights that tensor shards.
     """
     candidates = [
         (transfer, ops)
@@ -180,9 +178,7 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
 
 
 def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
-    """Returns whether an op is a matmul of a weight that tensor shards, or of the gradient
-    of one.
-    """
+    """True for a matmul of a weight that tensor shards, or of the gradient of one."""
     op = facts.graph.ops[index]
     values = [value for value in op.operands if value in facts.weights] or [
         value for value in op.results if value in facts.gradients
@@ -197,9 +193,7 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
 def saving(
     facts: Facts, choice: Choice, placement: Placement, c: Candidates, pricer: Pricer, classes: int
 ) -> Saving:
-    """Returns the saving of loops in one candidate, without stages; nothing where there
-    are none.
-    """
+    """The saving of collective matmuls in one candidate without stages; zero if there are none."""
     assert len(c) == 1
     prices = _Prices(facts, choice, placement, c, pricer, classes)
     exposed = compute = 0.0
@@ -243,8 +237,8 @@ class _Prices:
     """Seconds of messages and matmuls in one candidate; the arguments are those of `saving`.
 
     Attributes:
-        ways: devices of the tensor axis.
-        torus: whether they are on a torus.
+        ways: size of the tensor axis.
+        torus: True if its devices are on a torus.
         turns: turns of a loop.
         permute: cost of a message to a neighbour.
         kernels: item of the kernel of an op.
@@ -277,7 +271,7 @@ class _Prices:
         )
 
     def matmul(self, index: int) -> tuple[float, float]:
-        """Seconds of a matmul whole, and shard by shard."""
+        """Seconds of a matmul as a whole, and shard by shard."""
         item = self.kernels[index]
         terms = [term for term in item.terms(self._choice) if isinstance(term, Compute)]
         return self._seconds(item.segment, terms), self.ways * self._seconds(
@@ -286,9 +280,8 @@ class _Prices:
         )
 
     def moved(self, loop: Loop, slot: Slot, shard: float) -> float:
-        """Seconds of kernels that are there for shards alone: sums are added up in a kernel for
-        each message, and results put in their places, which compilers for TPUs do inside of
-        matmuls.
+        """Seconds of kernels that only shards need: one per message to add it up, and one to write
+        results to their places, which TPU compilers do inside of matmuls.
         """
         chip = self._pricer.topology.chip
         if slot.kind == "reduce-scatter":
@@ -305,7 +298,7 @@ class _Prices:
         )
 
     def _local(self, value: int) -> float:
-        """Bytes of a value on one device."""
+        """Bytes of a value per device."""
         size = amount(
             float(self._facts.graph.values[value].bytes), self._facts.value_cut(value, self._choice)
         )
@@ -322,22 +315,20 @@ class _Prices:
 # --------------------------------------------------------------------------------------------------
 # Prices of steps whose layer groups follow different remat policies.
 #
-# A *corner* names one policy for every group, followed by all its layers. Its kernels and
-# collectives are those of each group under its policy; its memory at a moment of the step is that
-# of the group whose loop runs, with what the others have saved under theirs
-# (`shardlib.cost.facts`).
+# A *corner* has one policy per layer group, for all its layers. Its kernels and collectives are
+# those of each group under its policy; its memory at a moment of the step is that of the group
+# whose loop runs, plus the values that the others have saved under theirs (`shardlib.cost.facts`).
 #
-# Between corners, where n of the L layers of a group follow a policy and the others rematerialise
-# nothing, each group is linear in n / L, as in `shardlib.cost.variants.mix`: the price is the
-# multilinear interpolation of the corners, with the largest of the parts of memory that are no
-# saved activations.
+# Between corners, n of the L layers of a group follow a policy and the others rematerialise
+# nothing. The price is linear in n / L for each group: the multilinear interpolation of the
+# corners, except that parts of memory other than saved activations take the maximum.
 
 #: The policy of each layer group.
 Corner = tuple[str, ...]
-#: For each class the policy and how many layers of the fullest stage follow it; ("none", 0) where
-#: none rematerialise.
+#: Per class the policy and the number of layers of the fullest stage that follow it; ("none", 0)
+#: without rematerialisation.
 Each = tuple[tuple[str, int], ...]
-#: The policy that rematerialises nothing.
+#: The policy without rematerialisation.
 NONE = "none"
 
 
@@ -347,8 +338,8 @@ class Tallies:
 
     Attributes:
         work: array [segments, rows, shapes].
-        points: by moment, the tallies of the points of that moment.
-        stacks: by moment, the tally of what loops have saved.
+        points: by moment, the tallies of its points.
+        stacks: by moment, the tally of the values that loops have saved.
     """
 
     work: Array
@@ -389,8 +380,8 @@ def corners(policies: Sequence[str], classes: int) -> list[Corner]:
 
 
 def blended(weighed: Sequence[tuple[Array, Totals]]) -> Totals:
-    """Prices between corners: averages by weight, but of memory that is not a saved activation the
-    largest.
+    """Prices between corners: weighted averages, except that parts of memory other than saved
+    activations take the maximum.
     """
 
     def average(value: Callable[[Totals], Array]) -> Array:
@@ -424,7 +415,7 @@ def between(
     layers: Sequence[Array],
     price: Callable[[Corner], Totals],
 ) -> Totals:
-    """The price of candidates whose classes follow policies in part."""
+    """The price of candidates in which only some layers of a class follow its policy."""
     options: list[list[tuple[str, Array]]] = []
     for (policy, number), count in zip(each, layers, strict=True):
         share = number / count
@@ -447,21 +438,20 @@ def between(
 # --------------------------------------------------------------------------------------------------
 # The fastest mixture of remat policies over layer groups that fits.
 #
-# Of one group with n layers free, time and memory are linear in n (`shardlib.cost.variants`), so
-# its best n is at an end of the range that fits; the numbers of the other groups are enumerated.
-# That is exact.
+# For one group with n free layers, time and memory are linear in n, so the best n is at an end of
+# the range that fits; the numbers of the other groups are enumerated. That is exact.
 
 Array = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The best way to share layers between policies, by candidate.
+    """The best mixture of policies, by candidate.
 
     Attributes:
-        pattern: number of the pattern, see `patterns`; -1 where nothing fits.
+        pattern: index of the pattern, see `patterns`; -1 if nothing fits.
         numbers: layers that rematerialise, array [classes, candidates].
-        seconds: of a step; infinite where nothing fits.
+        seconds: seconds per step; infinite if nothing fits.
     """
 
     pattern: Array
@@ -471,13 +461,13 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """A policy for each class, and which classes follow it with some of their layers only."""
+    """A policy for each class; `partly` is True for classes of which only some layers follow it."""
 
     corner: Corner
     partly: tuple[bool, ...]
 
     def active(self) -> list[Corner]:
-        """The corners between which it lies."""
+        """The corners that it interpolates."""
         return list(
             itertools.product(
                 *(
@@ -489,8 +479,8 @@ class Pattern:
 
 
 def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
-    """Every pattern, the ones with the fewest classes in two parts first; corners with one policy
-    for all are not mixtures.
+    """Every pattern, those with the fewest partly rematerialised classes first; corners with a
+    single policy are not mixtures.
     """
     listed = [
         Pattern(corner=corner, partly=partly)
@@ -515,8 +505,8 @@ def best_mixture(
     """The fastest mixture that fits, by candidate.
 
     Args:
-        capacity: usable bytes of a device; infinite to ask for the fastest whatever it takes.
-        total: layers that rematerialise, of all classes; None as many as are best.
+        capacity: usable bytes per device; infinite for the fastest regardless of memory.
+        total: number of layers that rematerialise, over all classes; None for the best number.
     """
     size = len(layers[0])
     best = Mixture(
@@ -539,8 +529,8 @@ def _of_pattern(
     capacity: float,
     total: int | None,
 ) -> Iterator[tuple[Array, Array]]:
-    """Layers that rematerialise and seconds, infinite where it is not to be, for every enumeration
-    of all classes in two parts but the one with the most layers.
+    """Layers that rematerialise and seconds, infinite if excluded, for every enumeration of all
+    partly rematerialised classes except the one with the most layers.
     """
     active = {corner: prices[corner] for corner in pattern.active()}
     rematerialised = np.stack(
@@ -597,8 +587,8 @@ def _of_pattern(
 def _at_end(
     active: Mapping[Corner, Totals], pattern: Pattern, shares: Array, last: int, policy: str
 ) -> tuple[Array, Array]:
-    """Seconds and bytes of activations with all layers of class `last` following a policy, and
-    shares of the other classes in two parts.
+    """Seconds and bytes of activations if all layers of class `last` follow `policy`, with given
+    shares of the other partly rematerialised classes.
     """
     seconds, saved = np.zeros(shares.shape[1]), np.zeros(shares.shape[1])
     for corner, totals in active.items():
@@ -619,8 +609,8 @@ def _at_end(
 def _number(
     few: tuple[Array, Array], many: tuple[Array, Array], layers: Array, space: Array
 ) -> Array:
-    """The number of layers, from 1 to one less than all, that is the fastest of those that fit:
-    seconds and bytes are linear in it.
+    """The fastest number of layers that fits, from 1 to one less than all: seconds and bytes are
+    linear in it.
     """
     slope = (many[1] - few[1]) / layers
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -636,19 +626,18 @@ def _number(
 
 
 # --------------------------------------------------------------------------------------------------
-# Prices made of other prices: with something in host memory, and with a part of the layers
-# recomputed.
+# Prices with offloading, and with a part of the layers rematerialised.
 
 
 def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Candidates) -> Totals:
-    """The price with something in host memory or on disk: state is read and written beside the
-    update, activations go out and come back behind compute.
+    """The price with offloading to host memory or disk: state is read and written during the
+    update; transfers of activations hide behind compute.
 
-    Stages of one program first fill the room for what they remember with zeros, in host memory as
-    well, and compute has not begun then.
+    Stages of one program first fill the activation stash with zeros, also in host memory, before
+    compute begins.
 
-    Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them
-    takes no time here.
+    If the rate of disks is unknown (`Chip.disk_bytes_per_s` is 0), disk transfers take no time
+    here.
     """
     rate = pricer.topology.chip.host_bytes_per_s
     seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
@@ -675,8 +664,8 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Candidates
 
 
 def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
-    """The price when a part of the layers rematerialises, as in `rematerialised`, and the others
-    do not: in between, with the larger of the temporaries.
+    """The price if `share` of the layers rematerialise, as in `rematerialised`, and the others do
+    not: interpolated, with the larger of the temporaries.
     """
 
     def between(a: Array, b: Array) -> Array:
@@ -703,33 +692,32 @@ def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
 
 
 def fullest(knobs: Knobs, model: Model, c: Candidates) -> Array:
-    """Layers of the stage that has the most, of all classes."""
+    """Layers of the fullest stage, over all classes."""
     return sum(fullest_by_class(knobs, model, c), np.zeros(len(c)))
 
 
 def rematerialised_share(
     number: Array | int, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
 ) -> Array:
-    """Part of the layers of the fullest stage that rematerialise where so many are to: in lockstep
-    all chunks of a stage are one program, so that as many layers of each do.
+    """Share of the layers of the fullest stage that rematerialise, given their number: in lockstep,
+    all chunks of a stage are one program, so each rematerialises equally many.
     """
     alike = chunks_of(knobs, c) if profile.pipeline == "lockstep" else np.ones(len(c))
     return np.ceil(number / alike) * alike / fullest(knobs, model, c)
 
 
 def fullest_by_class(knobs: Knobs, model: Model, c: Candidates) -> list[Array]:
-    """Layers of the stage that has the most, of each class."""
+    """Layers of the fullest stage, by class."""
     virtual = chunks_of(knobs, c)
     return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]
 
 
 # --------------------------------------------------------------------------------------------------
-# Matmuls and convolutions that every device along a mesh axis computes in whole.
+# Replicated compute: matmuls and convolutions that every device along a mesh axis computes in full.
 #
-# An axis of several devices that divides none of the FLOPs of an op makes no part of it faster:
-# all devices along it compute the same. Read from the same items that a step is priced by, so it
-# holds for any op and any reason: a dim that the axis does not divide, a dim with no colour, a
-# rule that leaves it out.
+# An axis that divides none of the FLOPs of an op does not make it faster: all devices along it
+# compute the same. Derived from the items that a step is priced by, so it holds for any op and any
+# reason: a dim that the axis does not divide, a dim without a colour, a rule that leaves it out.
 
 
 def replicated(
@@ -741,8 +729,8 @@ def replicated(
     model: Model,
     pricer: Pricer,
 ) -> Mapping[tuple[str, ...], Mapping[str, float]]:
-    """Seconds a step of matmuls and convolutions on one device, by the mesh axes that do not divide
-    them and by what they are.
+    """Seconds per step and device of matmuls and convolutions, by the mesh axes that do not divide
+    them and by name.
     """
     assert len(c) == 1
     shares = shares_of(knobs, model, c, pricer.profile)[:, 0]
@@ -770,7 +758,7 @@ def replicated(
 
 
 def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes of several devices that divide none of a kernel's FLOPs; stages divide layers, not
+    """Mesh axes larger than 1 that divide none of a kernel's FLOPs; stages divide layers, not
     ops.
     """
     if not isinstance(term, Compute):
@@ -786,12 +774,12 @@ def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
 
 
 def _parameters(facts: Facts) -> dict[int, str]:
-    """Paths of the parameters that values are views of."""
+    """Value -> path of the parameter that it is a view of."""
     return {value: facts.graph.values[source].path for value, source in facts.weights.items()}
 
 
 def _name(op: Op, facts: Facts, parameters: Mapping[int, str]) -> str:
-    """Names an op for people: the parameter that it uses, or else its place in the model."""
+    """The name of an op in output: the parameter that it uses, or else its place in the model."""
     if facts.gradients & set(op.results):
         return "gradients of weights"
     return (
