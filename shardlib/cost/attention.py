@@ -1,9 +1,9 @@
-"""Fused attention: a step graph whose cores of attention are one kernel each.
+"""Fused attention: step graphs in which each core of attention is one kernel.
 
-`fused` finds the cores, forward, rematerialised and backward, and puts kernels (arXiv:2205.14135,
-arXiv:2307.08691; cuDNN; Pallas splash attention) in their place. A causal mask leaves out the
-blocks above the diagonal: of n x n blocks, n (n + 1) / 2 are computed; a window leaves out those
-before it. Values keep their numbers, so that facts about them stay true.
+`fused` finds the cores, forward, rematerialised and backward, and replaces them by kernels
+(arXiv:2205.14135, arXiv:2307.08691; cuDNN; Pallas splash attention). A causal mask skips the blocks
+above the diagonal: of n x n blocks, n (n + 1) / 2 are computed; a window skips those before it.
+Values keep their indices, so that facts about them stay valid.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shardlib.propagation.colours import TOKENS, Cut
 from shardlib.propagation.contractions import Shared
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of attention: the ops that stand for them, and the part of their size that does not depend
-# on the mesh.
+# Attention kernels: the ops that stand for them, and the part of their size that does not depend on
+# the mesh.
 #
-# A fused kernel computes the core of attention block by block and writes no scores:
+# A fused kernel computes the core of attention block by block and does not write scores:
 #
-#     forward    reads q, k, v; writes out and one statistic of every row; 2 matmuls
+#     forward    reads q, k, v; writes out and one statistic per row; 2 matmuls
 #     backward   reads q, k, v, out's gradient and the statistic; writes the three gradients;
 #                5 matmuls, one of them the scores again
 #
-# The statistic has one number for each query of each head: of its factors, those that are neither
-# batch nor sequence are heads, and of these, the one that keys have too is the group.
+# The statistic has one number per query and head: of its factors, those that are neither batch nor
+# sequence are heads, and the one of these that keys also have is the group.
 #
 #     query [batch, group, each, seq, width]    key [batch, seq, group, width]
 #     statistic [batch, group, each, seq]
@@ -57,8 +57,8 @@ def causal_share(keys: int, block: int, window: int = 0) -> float:
 
 
 def head_size(op: Op) -> int:
-    """Elements of a head that a kernel of attention contracts, the most of those of queries: values
-    of whose dims the last alone must stay whole. 0 for other ops.
+    """Contracted elements of a head in an attention kernel: the largest query-like operand of which
+    only the last dim must stay whole. 0 for other ops.
     """
     if op.kind not in (FORWARD, BACKWARD):
         return 0
@@ -76,8 +76,8 @@ def head_size(op: Op) -> int:
 
 
 def head_widths(op: Op) -> tuple[int, int] | None:
-    """Elements of a head of queries, all parts of it together, and of a head of values; None where
-    a kernel has not the form of the module's docstring.
+    """Elements of a head of queries, over all its parts, and of a head of values; None for a kernel
+    of another form than documented in this module.
     """
     if op.kind not in KERNELS:
         return None
@@ -88,7 +88,7 @@ def head_widths(op: Op) -> tuple[int, int] | None:
         for dims in rule.operands
         if dims and [dim for dim in dims[:-1] if dim] == rows and dims[-1]
     ]
-    # Backward the first of them is the gradient of the result, which is as wide as values.
+    # In the backward pass the first of them is the gradient of the result, as wide as values.
     values, queries = (
         (rule.results[0][-1], beside) if forward else (beside[0] if beside else (), beside[1:])
     )
@@ -102,8 +102,8 @@ def head_widths(op: Op) -> tuple[int, int] | None:
 
 
 def scores_per_flop(op: Op) -> float:
-    """Scores that a kernel of attention computes, over its FLOPs: forward 2 matmuls contract or
-    make the elements of a head for each, backward 5. 0 for other ops.
+    """Scores per FLOP of an attention kernel: 2 matmuls forward and 5 backward contract or make the
+    elements of a head for each score. 0 for other ops.
 
     Of the dims that must stay whole, that of a head's elements is the smallest.
     """
@@ -116,8 +116,8 @@ def scores_per_flop(op: Op) -> float:
 
 
 def block_scores(op: Op, block: int) -> float:
-    """Scores of one block of queries and one of keys in a kernel of attention of queries to as many
-    keys, over the elements of its queries. 0 for other ops.
+    """Scores of one block of queries and keys in a self-attention kernel, over the elements of its
+    queries. 0 for other ops.
     """
     if op.kind not in (FORWARD, BACKWARD):
         return 0.0
@@ -128,15 +128,15 @@ def block_scores(op: Op, block: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelHeads:
-    """The heads of one kernel of attention.
+    """The heads of one attention kernel.
 
     Attributes:
         group: factor of the heads of keys and values.
-        within: factors of the heads of queries of a group.
+        within: factors of the heads of queries in a group.
         groups: heads of keys and values.
-        each: heads of queries of a group.
+        each: heads of queries per group.
         colour: colour of the groups.
-        width: colours of what must stay whole in the kernel.
+        width: colours of the dims that must stay whole in the kernel.
     """
 
     group: int
@@ -152,14 +152,14 @@ class KernelHeads:
         return self.within | {self.group}
 
     def where(self, *shared: Shared) -> Heads:
-        """The cases of sharing the heads out in which a term counts."""
+        """The heads of a term that counts only in these cases."""
         return Heads(groups=self.groups, each=self.each, shared=shared)
 
 
 def kernel_heads(
     op: Op, colours: LogicalAxes, batch: str | None, sequence: str | None
 ) -> KernelHeads | None:
-    """The heads of an op that is a kernel of attention; None where they cannot be told."""
+    """The heads of an attention kernel; None if they cannot be identified."""
     if op.kind not in KERNELS or batch is None:
         return None
     rows = op.rule.results[-1] if op.kind == FORWARD else op.rule.operands[-1]
@@ -189,26 +189,26 @@ def kernel_heads(
 
 
 def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
-    """The cut of the factors of a kernel whose heads the tensor axis shards inside of it."""
+    """The sharding of the factors of a kernel whose heads tensor shards inside it."""
     parts = [None if part == "tensor" else without_tensor(part) for part in cut]
     parts[heads.group] = "tensor" if parts[heads.group] is None else f"{parts[heads.group]}+tensor"
     return tuple(parts)
 
 
 def without_tensor(part: str | None) -> str | None:
-    """Returns the cut of a dim without the tensor axis."""
+    """The sharding of a dim without the tensor axis."""
     remaining = [axis for axis in (part or "").split("+") if axis != "tensor"]
     return "+".join(remaining) or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Between:
-    """The values between projections and kernels of attention.
+    """The values between projections and attention kernels.
 
     Attributes:
-        heads: of the kernel, by value.
-        paired: results of kernels, gradients, that something pairs dims of a head of before a
-            contraction reads them, such as a rotation by positions.
+        heads: heads of the kernel, by value.
+        paired: gradients made by kernels whose head dims an op pairs before a contraction reads
+            them, such as a rotation by positions.
     """
 
     heads: Mapping[int, KernelHeads]
@@ -218,8 +218,8 @@ class Between:
 def between(
     graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
 ) -> Between:
-    """Finds what ops without a contraction make of results of projections for a kernel, and of its
-    results for the products of gradients.
+    """The values that ops without a contraction make of projection results for a kernel, and of the
+    kernel's results for the products of gradients.
     """
     producers, found_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
     readers: dict[int, list[int]] = {}
@@ -253,14 +253,14 @@ def between(
 
 
 # --------------------------------------------------------------------------------------------------
-# Cores of attention, found in a step graph by their structure.
+# Cores of attention, identified in a step graph by their structure.
 #
-# The core is scores = q k^T, a softmax of them along their rows, and its product with v;
-# backwards, the gradients of q, k and v. Its structure: an exponential of what element-wise ops
-# and views make of *products*, matmuls of two activations, with a sum along rows after it. What
-# descends from the products up to the next matmuls, the *sinks*, is the core; a sink of it mixes
-# values by the softmax, the others make gradients, for which the gradient of the softmax is one
-# more product. Nothing else may read what the kernels do not write.
+# The core is scores = q k^T, their softmax along the rows, and its product with v; backward, the
+# gradients of q, k and v. Its structure: *products*, matmuls of two activations; an exponential of
+# element-wise functions and views of them, followed by a sum along rows. All descendants of the
+# products up to the next matmuls, the *sinks*, are the core; one sink mixes values by the softmax,
+# the others make gradients, for which the gradient of the softmax is one more product. Nothing
+# outside may read a value that the kernels do not write.
 
 #: Categories of the ops between the matmuls.
 _CHAIN: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
@@ -275,14 +275,14 @@ class Core:
     Attributes:
         scores: matmuls whose sum is the scores.
         products: those and the matmul that makes the gradient of the softmax.
-        chain: ops that descend from the products, before the next matmuls.
-        sinks: matmuls that read what they make; the first mixes the values.
-        sums: the op that adds up the exponentials of a row.
-        beside: values that the chain reads from outside and that are not constants or functions of
+        chain: descendants of the products before the next matmuls.
+        sinks: matmuls that read the chain; the first mixes the values.
+        sums: the op that sums the exponentials of a row.
+        beside: values that the chain reads from outside, except for constants and functions of
             positions.
-        causal: whether positions are compared: a query sees the keys before it.
-        window: keys that a query sees, itself included; 0 for all, also where only some layers have
-            a window.
+        causal: True if a query attends only to earlier keys, by a comparison of positions.
+        window: keys that a query attends to, including itself; 0 for all, also if only some layers
+            have a window.
     """
 
     scores: tuple[int, ...]
@@ -311,7 +311,7 @@ class _Search:
         self._producers = graph.producers()
 
     def core(self, exponential: int) -> Core | None:
-        """The core around an exponential; None where it is none."""
+        """The core around an exponential; None if there is none."""
         graph, op = self._graph, self._graph.ops[exponential]
         scores, _ = self._origins(op.operands, op.region)
         square = self._elements(op.results[0])
@@ -364,8 +364,8 @@ class _Search:
         return math.prod(self._graph.values[value].shape)
 
     def _origins(self, values: Iterable[int], region: int | None) -> tuple[set[int], set[int]]:
-        """The matmuls that element-wise ops and views make values of, and the other values that
-        they start from.
+        """The matmuls of which element-wise ops and views make some values, and the other inputs of
+        those ops.
         """
         pending, seen, matmuls, leaves = list(values), set[int](), set[int](), set[int]()
         while pending:
@@ -394,8 +394,8 @@ class _Search:
         return matmuls, leaves
 
     def _descendants(self, products: set[int]) -> tuple[list[int], set[int]]:
-        """Ops that read, directly or not, what the products make, before the next matmuls; and the
-        values that they and the products make.
+        """Ops that depend on the products, before the next matmuls; and the values that they and
+        the products make.
         """
         chain, tainted = (
             list[int](),
@@ -419,8 +419,8 @@ class _Search:
         chain: list[int],
         sums: int | None,
     ) -> tuple[int, ...]:
-        """Matmuls that read what descends from the products, the one that mixes values first; none
-        where that one is not there.
+        """Matmuls that read descendants of the products, the one that mixes values first; ()
+        without that one.
         """
         graph = self._graph
         matmuls = [
@@ -448,17 +448,15 @@ class _Search:
         )
 
     def _of_positions(self, value: int) -> bool:
-        """Returns whether a value is made of nothing but constants and positions, and there are
-        some.
-        """
+        """True if a value is made only of constants and positions, with at least one position."""
         return self._ancestors(value) is not None and self._graph.values[value].role != "constant"
 
     def _compared(self, value: int) -> bool:
         return bool(_COMPARISONS & (self._ancestors(value) or set()))
 
     def _window(self, value: int) -> int:
-        """Keys that a mask shows to a query: the literal that the distance of two positions is
-        compared with; 0 where there is none for all layers.
+        """Keys per query that a mask admits: the literal that the distance of two positions is
+        compared with; 0 if all layers do not have the same.
         """
         op = self._graph.ops[self._producers[value]] if value in self._producers else None
         if op is None:
@@ -483,7 +481,7 @@ class _Search:
         return 0
 
     def _source(self, value: int) -> int:
-        """Returns the value that a value is a view of."""
+        """The value that a value is a view of."""
         while (
             value in self._producers
             and (op := self._graph.ops[self._producers[value]]).category == "movement"
@@ -493,8 +491,8 @@ class _Search:
         return value
 
     def _ancestors(self, value: int) -> set[str] | None:
-        """Kinds of the ops that make a value of constants and positions; None where it is made of
-        something else, too.
+        """Kinds of the ops that make a value of constants and positions; None if other values
+        contribute.
         """
         pending, seen, kinds = [value], set[int](), set[str]()
         while pending:
@@ -511,8 +509,8 @@ class _Search:
 
 
 def fused(step: StepGraph, block: int = 128) -> StepGraph:
-    """The step with every core of attention as one kernel forward, and backward one for each set of
-    dims that gradients are summed over.
+    """The step with every core of attention as one forward kernel, and one backward kernel per set
+    of dims that gradients are summed over.
     """
     tried: set[int] = set()
     while True:
@@ -527,7 +525,9 @@ def fused(step: StepGraph, block: int = 128) -> StepGraph:
 
 
 def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
-    """The step with one core as kernels; None where something else needs what they do not write."""
+    """The step with one core as kernels; None if an op outside needs values that they do not
+    write.
+    """
     graph = step.graph
     kernels = _kernels(graph, core, block)
     if kernels is None:
@@ -554,8 +554,8 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
 
 
 def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] | None:
-    """The kernels of a core, by the index of the op that they stand at; None where the statistic
-    does not reach the gradients.
+    """The kernels of a core, by the index of the op that they replace; None if the statistic does
+    not reach the gradients.
     """
     joined = Joined(graph, {*core.products, *core.chain, *core.sinks})
     rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
@@ -621,9 +621,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
 
 
 def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | None]:
-    """The value that holds the sum of a row where it is made, and the value that the gradients
-    read.
-    """
+    """The value of the row sums where it is computed, and the value that the gradients read."""
     (row_sum,) = graph.ops[core.sums].results
     home = graph.ops[core.sums].region
     if not regions or regions == {home}:
@@ -642,7 +640,7 @@ def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | 
 
 
 def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:
-    """Returns whether a value is a view of another."""
+    """True if a value is a view of another."""
     producers = graph.producers()
     while value != source:
         maker = producers.get(value)

@@ -1,4 +1,4 @@
-"""The collectives of one candidate, and the seconds of them that compute does not hide."""
+"""The collectives of one candidate, and their exposed seconds."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ Array = np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """One candidate with its place.
+    """One candidate with its placement.
 
     Attributes:
         mesh: sizes of the mesh axes.
-        placement: where they lie on the links.
+        placement: the links of the mesh axes.
         candidate: the same for pricing; exactly one.
     """
 
@@ -60,7 +60,7 @@ class Placed:
     candidate: Candidates
 
 
-#: Roles of what moves parameters and their gradients.
+#: Roles of the collectives of parameters and their gradients.
 _OF_PARAMETERS = ("gather", "reduce", "scatter")
 
 
@@ -69,10 +69,10 @@ class _Stage:
     """The collectives of the fullest stage in a step.
 
     Attributes:
-        shares: part of each segment whose parameters it moves.
-        turns: how often it does its part for a microbatch.
-        ends: whether it is one of several that all compute embedding and head.
-        how, candidate, profile: the decisions, the candidate and the software.
+        shares: share of each segment whose parameters it moves.
+        turns: number of times that it computes each microbatch.
+        ends: True if it is one of several stages that all compute embedding and head.
+        how, candidate, profile: the decisions, the candidate and the framework profile.
     """
 
     shares: Array
@@ -93,13 +93,13 @@ def collectives(
     pricer: Pricer,
     loops: Mapping[Transfer, tuple[float, int, float]] | None = None,
 ) -> tuple[Collective, ...]:
-    """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest
+    """The collectives of one candidate on the fullest stage, equal ones added up, the slowest
     first.
 
     Args:
-        once: bytes on a device of what moves once a step, by slot and cause.
-        loops: of collectives in whose place loops run: bytes of a message, how many there are in
-            place of one execution, and seconds of one (`cost/pricing/variants`).
+        once: bytes per device that are moved once per step, by slot and cause.
+        loops: for collectives replaced by collective matmuls: bytes of a message, messages per
+            execution, and seconds per message (`shardlib.cost.variants`).
     """
     c, profile, stages = placed.candidate, pricer.profile, placed.mesh["stage"]
     assert len(c) == 1
@@ -138,7 +138,7 @@ def collectives(
 
 
 def _roles(knobs: Knobs, stages: int, profile: FrameworkProfile) -> set[str]:
-    """The roles whose collectives a plan has."""
+    """The roles of the collectives of a plan."""
     return {
         "block",
         "ends",
@@ -149,7 +149,7 @@ def _roles(knobs: Knobs, stages: int, profile: FrameworkProfile) -> set[str]:
     }
 
 
-#: What tells collectives of a step apart: kind, mesh axes, bytes of each, cause.
+#: Key of the collectives of a step: kind, mesh axes, bytes of each, cause.
 _Key = tuple[str, tuple[str, ...], int, str]
 
 
@@ -157,7 +157,7 @@ class _Found:
     """Collectives of a step, equal ones added up.
 
     Args:
-        at: the candidate, and where it lies.
+        at: the candidate and its placement.
         topology: the machine.
     """
 
@@ -166,12 +166,12 @@ class _Found:
         self._sums: dict[_Key, tuple[float, float]] = {}
 
     def add(self, key: _Key, count: float, seconds: float) -> None:
-        """Takes in so many collectives that take so many seconds together."""
+        """Adds `count` collectives that take `seconds` in total."""
         number, before = self._sums.get(key, (0.0, 0.0))
         self._sums[key] = number + count, before + seconds
 
     def note(self, slot: Slot, size: float, count: float, cause: str) -> None:
-        """Takes in the collectives of a slot, by each step that they are made of.
+        """Adds the collectives of a slot, by each step that they consist of.
 
         Args:
             size: bytes of each.
@@ -200,7 +200,7 @@ class _Found:
             self.add(key, count * max(1, hops - 1), seconds)
 
     def listed(self) -> tuple[Collective, ...]:
-        """All of them, the slowest first."""
+        """All collectives, the slowest first."""
         listing = [
             Collective(
                 kind=kind,
@@ -216,7 +216,7 @@ class _Found:
 
 
 def _runs(term: Transfer, slot: Slot, segment: int, stage: _Stage) -> float:
-    """Executions in a step of what happens once in a microbatch."""
+    """Executions per step of a collective that runs once per microbatch."""
     role, micro = slot.role, int(stage.candidate.micro[0])
     if role == "stage":
         return stage.turns * stage.how.virtual
@@ -224,16 +224,14 @@ def _runs(term: Transfer, slot: Slot, segment: int, stage: _Stage) -> float:
     runs = micro if ends or segment < 0 else stage.turns
     if role not in _OF_PARAMETERS:
         return runs * (float(stage.shares[segment]) if segment >= 0 else 1.0)
-    # In a pipeline in one program, gradients of vectors wait for nothing.
+    # In a pipeline in one program, nothing depends on gradients of vectors.
     waits = not stage.ends or len(term.shape) > 1
     times = _times(slot, ends, stage) if waits else None
     return (runs if times is None else times) * float(stage.shares[segment])
 
 
 def _times(slot: Slot, ends: bool, stage: _Stage) -> float | None:
-    """Number of times a stage gathers parameters or reduces gradients in a step; None: in every
-    microbatch.
-    """
+    """How often a stage gathers parameters or reduces gradients per step; None: per microbatch."""
     knobs, c, profile = stage.how, stage.candidate, stage.profile
     if ends:
         return None if passes_over_ends(knobs, c, profile)[0] > 1 else 1.0
@@ -249,30 +247,31 @@ def _times(slot: Slot, ends: bool, stage: _Stage) -> float | None:
 
 
 def _parts(slot: Slot, segment: int, stage: _Stage) -> int:
-    """Parts of an activation that stages share out where all compute embedding and head."""
+    """Number of parts of an activation if all stages compute embedding and head, each for a
+    part.
+    """
     separate = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
     return int(stage.candidate.stage[0]) if stage.ends and separate else 1
 
 
 # --------------------------------------------------------------------------------------------------
-# Seconds of gathers, reductions and rings that compute does not hide.
+# Exposed seconds of gathers, reductions and rings.
 #
-# XLA for GPUs hides all of them behind all of compute. For TPUs it hides gathers of parameters
-# that are stored sharded, and rings, and waits for reductions and for gathers of updated
-# parameters (`benchmarks/order_by_compiler.py` reads that from compiled schedules). A framework
-# that says what it hides has its gathers in the forward pass (a third of compute) or, under ZeRO
-# 3, in both, and its reductions in the backward pass (two thirds), of the last microbatch where it
-# reduces once a step.
+# XLA for GPUs hides all of them behind all of compute. For TPUs it hides gathers of parameters that
+# are stored sharded, and rings; reductions and gathers of updated parameters block (read from
+# compiled schedules, `benchmarks/order_by_compiler.py`). A framework profile with overlaps of its
+# own hides gathers in the forward pass (a third of compute) or, under ZeRO 3, in both passes, and
+# reductions in the backward pass (two thirds), of the last microbatch if it reduces once per step.
 
 
 def exposed(
     s: Sums, scale: Array, knobs: Knobs, c: Candidates, pricer: Pricer, compute: Array
 ) -> Array:
-    """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that
-    compute does not hide, in a step.
+    """Exposed seconds per step of gathers of parameters, reductions of gradients and rings of keys
+    and values.
 
     Args:
-        scale: part of each segment whose parameters the fullest stage moves, [segments,
+        scale: share of each segment whose parameters the fullest stage moves, [segments,
             candidates].
         compute: seconds of compute of a microbatch, [candidates].
     """
@@ -319,9 +318,9 @@ def exposed(
 
 
 def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, knobs: Knobs) -> Array:
-    """The seconds that a program of the TPU compiler waits: it starts gathers of parameters before
-    they are used, where they are stored sharded, and waits for all reductions and for gathers of
-    updated parameters (`benchmarks/order_by_compiler.py`).
+    """Exposed seconds of a program of the TPU compiler: it prefetches parameters that are stored
+    sharded, and waits for all reductions and for gathers of updated parameters
+    (`benchmarks/order_by_compiler.py`).
     """
     if knobs.zero >= 3:
         return reduced + np.maximum(0.0, gathered + ring - behind)
@@ -331,7 +330,7 @@ def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, knobs:
 def saved_by_gathering_once(
     s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> Array:
-    """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces
+    """Seconds per step that a pipeline with ZeRO 3 saves if it gathers weights and reduces
     gradients once for all microbatches, and not at every use.
     """
     scale, compute = (
@@ -348,8 +347,8 @@ def saved_by_gathering_once(
 def _reduced(
     s: Sums, scale: Array, knobs: Knobs, c: Candidates, profile: FrameworkProfile
 ) -> Array:
-    """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
-    ZeRO 2 and 3, and where the framework does so, but for those of experts on their devices.
+    """Seconds of reductions of gradients: per microbatch; or once per step in a pipeline without
+    ZeRO 2 and 3, or if the framework does so, except for those of experts.
     """
     seconds = s.collectives.scatter if scatters(profile, knobs) else s.collectives.reduce
     once = np.ones(len(c))
@@ -372,8 +371,8 @@ def _in_step(
     c: Candidates,
     profile: FrameworkProfile,
 ) -> Array:
-    """Seconds of a step of what is moved so many times in it, but for what lies outside of the
-    layers of a pipeline in one program, see `passes_over_ends`.
+    """Seconds per step of transfers repeated `times`; outside of the layers of a pipeline in one
+    program as often as `passes_over_ends` says.
     """
     moved = seconds * scale
     total = moved.sum(0) * times
@@ -386,8 +385,8 @@ def _in_step(
 def dealt_out(
     s: Sums, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
 ) -> Array:
-    """Seconds of a step in which layers are dealt out to stages of several chunks, and their
-    gradients back.
+    """Seconds per step in which layers are dealt to stages of several chunks, and their gradients
+    dealt back.
     """
     candidates, slots = np.arange(len(c)), _DEALING[np.minimum(knobs.virtual % c.stage, 1)]
     total = np.zeros(len(c))
@@ -403,7 +402,7 @@ def dealt_out(
     return total
 
 
-#: Numbers of the slots in which layers are dealt out where their chunks divide, and where not.
+#: Indices of the slots that deal layers if their chunks divide, and if not.
 _DEALING = np.array(
     [SLOTS.index(Slot("deal", along(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
 )

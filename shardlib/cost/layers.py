@@ -2,8 +2,8 @@
 
 The forward loop over a stack of layers and the backward loop over it read the same parameters; both
 belong to one *layer group*. Pipeline stages, and rematerialisation of only some of the layers,
-divide a group by its number of layers. The rest are the *ends* of the model: embedding, head and
-loss.
+divide a group by its number of layers. Everything else is the *ends* of the model: embedding, head
+and loss.
 
 `weights_of` finds the parameters that a loop reads, `gradient_like` the gradients that it makes.
 """
@@ -26,8 +26,8 @@ class Layers:
     Attributes:
         counts: number of layers of each class, in the order of the forward pass.
         regions: class of each region; `OUTSIDE_LAYERS` outside of all.
-        carried: value that each class hands from layer to layer: the residual stream; -1 where
-            nothing is carried.
+        carried: value that each class carries from layer to layer: the residual stream; -1 if there
+            is none.
     """
 
     counts: tuple[int, ...]
@@ -81,9 +81,9 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
 
 
 def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> int:
-    """Number of times the same parameters are used outside of all layer groups, as where a loss
+    """How often the same parameters are used outside of all layer groups, for example if a loss
     calls its model several times: the calls become one loop, or the parameters are stacked several
-    times. 1 where there is nothing of the kind.
+    times. 1 without repetition.
 
     Args:
         weights: value -> the parameter that it is a copy, cast or slice of.
@@ -100,7 +100,7 @@ def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> 
 
 
 def _top_regions(graph: Graph) -> list[int]:
-    """For every region, the region below the root that it lies in; 0 for the root."""
+    """For every region, its enclosing region directly below the root; 0 for the root."""
     outermost: list[int] = []
     for region in range(len(graph.regions)):
         current = region
@@ -111,7 +111,7 @@ def _top_regions(graph: Graph) -> list[int]:
 
 
 def _carried(graph: Graph, region: int) -> int:
-    """The largest array of floating-point numbers that a loop carries."""
+    """The largest floating-point array that a loop carries."""
     carried = [
         value
         for op in graph.ops
@@ -123,16 +123,14 @@ def _carried(graph: Graph, region: int) -> int:
 
 
 def _repeats(graph: Graph, op: Op) -> bool:
-    """Returns whether an op writes its operand several times over, so that its result is not a copy
-    of it.
-    """
+    """True if an op writes its operand several times, so that its result is not a copy of it."""
     return op.kind == "broadcast_in_dim" and math.prod(
         graph.values[op.results[0]].shape
     ) > math.prod(graph.values[op.operands[0]].shape)
 
 
 def weights_of(step: StepGraph) -> dict[int, int]:
-    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the
+    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen -> the
     value index of that parameter.
     """
     parameters = {
@@ -151,8 +149,8 @@ def weights_of(step: StepGraph) -> dict[int, int]:
 
 
 def gradient_like(step: StepGraph) -> frozenset[int]:
-    """Values that end up in a gradient through ops that do not contract anything; sums over dims of
-    one element contract nothing.
+    """Values that reach a gradient through ops that contract nothing (sums over dims of size 1
+    included).
     """
     producers = step.graph.producers()
     values: set[int] = set()
@@ -176,12 +174,12 @@ def gradient_like(step: StepGraph) -> frozenset[int]:
 # --------------------------------------------------------------------------------------------------
 # Factors of several ops that are the same index.
 #
-# Ops that are put together to one have one rule. A dim of a value ties the factors of the op that
-# makes it to those of the ops that read it.
+# A group of ops that is replaced by one op has one rule. A dim of a value ties the factors of the
+# op that makes it to those of the ops that read it.
 
 
 class Joined:
-    """Classes of (op, factor) that are one index, over some ops of a graph; a class is a number."""
+    """Equivalence classes of (op, factor) over some ops of a graph; each class is one index."""
 
     def __init__(self, graph: Graph, ops: Iterable[int]) -> None:
         self._graph = graph
@@ -233,8 +231,8 @@ class Joined:
         summed: frozenset[int],
         unsharded: frozenset[int],
     ) -> FactorRule:
-        """The rule of one op in place of all: from operands to results, with classes that are
-        summed and classes that must stay whole.
+        """The rule of one op that replaces all: from operands to results, with summed and whole
+        classes.
 
         A class that occurs twice in a value keeps its first dim; dims of a value that the ops do
         not mention have no factors.

@@ -1,5 +1,5 @@
-"""Items of memory: parameters gathered for use and as they are stored, and live buffers at the
-points where memory may peak.
+"""Items of memory: parameters gathered for use and as stored, and live buffers at the points where
+memory may peak.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Gathered:
 
     Attributes:
         source: value of the parameter.
-        value: what is gathered: the parameter, or the narrowest cast of it.
-        region: where.
+        value: the gathered value: the parameter, or the narrowest cast of it.
+        region: region of the uses.
         uses: indices of the ops that use it.
     """
 
@@ -61,8 +61,8 @@ class Gathered:
 
 
 def gathered(facts: Facts) -> list[Gathered]:
-    """Parameters and the ops that use them with activations: stored sharded over fsdp, each is
-    gathered once per region, in its narrowest dtype.
+    """Parameters and the ops that combine them with activations: if stored sharded over fsdp, each
+    is gathered once per region, in its narrowest dtype.
     """
     uses: dict[tuple[int, int], list[int]] = defaultdict(list)
     values: dict[tuple[int, int], int] = {}
@@ -90,8 +90,8 @@ def gathered(facts: Facts) -> list[Gathered]:
 
 
 def _of_pieces(facts: Facts, op: Op) -> bool:
-    """Returns whether an op makes something of parameters alone, element by element, and so of
-    their pieces: the moving average of one.
+    """True if an op is an element-wise function of parameters alone, and so works on their shards:
+    the moving average of one.
     """
     return op.category == "elementwise" and all(
         value in facts.weights for value in op.operands if facts.graph.values[value].shape
@@ -99,8 +99,8 @@ def _of_pieces(facts: Facts, op: Op) -> bool:
 
 
 def _cast_rows(facts: Facts, op: Op) -> float:
-    """The factor by which rows become smaller by the cast that follows their lookup: XLA casts the
-    table instead, before it gathers it.
+    """Ratio by which a cast after a lookup shrinks the rows: XLA casts the table instead, before it
+    gathers it.
     """
     readers = facts.consumers.get(op.results[0], ())
     if len(readers) != 1 or facts.graph.ops[readers[0]].kind != "convert_element_type":
@@ -113,7 +113,7 @@ def _cast_rows(facts: Facts, op: Op) -> float:
 
 
 def gathered_bytes(facts: Facts, item: Gathered) -> float:
-    """Bytes of a gathered parameter on a device that nothing shards further; fewer where tables are
+    """Bytes per device of a gathered parameter without further sharding; fewer for tables that are
     looked up in a narrower dtype.
     """
     lookups = [
@@ -126,9 +126,9 @@ def gathered_bytes(facts: Facts, item: Gathered) -> float:
 
 
 def _times(facts: Facts, item: Gathered) -> int:
-    """Number of times a parameter is gathered in a region: in every iteration, but for what those
-    of a forward loop have in common (the matrix of a recurrence), which JAX computes before the
-    loop (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
+    """How often a parameter is gathered in a region: per iteration, except for loop-invariant
+    computations of a forward loop (the matrix of a recurrence), which JAX moves before the loop
+    (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
     """
     values, trips = facts.graph.values, facts.trips[item.region]
     if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):
@@ -138,8 +138,8 @@ def _times(facts: Facts, item: Gathered) -> int:
 
 
 def gather_item(facts: Facts, item: Gathered) -> Item:
-    """The all-gathers of a parameter that is stored sharded, before its uses, and what they
-    hold.
+    """The all-gathers of a stored sharded parameter before its uses, and the memory of the
+    result.
     """
     parameter = facts.graph.values[item.source]
     trips = _times(facts, item)
@@ -169,17 +169,17 @@ def gather_item(facts: Facts, item: Gathered) -> Item:
 # --------------------------------------------------------------------------------------------------
 # Live buffers: which values occupy memory, from when to when.
 #
-# Beside the arguments of a step, which stay for all of it, there are: what the forward pass saves;
-# gradients, from where they are made to the end; parameters that are gathered for use; partial
-# sums until they are reduced; and whatever else kernels write. A value that a loop slices off a
-# stack is read in place, and so is not counted twice.
+# Besides the arguments of a step, which live for all of it: values that the forward pass saves;
+# gradients, from their computation to the end; parameters gathered for use; partial sums until they
+# are reduced; and other results of kernels. A value that a loop slices off a stack is read in
+# place, and so is not counted twice.
 
-#: Ops whose result is a partial sum of a gradient, whole until it is reduced.
+#: Ops whose result is a partial sum of a gradient, unsharded until it is reduced.
 _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 
 
 def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[Life]:
-    """Every value that takes memory beside the arguments of a step, under a framework profile."""
+    """The live range of every value besides the arguments of a step, under a framework profile."""
     graph = facts.graph
     producers = graph.producers()
     when = intervals(graph, facts.fusion, frozenset())
@@ -229,7 +229,7 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
 
 
 def _accumulated(facts: Facts) -> list[Life]:
-    """Sums that a loop adds to, for as long as it runs; gradients are counted elsewhere."""
+    """Sums that a loop accumulates, live for the whole loop; gradients are counted elsewhere."""
     return [
         Life(
             value=accumulator.carry,
@@ -243,9 +243,9 @@ def _accumulated(facts: Facts) -> list[Life]:
 
 
 def _together(facts: Facts, all_lives: list[Life]) -> list[Life]:
-    """Of a layer of routed experts backwards, one kernel makes all that its grouped matmuls read:
-    the activations again, and the gradients of what they were made of. All of it is there for as
-    long as one of it.
+    """Extends live ranges in the backward pass of a layer of routed experts: one kernel makes all
+    operands of its grouped matmuls, that is, the rematerialised activations and the gradients of
+    the values they were made of, so that all of them live as long as any of them.
     """
     if not facts.routes:
         return all_lives
@@ -275,14 +275,13 @@ def _together(facts: Facts, all_lives: list[Life]) -> list[Life]:
 
 
 def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
-    """Live ranges of gathers that are pipelined through the loop over layers (ZeRO 3), of which
+    """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), of which
     compilers peel the first iteration.
 
-    What rematerialises a layer waits for no cotangent, so they start on it while the head's
-    backward pass still holds the logits: the largest value between the forward pass and the loop
-    backwards is there until the layer has been rematerialised. On GPUs it is there for the whole
-    iteration, at the end of which the gradients of weights are computed: what they read lives as
-    long.
+    Rematerialisation of a layer does not depend on a cotangent, so it starts while the head's
+    backward pass still keeps the logits: the largest value between the forward pass and the
+    backward loop lives until the layer has been rematerialised. On GPUs it lives for the whole
+    iteration, at the end of which weight gradients are computed, and so do their operands.
     """
     ops = facts.graph.ops
     again = [
@@ -329,8 +328,8 @@ def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
 
 
 def _blocks(facts: Facts) -> list[Life]:
-    """The scores of one block of queries and one of keys, while attention in blocks works on them;
-    of a sequence along a context axis, the part that falls to a device's share of a block.
+    """The scores of one block of queries and keys in blockwise attention; of a sequence along a
+    context axis, the part of a block per device.
     """
     blocks: list[Life] = []
     for index, op in enumerate(facts.graph.ops):
@@ -356,8 +355,8 @@ def _blocks(facts: Facts) -> list[Life]:
 
 
 def _with_all_heads(facts: Facts) -> list[Life]:
-    """Live ranges of the operands and results of a kernel of attention on devices that compute all
-    heads of what is sharded outside, because they cannot share them out.
+    """Live ranges of the operands and results of an attention kernel on devices that compute all
+    heads because the heads do not divide among them.
     """
     return [
         Life(value=value, part="temporary", birth=kernel, death=kernel, kernel=kernel, whole=True)
@@ -368,7 +367,7 @@ def _with_all_heads(facts: Facts) -> list[Life]:
 
 def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
     """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole
-    step, but for those whose casts are saved.
+    step, except for those whose casts are saved.
     """
     if not facts.traits.casts_stacks:
         return []
@@ -402,8 +401,8 @@ def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
 
 
 def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
-    """Parameters while they are used: in a loop the next one arrives while the one before is worked
-    with; outside, a framework may keep them for all of the step.
+    """Live ranges of gathered parameters: in a loop the next one arrives while the current one is
+    in use; outside of loops, a framework may keep them gathered for the whole step.
     """
     lives: list[Life] = []
     last: dict[int, int] = {}
@@ -437,8 +436,8 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
 # --------------------------------------------------------------------------------------------------
 # Live buffers at the points of a step where memory may peak.
 
-#: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points
-#: where memory may peak.
+#: Assumed factor by which ZeRO 2 and 3 with a large fsdp axis shrink a part, in the search for the
+#: points where memory may peak.
 _WEIGHTS: tuple[dict[str, float], ...] = (
     {"gathered": 0.0},
     {"gathered": 0.0, "gradient": 1 / 64},
@@ -452,8 +451,7 @@ class Peaks:
 
     Attributes:
         points: items of memory for each point where memory may peak.
-        moments: the same for each moment from the end of the forward pass on, where they are asked
-            for.
+        moments: the same for each moment from the end of the forward pass on, if requested.
     """
 
     points: tuple[list[Item], ...]
@@ -468,7 +466,7 @@ def peaks(
     *,
     moments: bool = False,
 ) -> Peaks:
-    """Items of memory for each point of the program where memory may peak, found under several
+    """Items of memory for each point of the program where memory may peak, under several
     hypothetical choices.
     """
     keeping = Keeping(facts, profile)
@@ -520,7 +518,7 @@ def peaks(
 
 
 def _sizes(facts: Facts, all_lives: list[Life], choice: Choice) -> np.ndarray:
-    """Bytes of every life if each kind of cut divides by 64."""
+    """Bytes of every live range if each kind of sharding divides by 64."""
     return np.array(
         [
             facts.graph.values[life.value].bytes
@@ -561,8 +559,8 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
 
 
 def _by_heads(facts: Facts, life: Life, resident: Resident, choice: Choice) -> tuple[Term, ...]:
-    """Terms of a value inside of a kernel of attention: of a device's own heads where the tensor
-    axis shards them inside of it alone, and of all heads where the devices cannot share them out.
+    """Terms of a value inside an attention kernel: of a device's own heads if tensor shards them
+    only inside the kernel, and of all heads if they do not divide among the devices.
     """
     assert life.kernel is not None
     if not facts.shares_heads(life.kernel, choice):
@@ -588,7 +586,7 @@ def stored_items(
     frozen: frozenset[tuple[str, int]],
     segments: Mapping[str, int],
 ) -> list[Item]:
-    """Items of stored parameters; parameters that are alike share one."""
+    """Items of stored parameters; identical parameters share one."""
     alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = (
         Counter(
             (

@@ -407,7 +407,7 @@ def _passes(s: Sums, knobs: Knobs, pricer: Pricer, c: Candidates) -> Array:
 
 def tick_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward, without the collectives
-    of all stages when it enters and leaves: nobody does those while others wait.
+    when it enters and leaves: all stages run those together, so that they do not add to the bubble.
     """
     key = knobs.context, knobs.virtual
     if key not in s.ticks:
