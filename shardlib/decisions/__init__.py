@@ -1,7 +1,7 @@
-"""The decisions of a plan: their table, their readers, and the pins of users. No JAX; everything
-that plans, prices or lowers stands above.
+"""The decisions of a plan: their table, their readers, and the pins of users. No JAX; planning,
+pricing and lowering import this package, never the reverse.
 
-lowerings.py  combinations of decisions that have no lowering
-pins.py       pins, their words, and the rules that they must not break
-table.py      the table of decisions: legal values, defaults, words, readers
+lowerings.py  combinations of decisions that cannot be lowered
+pins.py       pins, their names, and the rules between them
+table.py      the table of decisions: legal values, defaults, descriptions, readers
 """

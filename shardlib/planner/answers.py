@@ -209,7 +209,7 @@ class Constraints:
 # The kernels of a step on the roofline of their chip.
 #
 # The *intensity* of a kernel is its FLOPs over the bytes that it moves. Below the ridge point (peak
-# FLOP/s = memory bandwidth) a kernel is memory-bound; above it, compute-bound (Williams,
+# FLOP/s over memory bandwidth) a kernel is memory-bound; above it, compute-bound (Williams,
 # Waterman, Patterson, CACM 52(4), 2009).
 
 KERNEL_HEAD = ("kernel", "phase", "count", "FLOP", "FLOP/byte", "time", "of roofline")
@@ -249,13 +249,12 @@ class KernelTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The kernels of a step on one device, and their roofline.
+    """The kernels of a step on one device, slowest first, and their roofline.
 
     Attributes:
         chip: name of the chip.
         peak_flops_per_s: by dtype, for the dtypes of the kernels.
         bytes_per_s: memory bandwidth.
-        kernels: slowest first.
     """
 
     chip: str
@@ -811,11 +810,8 @@ def save_seconds(plan: Plan, topology: Topology) -> float:
 def expected_seconds(
     work: float, interval: float, save: float, mtbf: float, restart: float
 ) -> float:
-    """Expected seconds of a run (formula above).
-
-    Args:
-        work: seconds of all steps.
-        interval: seconds of work between two saves.
+    """Expected seconds of a run (formula above) with `work` seconds of steps and a save after every
+    `interval` seconds of work.
     """
     if max(restart, interval + save) / mtbf > 500:
         return math.inf
@@ -900,9 +896,8 @@ class Shock:
         what: the figure.
         factor: the share of it that remains.
         plan_seconds: step time of this plan.
-        best_seconds: step time of the plan that is best then.
-        best_mesh: mesh of that plan.
-        changes: decisions in which it differs; empty where this plan is still the best.
+        best_seconds: step time of the plan that is best then, on `best_mesh`.
+        changes: decisions in which that plan differs; empty where this plan is still the best.
     """
 
     what: str
@@ -1048,14 +1043,7 @@ def break_text(price: Price) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Answers to questions about a plan; None for those that were not requested.
-
-    Attributes:
-        alternatives: the next-best plans.
-        constraints: what keeps the plan from being faster.
-        sensitivity: shadow prices of memory and links, and the regret if a figure is lower.
-        kernels: kernels of a step on the roofline.
-    """
+    """Answers to questions about a plan; None for those that were not requested."""
 
     alternatives: tuple[Alternative, ...] | None = None
     constraints: Constraints | None = None

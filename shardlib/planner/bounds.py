@@ -114,7 +114,8 @@ def occupying(account: Account, pricer: Pricer) -> Array:
 def with_lacking(points: Array) -> Array:
     """Fills in `LACKING`: the stack bytes of each point minus those of the point with the most.
 
-    The peak over all points is at least what one point needs, less the largest stacks.
+    Offloading all stacks takes at most the largest ones off the peak, so every point still needs at
+    least its own bytes less those.
     """
     by_point = points.reshape(len(points) // len(KINDS), len(KINDS), points.shape[-1])
     by_point[:, LACKING] = by_point[:, STACKS] - by_point[:, STACKS].max(0)
@@ -420,13 +421,13 @@ class Tick(ArrayTable):
 
     @property
     def blocked(self) -> Array:
-        """The share of `busy` that is collectives."""
+        """Those seconds of `busy` that are collectives."""
         return self.rows[5]
 
     @property
     def layers(self) -> Array:
-        """The share of `busy` that is layers where all layers are alike and each stage has whole
-        ones; 0 where layers differ.
+        """Those seconds of `busy` that are spent in layers, where all layers are alike and each
+        stage has whole ones; 0 where layers differ.
         """
         return self.rows[6]
 
@@ -925,10 +926,9 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """Lower bounds under a memory capacity.
+    """Lower bounds under a memory capacity (usable bytes per device).
 
     Attributes:
-        capacity: usable bytes per device.
         offloads: sets of parts that may be in host memory; includes () where none must.
     """
 
@@ -1161,11 +1161,10 @@ FEW = 512
 
 
 class Fastest:
-    """Cached lower bounds on the step time of entries.
+    """Cached lower bounds on the step time of entries; `bounds` are for one microbatch, `fitting`
+    for a step.
 
     Args:
-        bounds: bounds for one microbatch, by shape.
-        fitting: bounds for a step.
         sizes: size of every mesh axis, and "micro", by entry.
         shape: number of the shape of each entry.
     """
@@ -1363,7 +1362,7 @@ class Entries:
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
     ) -> Pairs:
         """The given entries under every choice that fits, where the bound is below a limit; sorted
-        by tensor size and then choice.
+        by bound.
 
         Args:
             limit: seconds, or bytes with `minimum_memory`.

@@ -1356,8 +1356,8 @@ class RowPricer(Setting):
         fast: tuple[Array, Totals] | None,
         seen: Seen,
     ) -> tuple[Array, Totals] | None:
-        """Offers the plans of one policy under one knob; returns the priced rows and their
-        prices.
+        """Offers the plans of one policy with the given decisions; returns the priced rows and
+        their prices.
         """
         partly = np.zeros(len(rows), dtype=bool)
         if fast is not None and policy != "none":

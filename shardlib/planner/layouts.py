@@ -57,7 +57,9 @@ class StepLayouts:
     context: str
 
     def layout(self, cut: Cut, shape: Sequence[int]) -> Layout:
-        """The layout of a cut, without axes that do not divide their dims."""
+        """The layout of a `Cut` (kinds of axes per dim), without axes that do not divide their
+        dims.
+        """
         dims = (tuple(axis for kind in kinds(part) for axis in self.axes(kind)) for part in cut)
         return Layout(
             *(

@@ -70,9 +70,8 @@ class Placed(BoundedTable):
     """Placed pairs.
 
     Attributes:
-        block: the candidates.
-        at: number of the candidate.
-        choices: number of the choice.
+        at: number of each pair's candidate in `block`.
+        choices: number of each pair's choice.
         kinds: bounds by kind of plan, where they are known.
     """
 

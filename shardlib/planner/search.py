@@ -113,8 +113,8 @@ def with_more_room(
     candidate: Candidate,
     seconds: float,
 ) -> Candidate:
-    """A plan that nearly fills the memory, with the ZeRO stage that needs the least memory among
-    those that are as fast; the lowest of these.
+    """For a plan that nearly fills the memory: the same plan with the ZeRO stage that needs the
+    least memory among those that are as fast (the lowest of these); other plans unchanged.
 
     Args:
         seconds: step time of `candidate`.

@@ -374,8 +374,8 @@ class Space:
         return self.pins.accumulation or 1
 
     def legal_zero(self, zero: int, c: Candidates) -> Array:
-        """Mask of the candidates that a ZeRO stage fits: there is an axis to shard over, an fsdp
-        axis is not left without anything to shard, and the framework supports it.
+        """Mask of the candidates that a ZeRO stage fits: with ZeRO there are devices to shard over,
+        without it there is no fsdp axis, and the framework supports it.
         """
         able = self.limits.able
         if zero:
@@ -604,9 +604,8 @@ def _choices(
 def _space_able(
     choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abilities
 ) -> bool:
-    """True if a framework can shard what a choice shards over tensor: nothing, or everything that
-    it always shards; experts' width, which has ranks of its own, only if the framework can shard
-    anything.
+    """True if a framework can shard over tensor what a choice shards: nothing, or all colours that
+    it always shards. The width of experts, which have tensor ranks of their own, is optional.
     """
     if not choice.tensor or able.free:
         return True
@@ -918,7 +917,6 @@ class Filled:
     """Quantities by shape or entry, evaluated lazily and once.
 
     Args:
-        count: number of quantities.
         size: number of shapes.
         make: computes the quantities on the given shapes (ascending numbers).
     """

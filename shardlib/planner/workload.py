@@ -50,8 +50,6 @@ class Limits:
         experts: number of experts; 1 without.
         splits: True if microbatches give the same numbers as the whole batch.
         staged: True if microbatches can go through pipeline stages.
-        groups: number of layer groups.
-        able: abilities of the framework.
     """
 
     batch: int
@@ -447,9 +445,7 @@ class Account:
     """The tallies of some lists of items under every choice.
 
     Attributes:
-        lists: number of lists.
         segments: number of segments of each list.
-        groups: groups of all items.
         parts: components of the colours; `()` stands for items that depend on no colour that the
             tensor axis could shard.
     """
