@@ -7,8 +7,9 @@ component    colours that some op ties together; costs are sums over components
 choice       the sharded colours, with or without sequence parallelism
 tally        quantities of a program under a choice, as a matrix times measures of shapes
 entry        a mesh with a number of microbatches
-pair, row    an entry under a choice; a placed entry under a choice
-candidate    one plan of the space, with all decisions
+pair         an entry under a choice
+candidate    in arrays (`Candidates`) a placed entry; alone (`Candidate`) all decisions of one plan
+row          a placed entry under a choice
 corner       a remat policy for each layer group
 
 answers.py        values that answer questions about a plan
