@@ -1,6 +1,4 @@
-"""The folder of a run: its owner, its description, changes of what is trained in it, and its
-status.
-"""
+"""The folder of a run: its owner, its description, accepted changes, and its status."""
 
 from __future__ import annotations
 
@@ -28,30 +26,30 @@ from shardlib.processes.place import ENDED, Heartbeat, Observer, read_heartbeat,
 from shardlib.training.measures import by_step, in_words, number, read_records
 from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular, shown
 
-#: Earlier names of its parts are found by `shardlib._moved`.
+#: Former submodules are resolved by `shardlib._moved`.
 __path__: list[str] = []
 
-#: Differences of one kind that a message shows.
+#: Maximum number of differences of one kind in a message.
 SHOWN = 4
 
 # --------------------------------------------------------------------------------------------------
-# Differences between what is trained and what a run was begun with; imports no JAX.
+# Differences between the current training task and that of the stored run; imports no JAX.
 
-#: What can be another than before.
+#: Parts of a training task that can differ.
 NAMES = ("loss", "optimizer", "lr", "data", "seed", "model", "batch", "exchange")
-#: What allows to go on from checkpoints of which nobody has written down what they are of.
+#: Accepts checkpoints without a description of their run.
 UNKNOWN = "identity"
-#: Packages that write down what is traced.
+#: Packages whose versions affect traces.
 PACKAGES = ("jax", "flax", "optax")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A setting on which another process of the run differs.
+    """A difference between the training tasks of two processes of a run.
 
     Attributes:
-        name: what it is called where it is allowed: "loss".
-        text: what is different, in words.
+        name: its name in `allow_changes`, such as "loss".
+        text: description.
     """
 
     name: str
@@ -59,7 +57,7 @@ class Difference:
 
 
 def unknown_names(allow: Sequence[str], identity: JsonMapping) -> list[str]:
-    """Returns what is wrong with the names of what may be another; nothing where nothing is."""
+    """The errors in the names of accepted changes."""
     words = dict.fromkeys((*NAMES, *identity, UNKNOWN))
     unknown = sorted({*allow} - {*words})
     if not unknown:
@@ -68,7 +66,7 @@ def unknown_names(allow: Sequence[str], identity: JsonMapping) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what traces."""
+    """Versions of the packages that affect traces."""
     return {name: metadata.version(name) for name in PACKAGES}
 
 
@@ -78,7 +76,7 @@ def differences(
     before: JsonMapping,
     now: JsonMapping,
 ) -> list[Difference]:
-    """Returns what of a run is not as it was traced before."""
+    """The differences between a stored and a current trace."""
     others = [
         f"{name} {before.get(name, 'of an unknown version')} -> {version}"
         for name, version in now.items()
@@ -108,7 +106,7 @@ def differences(
     return results
 
 
-#: What runs are that were begun before it was written down.
+#: Values of entries that descriptions of older runs lack.
 _BEFORE = {"exchange": {"value": "exact"}}
 _WORDS = {
     "loss": "the loss computes something else",
@@ -134,7 +132,7 @@ def _short(value: Mapping[str, Any]) -> str:
 
 
 def _operations(old: Any, new: Any) -> str:
-    """Returns which operations there are more or less of."""
+    """The difference in the counts of operations, in words."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return ""
     counts = {
@@ -156,7 +154,7 @@ def _count(value: Any) -> int:
 
 
 def _numbers(old: Any, new: Any) -> str:
-    """Returns which numbers are others, where there are as many."""
+    """The numbers that differ, if there are as many in both."""
     if not isinstance(old, list) or not isinstance(new, list) or len(old) != len(new):
         return ""
     changed = [
@@ -174,18 +172,18 @@ def _plain(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The contents of `run.json`, read and compared with the current run.
+# The contents of `run.json`, compared with the current run.
 
-#: Of `run.json`.
+#: Format version of `run.json`.
 FORMAT = 1
 
 
 class OtherRunError(RunError):
-    """A folder that holds another run; the differences are listed."""
+    """The folder contains another run; the differences are listed."""
 
 
 def read_manifest(path: Path) -> JsonObject | None:
-    """All of a `run.json`; None where there is none."""
+    """The content of a `run.json`; None if there is none."""
     try:
         data = json.loads(read_regular(path).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -222,8 +220,8 @@ def _undescribed(path: Path, why: str) -> RunError:
 def unknown_checkpoints(
     manifest: Path, saved: Sequence[int], allow: Sequence[str]
 ) -> tuple[Difference, ...]:
-    """Returns what there is to say of checkpoints that stand in a folder without `run.json`;
-    nothing where there are none.
+    """An accepted difference if a folder without `run.json` has checkpoints; raises an error if it
+    is not accepted.
     """
     if not saved:
         return ()
@@ -252,10 +250,10 @@ def allowed_differences(
     trace: JsonMapping | None,
     allow: Sequence[str],
 ) -> list[Difference]:
-    """Differences between a run and what is wanted now that are allowed.
+    """The accepted differences between a stored run and the current one.
 
     Args:
-        trace: what is traced; None where that is not known yet.
+        trace: digests of the traced programs; None if not traced yet.
     """
     words = [
         Difference(name=word, text=text)
@@ -288,7 +286,7 @@ def allowed_differences(
 
 
 def _wrong(data: Any) -> str:
-    """Returns what is wrong with the plain data of a description; nothing where it is one."""
+    """The errors in the plain data of a description; "" if it is valid."""
     if not isinstance(data, dict):
         return "it is JSON, but not an object"
     missing = [name for name in ("format", "run") if name not in data]
@@ -305,7 +303,7 @@ def _wrong(data: Any) -> str:
 
 
 def _unlike(word: str, stored: Any, current: Any) -> list[str]:
-    """Returns how two values differ; of objects, which of their fields do."""
+    """The difference between two values; of objects, field by field."""
     if isinstance(stored, dict) and isinstance(current, dict):
         return [
             text
@@ -324,7 +322,7 @@ def _manifest_text(value: Any) -> str:
 
 
 def _remedy(error: OSError, what: str) -> str:
-    """Returns what helps where something cannot be written."""
+    """The remedy for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space, or another folder"
     if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP):
@@ -336,22 +334,21 @@ def _remedy(error: OSError, what: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The folder of a run: its contents, and whether this process may go on with it.
+# The folder of a run: its contents, and whether this process may resume it.
 #
-#     run.json         what is trained, in words and as digests of what is traced
-#                      (`shardlib.training.run`), and what was changed on purpose
+#     run.json         the training task, in words and as digests of the traced programs, and
+#                      accepted changes
 #     plan.json        the plan of the newest process
-#     metrics.jsonl    a line a step (`shardlib.training.measures`)
-#     checkpoints/     `shardlib.checkpointing`; in `owner/` there, who may write to the run
-#     heartbeat/       a file a process (`shardlib.processes.place`)
+#     metrics.jsonl    one line per step (`shardlib.training.measures`)
+#     checkpoints/     `shardlib.checkpointing`; `owner/` in it records the writer of the run
+#     heartbeat/       one file per process (`shardlib.processes.place`)
 #     tensorboard/     event files
-#     compiled/        programs that XLA compiled, so that a process that starts again need not
+#     compiled/        programs that XLA compiled, so that a restarted process need not
 #     profiles/        traces, on demand
 #
-# A run is what `run.json` says. Who opens the folder for another model, another loss, other data
-# or another batch is told so and nothing is touched: its checkpoints would be of no use, or its
-# loss curve would no longer be one. Who means it names what may be another; that is done and
-# written down, with what was there before.
+# A run is defined by its `run.json`. Opening the folder for another model, loss, data or batch is
+# an error that leaves it untouched: its checkpoints would be useless, or its loss curve
+# meaningless. Accepted changes are named explicitly, and recorded with the previous values.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,9 +356,9 @@ class Opened:
     """State of a folder when it was opened.
 
     Attributes:
-        known: whether the run was there already.
-        changes: what is another than before, on purpose.
-        untraced: whether nobody had written down what is traced; it is, from now on.
+        known: whether the run existed.
+        changes: accepted changes.
+        untraced: whether the stored run had no digests of traced programs; they are added now.
     """
 
     known: bool
@@ -381,7 +378,7 @@ class RunFolder:
 
     @property
     def manifest(self) -> Path:
-        """Returns what is trained."""
+        """The description of the training task."""
         return self.path / "run.json"
 
     @property
@@ -391,12 +388,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """A line a step."""
+        """One line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """States."""
+        """The checkpoints of states."""
         return self.path / "checkpoints"
 
     @property
@@ -415,15 +412,15 @@ class RunFolder:
         return self.path / "profiles"
 
     def saved(self) -> tuple[int, ...]:
-        """Steps of the whole checkpoints, the oldest first."""
+        """Steps of the complete checkpoints, the oldest first."""
         return Folder(path=epath.Path(self.checkpoints)).steps()
 
     def heartbeat(self, rank: int) -> Path:
-        """The file of one process."""
+        """The heartbeat file of one process."""
         return self.path / "heartbeat" / f"rank-{rank}.json"
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Returns what the processes of the run say, by rank."""
+        """The heartbeats of the processes of the run, by rank."""
         beats = (
             read_heartbeat(path) for path in sorted((self.path / "heartbeat").glob("rank-*.json"))
         )
@@ -435,7 +432,7 @@ class RunFolder:
         trace: JsonMapping | None = None,
         allow: Sequence[str] = (),
     ) -> Opened:
-        """Makes the folder, or checks that it is that of this run; for its owner."""
+        """Creates the folder, or checks that it belongs to this run; only for its owner."""
         plain = json.loads(json.dumps(identity))
         try:
             manifest = read_manifest(self.manifest)
@@ -455,7 +452,7 @@ class RunFolder:
         )
 
     def write_plan(self, text: str) -> None:
-        """Keeps the plan of this process."""
+        """Stores the plan of this process."""
         try:
             write_whole(self.plan, text)
         except OSError as error:
@@ -467,8 +464,8 @@ class RunFolder:
         trace: JsonMapping | None = None,
         allow: Sequence[str] = (),
     ) -> None:
-        """Looks at a part of what two processes have in common, before anything takes time; a
-        folder without a run is fine, and nothing is touched.
+        """Checks the task against the folder before slow work; an empty folder is fine, and nothing
+        is changed.
         """
         manifest = read_manifest(self.manifest)
         if manifest is None:
@@ -484,12 +481,12 @@ class RunFolder:
             )
 
     def identity(self) -> JsonObject | None:
-        """Returns what is trained, as it was written down; None where there is no run."""
+        """The stored training task; None if there is no run."""
         manifest = read_manifest(self.manifest)
         return manifest["run"] if manifest is not None else None
 
     def changed(self) -> frozenset[str]:
-        """Names of what was changed on purpose since the run was begun."""
+        """Names of changes accepted since the run was started."""
         changes = (read_manifest(self.manifest) or {}).get("changes", [])
         return (
             frozenset(
@@ -504,7 +501,7 @@ class RunFolder:
         )
 
     def require(self) -> JsonObject:
-        """Returns what is trained."""
+        """The stored training task; raises an error if there is no run."""
         identity = self.identity() if self.path.is_dir() else None
         if identity is None:
             raise MissingFileError(
@@ -514,9 +511,7 @@ class RunFolder:
         return identity
 
     def unwritable(self, error: OSError) -> RunError:
-        """The error where something of the folder could not be written: what stands in the way,
-        and what helps.
-        """
+        """The error for a failed write in the folder: its cause and a remedy."""
         names = [str(name) for name in (error.filename2, error.filename) if name]
         what = next((name for name in names if name != str(self.path)), "")
         return RunError(
@@ -526,8 +521,8 @@ class RunFolder:
         )
 
     def probe(self) -> None:
-        """Looks whether the folder can be made, or written to, before anything takes time; what
-        this makes for it is gone afterwards.
+        """Checks that the folder can be created or written to before slow work; leaves nothing
+        behind.
         """
         folders = (self.path, *self.path.absolute().parents)
         place = next(folder for folder in folders if os.path.lexists(folder))
@@ -565,7 +560,7 @@ class RunFolder:
         trace: JsonMapping | None,
         changes: Sequence[Difference],
     ) -> None:
-        """Writes down what the run is from now on, and what it was."""
+        """Records the new training task, and the previous one."""
         before = {
             name: manifest[name] for name in ("run", "traced", "versions") if name in manifest
         }
@@ -583,7 +578,7 @@ class RunFolder:
     def _entry(
         self, names: Iterable[str], changes: Sequence[Difference], before: JsonMapping
     ) -> JsonObject:
-        """Returns what is written down of changes on purpose."""
+        """The record of accepted changes."""
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": max(self.saved(), default=0),
@@ -597,16 +592,16 @@ class RunFolder:
 
 
 # --------------------------------------------------------------------------------------------------
-# The status of a run by its folder, for `shardlib status RUN`; no process of the run is asked, and
-# JAX is not imported.
+# The status of a run from its folder, for `shardlib status RUN`; contacts no process of the run and
+# does not import JAX.
 
-#: Seconds without a heartbeat after which a process counts as gone.
+#: Seconds without a heartbeat after which a process counts as dead.
 SILENT = 15.0
-#: Seconds that processes of other machines are watched for a sign of life.
+#: Maximum seconds for which processes of other machines are watched for a new heartbeat.
 WATCHED = 5.0
-#: Seconds between two looks at them.
+#: Polling interval of heartbeats, seconds.
 LOOK_EVERY = 0.1
-#: Steps whose median makes the figures.
+#: Number of steps over whose median the figures are computed.
 RECENT = 100
 
 
@@ -615,12 +610,12 @@ class Pace:
     """Speed of the last steps.
 
     Attributes:
-        step_seconds: median; 0 where there is no step.
+        step_seconds: median; 0 if there is no step.
         tokens_per_second: the same.
-        data_share: part of the step's time spent waiting for batches.
-        predicted_seconds: of a step, by the plan; 0 where there is none.
-        mfu: model FLOPs utilisation at the measured time; 0 where the plan predicts none.
-        busy: share of the processors that other programs used; None where nobody knows.
+        data_share: fraction of the step time spent waiting for batches.
+        predicted_seconds: seconds per step by the plan; 0 if there is none.
+        mfu: model FLOPs utilisation at the measured time; 0 if the plan predicts none.
+        busy: fraction of processor time used by other programs; None if unknown.
     """
 
     step_seconds: float
@@ -637,16 +632,16 @@ class Status:
 
     Attributes:
         run: its folder.
-        state: "training", "stuck" (a process lives, and its phase lasts), "stopped", "failed" (no
-            process, and no word of an end), "finished" or "new".
+        state: "training", "stuck" (a process is alive, but its phase takes too long), "stopped",
+            "failed" (no process, and no record of an end), "finished" or "new".
         step: newest step whose loss is known.
-        steps: that it is to do; 0 where nobody said.
+        steps: total number of steps; 0 if unknown.
         loss: of that step.
         checkpoints: steps of the committed checkpoints.
         pace: of the last steps.
-        processes: heartbeats of those whose loop goes on, by rank, and for how many seconds each
-            has been silent; of those of other machines as long as somebody watched.
-        owner: who may write to the folder, and has not given it back; None where nobody may.
+        processes: heartbeats of the running loops by rank, each with the seconds since its last
+            change; for other machines, as far as observed.
+        owner: the process that may write to the folder, if any.
         events: the last ones.
     """
 
@@ -729,7 +724,7 @@ def status(path: str | Path, *, events: int = 5) -> Status:
     estimate = None
     with contextlib.suppress(
         OSError, ValueError, RecursionError
-    ):  # a plan that another version wrote predicts nothing here
+    ):  # no prediction from a plan of another version
         estimate = Plan.from_json(read_regular(folder.plan)).estimate
     return Status(
         run=str(path),
@@ -746,7 +741,7 @@ def status(path: str | Path, *, events: int = 5) -> Status:
 
 
 def _pace(done: Sequence[JsonMapping], estimate: Estimate | None) -> Pace:
-    """The pace of the steps that are known, beside what the plan predicts."""
+    """The pace of the known steps, with the plan's prediction."""
     predicted = estimate.step_seconds if estimate is not None else 0.0
     if not done:
         return Pace(
@@ -772,8 +767,8 @@ def _pace(done: Sequence[JsonMapping], estimate: Estimate | None) -> Pace:
 
 
 def _mfu(share: float) -> str:
-    """Model FLOPs utilisation in words; a measured one says nothing where the peak was taken too
-    low.
+    """Model FLOPs utilisation in words; above 1, the peak of the plan is too low and the value is
+    meaningless.
 
     >>> _mfu(0.412), _mfu(1.3)
     ('41.2%', 'unknown (the steps do more than the peak of which the plan knows)')
@@ -789,8 +784,8 @@ def _busy(done: Sequence[JsonMapping]) -> float | None:
 
 
 def _beats(folder: RunFolder) -> tuple[tuple[Heartbeat, float], ...]:
-    """Heartbeats of loops that go on, and how long each has been silent: those of this machine say
-    it themselves, others are watched until all of them have changed, or for `WATCHED` seconds.
+    """Heartbeats of running loops, and the seconds since their last change: on this machine by
+    their time, on others by watching until all of them have changed, or for `WATCHED` seconds.
     """
     beats = [beat for beat in folder.heartbeats() if beat.phase != ENDED]
     silent = {beat.rank: age for beat in beats if (age := beat.age()) is not None}
@@ -835,9 +830,7 @@ def _state(
 
 
 def _lives(beat: Heartbeat) -> bool:
-    """Returns whether there is such a process; of another machine nobody knows, and its heartbeat
-    counts.
-    """
+    """True if the process exists; one on another machine is assumed to."""
     if beat.age() is None:
         return True
     try:

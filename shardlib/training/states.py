@@ -21,7 +21,7 @@ from shardlib.lowering.program import Program, shardings_of
 from shardlib.lowering.runtime import TrainState, require_present
 from shardlib.processes.values import whole
 
-#: Earlier names of its parts are found by `shardlib._moved`.
+#: Former submodules are resolved by `shardlib._moved`.
 __path__: list[str] = []
 
 # --------------------------------------------------------------------------------------------------
@@ -32,16 +32,16 @@ __path__: list[str] = []
 #     ...
 #     program.evaluate(averaged(program, state), rows)
 #
-# It is sharded, priced, saved and restored on another mesh as moments are, and a step that guards
-# leave out changes nothing in it.
+# It is sharded, priced, saved and restored on another mesh like moments, and steps that guards skip
+# leave it unchanged.
 
 
 class AverageState(NamedTuple):
     """The state of an optimizer with an average.
 
     Attributes:
-        count: updates that are done, int32 scalar.
-        average: of the trained parameters, in float32 at least.
+        count: number of updates, int32 scalar.
+        average: of the trained parameters, at least float32.
         inner: the state of the optimizer.
     """
 
@@ -54,11 +54,11 @@ def with_average(
     optimizer: optax.GradientTransformation,
     decay: float | Callable[[Index], Tree] = 0.999,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that keeps an exponential moving average of what it makes of the parameters:
-    average = decay * average + (1 - decay) * parameters, from the first parameters on.
+    """An optimizer with an exponential moving average of the parameters: average = decay * average
+    + (1 - decay) * parameters, starting from the initial parameters.
 
-    Updates are those of the optimizer, to the bit. With `moment_dtype` pinned to fewer bits than
-    float32, the average is stored so, too, and a slow one then no longer moves.
+    Updates are bitwise those of the optimizer. If `moment_dtype` is pinned to less than float32,
+    the average is stored in it too, and with a decay close to 1 no longer moves.
     """
     if not callable(decay) and not 0 <= decay < 1:
         raise ModelError(f"decay is {decay!r}; it must be at least 0 and below 1")
@@ -90,16 +90,16 @@ def with_average(
 
 
 def warmed_up_decay(decay: float) -> Callable[[Index], jax.Array]:
-    """A decay that is small at the beginning, when parameters are far from where they will be:
-    min(decay, (1 + n) / (10 + n)) after n updates, as `tf.train.ExponentialMovingAverage` has it.
+    """A decay that is small at the beginning, when parameters change fast: min(decay, (1 + n) / (10
+    + n)) after n updates, as in `tf.train.ExponentialMovingAverage`.
     """
     return lambda count: jnp.minimum(decay, (1.0 + count) / (10.0 + count))
 
 
 def averaged(program: Program, state: TrainState) -> TrainState:
-    """A state with the average in place of the trained parameters, where these are and in their
-    dtypes: for `program.evaluate`, `program.module`, for serving and for writing folders. The state
-    that is given stays usable; training goes on from that one.
+    """A state with the average in place of the trained parameters, in their layout and dtypes: for
+    `program.evaluate`, `program.module`, serving and export. The given state stays usable; training
+    continues from it.
     """
     require_present("averaged", state.inference)
     averages = [
@@ -137,21 +137,21 @@ def _wide(leaf: Any) -> jax.Array:
 
 
 def learning_rate(state: Tree) -> float | None:
-    """The learning rate of the step that made a state, where the optimizer keeps it, as that of
-    `optax.inject_hyperparams` does; waits for the state.
+    """The learning rate of the step that made a state, if the optimizer stores it, as with
+    `optax.inject_hyperparams`; waits for the state.
 
     Returns:
-        The rate; None where no array of the state is called `learning_rate`.
+        The rate; None if no array of the state is called `learning_rate`.
     """
     return _scalar(state, "learning_rate")
 
 
 def steps_done(state: Tree) -> int | None:
-    """The steps that are done, by the state's own count: `TrainState.step`, or else an integer that
-    is called "step" or "count".
+    """The number of steps done, as counted in the state: `TrainState.step`, or else an integer
+    named "step" or "count".
 
     Returns:
-        The number; None where there is none.
+        The number; None if there is none.
     """
     for name in ("step", "count"):
         count = _scalar(state, name, integer=True)
@@ -171,33 +171,32 @@ def _scalar(state: Tree, name: str, *, integer: bool = False) -> float | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A state taken over by the program of a changed model: parts that are frozen now, a larger
-# embedding, adapters.
+# The state of a model reused for a changed one: newly frozen parts, a larger embedding, adapters.
 #
 #     changed = shardlib.compile(Larger, loss, optimizer, batch, topology="cpu:8")
 #     surgery = operate(changed, state, resize=("embed.embedding",))
 #     print(surgery)
 #     state = surgery.state(seed=0)
 #
-# Arrays are known by their paths. Those of the same shape are taken over, with their moments, in
-# the layouts of the new plan; new ones are as the new program makes them.
+# Arrays are matched by path. Those of the same shape are reused with their moments, in the layouts
+# of the new plan; new ones are initialised by the new program.
 
-#: Names of the parts of a state that the model has.
+#: Prefixes of the model's arrays in a state.
 MODEL = ("params.", "model_state.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Surgery:
-    """Changes to the arrays of a state, by path; nothing is done before `state` is called.
+    """Changes to the arrays of a state, by path; applied only when `state` is called.
 
     Attributes:
         program: of the changed model.
-        old: the state that is taken over; it stays usable.
-        kept: arrays that are taken over.
-        resized: those whose common part is taken over, with both shapes.
-        new: arrays that the new program makes.
-        dropped: arrays that the new program has not: moments of what is frozen now, and what was
-            named.
+        old: the given state; it stays usable.
+        kept: arrays that are reused.
+        resized: arrays whose common part is reused, with both shapes.
+        new: arrays that the new program initialises.
+        dropped: arrays that the new program does not have: moments of newly frozen parameters, and
+            arrays named in `drop`.
     """
 
     program: Program
@@ -235,7 +234,7 @@ class Surgery:
 def operate(
     program: Program, state: TrainState, *, resize: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Surgery:
-    """Returns what becomes of a state under the program of a changed model."""
+    """The changes that take a state to the program of a changed model."""
     before, after = named_leaves(state), named_leaves(program.state)
     kept, resized, new, failures = list[str](), list[str](), list[str](), list[str]()
     for path, leaf in after.items():
@@ -273,7 +272,7 @@ def operate(
 
 
 def _named(path: str, names: Sequence[str]) -> bool:
-    """Returns whether an array is one of some parameters, or a moment of one."""
+    """True if an array is one of some parameters, or a moment of one."""
     return any(path.endswith(f".{name}") for name in names)
 
 

@@ -1,6 +1,4 @@
-"""The steps of a run, from the first to the last: batches, losses and metrics, checkpoints, open
-resources, and the loop.
-"""
+"""The steps of a run: batches, losses and metrics, checkpoints, open resources, and the loop."""
 
 from __future__ import annotations
 
@@ -74,18 +72,18 @@ from shardlib.untrusted.data import Json, JsonMapping, JsonObject
 from shardlib.wings import host_findings
 
 # --------------------------------------------------------------------------------------------------
-# Streams of batches, and how far ahead they are computed.
+# Streams of batches, prefetched.
 #
-# The loop asks whoever has the data for a stream that begins at a step. For a dataset that is
-# `shardlib.data.batches.Loader`, with which every process reads its own part; for a function of
-# the step, for data that are made or that fit into memory, a thread that calls it ahead.
+# The loop opens a stream that begins at a step. A dataset has `shardlib.data.batches.Loader`, with
+# which every process reads its own part; a function of the step, for data that are generated or fit
+# into memory, is called ahead in a thread.
 
 
 class Stream(Protocol):
     """Batches in the order of steps.
 
     Attributes:
-        waited_seconds: how long `next` has waited, in all.
+        waited_seconds: total time that `next` has waited.
     """
 
     waited_seconds: float
@@ -95,7 +93,7 @@ class Stream(Protocol):
     def __next__(self) -> tuple[int, Tree]: ...
 
     def close(self) -> None:
-        """Ends whatever works ahead."""
+        """Stops prefetching."""
         ...
 
 
@@ -103,7 +101,7 @@ class Stream(Protocol):
 BatchOf = Callable[[int], Tree]
 
 
-#: Batches that are made ahead.
+#: Number of batches made ahead.
 AHEAD = 2
 
 
@@ -132,18 +130,18 @@ class _Ahead:
 
 
 # --------------------------------------------------------------------------------------------------
-# Hosts of a job that stay idle under a plan, and a plan for all of them.
+# Idle hosts of a job, and a plan that uses all of them.
 
 
 def is_idle(program: object) -> bool:
-    """Returns whether this process owns no device of a program's mesh."""
+    """True if this process owns no device of a program's mesh."""
     mesh = None if jax.process_count() == 1 else getattr(program, "mesh", None)
     return isinstance(mesh, Mesh) and jax.process_index() in idle_processes(mesh.devices.flat)
 
 
 def idle_text(program: TrainingProgram) -> str:
-    """Returns which processes own no device of a program's mesh, on which hosts, and the fastest
-    plan that leaves none idle; empty where all own one. To be called by all processes.
+    """The processes that own no device of a program's mesh, their hosts, and the fastest plan that
+    leaves none idle; "" if all own one. Must be called by all processes.
     """
     plan, mesh = program.plan, program.mesh
     idle = idle_processes(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
@@ -162,7 +160,7 @@ def idle_text(program: TrainingProgram) -> str:
 
 
 def _on_all(plan: Plan) -> str:
-    """The fastest plan that leaves no device idle, beside a plan that does."""
+    """The fastest plan without idle devices, as an alternative to a plan with some."""
     if plan.source is None:
         return "the plan was given, so that none for all devices is known"
     devices = plan.source.topology.devices
@@ -178,7 +176,7 @@ def _on_all(plan: Plan) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The numbers of a step as they are written down.
+# The recorded numbers of a step.
 
 
 @dataclass(kw_only=True)
@@ -186,7 +184,7 @@ class Pending:
     """A step whose metrics have not been read.
 
     Attributes:
-        step: which, from 1 on.
+        step: its number, from 1.
         metrics: on the devices.
         times: seconds by name.
     """
@@ -229,14 +227,12 @@ def named_metrics(metrics: Tree) -> dict[str, Tree]:
 
 
 def meetings(plan: Plan, step: int) -> dict[str, int]:
-    """Returns how often islands have met, what they sent having arrived, by name; nothing where
-    there is one.
-    """
+    """Number of completed synchronisations of islands, by name; {} for a single island."""
     return {"meetings": plan.exchange.met(step)} if plan.exchange.islands > 1 else {}
 
 
 # --------------------------------------------------------------------------------------------------
-# The records of a run: its losses, its metrics, a line a step, and its events.
+# The records of a run: its losses, its metrics, one line per step, and its events.
 #
 #     records.event("spike", step=12, loss=9.1)
 #     records.losses[12]
@@ -246,11 +242,11 @@ def meetings(plan: Plan, step: int) -> dict[str, int]:
 
 
 class Records:
-    """Losses, seconds, metrics and events; what is written goes to the sinks that are open.
+    """Losses, seconds, metrics and events, written to the open sinks.
 
     Args:
-        say: where to say that something cannot be read or written.
-        owner: the right to write to the folder, where this process has it.
+        say: shows that something cannot be read or written.
+        owner: the right to write to the folder, if this process has it.
     """
 
     def __init__(self, say: Callable[[str], None], owner: Owner | None) -> None:
@@ -269,10 +265,10 @@ class Records:
         loggers: Sequence[Logger],
         words: JsonMapping,
     ) -> None:
-        """Reads what the folder has of the steps until now, and opens sinks.
+        """Reads the records of earlier steps from the folder, and opens sinks.
 
         Args:
-            folder: of the run; None where nothing is kept.
+            folder: of the run; None if nothing is stored.
         """
         if folder is not None:
             self._read(folder, step)
@@ -294,7 +290,7 @@ class Records:
             ) from error
 
     def _read(self, folder: RunFolder, step: int) -> None:
-        """Returns what the folder has of the steps until now."""
+        """Reads the records of earlier steps."""
         lines = read_lines(folder.metrics)
         records = {done: record for done, record in by_step(lines.records).items() if done <= step}
         self.losses = {done: record["loss"] for done, record in records.items()}
@@ -309,22 +305,22 @@ class Records:
             )
 
     def last(self) -> float:
-        """The loss of the newest step; not a number where there is none."""
+        """The loss of the newest step; NaN if there is none."""
         return self.losses[max(self.losses)] if self.losses else math.nan
 
     def forget_after(self, step: int) -> None:
-        """Takes back the losses of later steps."""
+        """Removes the losses of later steps."""
         self.losses = {done: value for done, value in self.losses.items() if done <= step}
         self.validations = {
             done: numbers for done, numbers in self.validations.items() if done <= step
         }
 
     def event(self, event: str, step: int, **more: Json) -> None:
-        """Writes down what happened."""
+        """Records an event."""
         self.write({"event": event, "step": step, "time": time.time(), **more})
 
     def skipped(self, step: int, share: float) -> None:
-        """Writes down, and says, that a step was left out."""
+        """Records, and shows, that a step was skipped."""
         self.event("skipped", step)
         islands = " on some islands" if share < 1 else ""
         self.say(
@@ -333,15 +329,15 @@ class Records:
         )
 
     def write(self, record: JsonMapping) -> None:
-        """Writes a record down; that there is no room for it is said once, and training goes on.
-        Only whoever owns the folder writes.
+        """Writes a record; a write failure is shown once, and training continues. Only the owner of
+        the folder writes.
         """
         if self._sinks and self.owner is not None:
             self.owner.require()
         for sink in self._sinks:
             try:
                 sink.write(record)
-            except Exception as error:  # whatever a logger raises
+            except Exception as error:  # any error of a logger
                 if not self._told:
                     why = error.strerror if isinstance(error, OSError) else None
                     self.say(f"metrics cannot be written: {why or error}; training goes on")
@@ -367,17 +363,17 @@ class Task:
     """The task of a run.
 
     Attributes:
-        programs: (steps before it, program), each of any kind (`states.programs`), the first from
-            step 0; states are laid out alike in all.
+        programs: (first step, program), each of any kind, the first from step 0; all have the same
+            layout of states.
         data: a dataset, or a function of the step.
-        steps: in all.
-        seed: of the first state.
-        settings: how the run is kept, watched and judged.
-        identity: what is trained, in the user's words.
-        advice: what to try when the loss is no longer finite.
+        steps: total number of steps.
+        seed: of the initial state.
+        settings: settings of the run.
+        identity: the user's description of the training task.
+        advice: suggestion in the error when the loss is no longer finite.
 
     Raises:
-        LayoutError: a program that takes over lays states out otherwise.
+        LayoutError: a program that takes over has another layout of states.
     """
 
     programs: tuple[tuple[int, TrainingProgram], ...]
@@ -397,12 +393,12 @@ class Task:
         return self.programs[0][1]
 
     def at(self, step: int) -> TrainingProgram:
-        """The program that does the step after so many."""
+        """The program of the step after `step` steps."""
         return [program for before, program in self.programs if before <= max(step, 0)][-1]
 
     @property
     def words(self) -> JsonMapping:
-        """Returns what is trained, and under which plan, as plain data."""
+        """The training task and its plan, as plain data."""
         plan = self.program.plan
         return {
             **self.identity,
@@ -415,11 +411,11 @@ class Task:
         }
 
     def meant(self, trace: JsonMapping | None) -> dict[str, str]:
-        """Returns what a process is about to do, as far as all processes must do the same.
+        """The parts of the task that must be the same in all processes, by name.
 
         Args:
-            trace: what is traced (`shardlib.training.identity.traced`); None where the run has
-                no folder.
+            trace: digests of the traced programs (`shardlib.training.identity.traced`); None if the
+                run has no folder.
         """
         arrays = jax.tree_util.tree_leaves_with_path(
             tuple(program.rows for _, program in self.programs)
@@ -439,7 +435,7 @@ class Task:
         }
 
     def _saving(self) -> str:
-        """Returns when checkpoints are saved, in words."""
+        """The checkpoint interval, in words."""
         settings = self.settings
         if settings.run is None:
             return "nothing"
@@ -448,7 +444,7 @@ class Task:
 
 
 def _check_alike(programs: Sequence[tuple[int, TrainingProgram]]) -> None:
-    """Raises where programs that follow one another cannot hand over a state."""
+    """Raises an error if consecutive programs have different layouts of states."""
     expected = jax.tree_util.tree_leaves_with_path(programs[0][1].state)
     failures = (
         []
@@ -481,15 +477,11 @@ def _check_alike(programs: Sequence[tuple[int, TrainingProgram]]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The batches of a run, one after the other, from whichever step it goes on.
+# The batches of a run, from the step at which it starts or resumes.
 
 
 class Feed:
-    """Gives the batch of each step; a stream is opened at the first one that is asked for.
-
-    Args:
-        task: what the run is to do.
-    """
+    """Returns the batch of each step; a stream is opened at the first request."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -517,19 +509,19 @@ class Feed:
         return Loader(task.data, rows, start=start, ahead=AHEAD)
 
     def close(self) -> None:
-        """Ends the stream; the next batch opens another one."""
+        """Closes the stream; the next batch opens another one."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
 
 # --------------------------------------------------------------------------------------------------
-# The metric that a policy judges, and the limit above which a step skips its loss, of one island or
-# of several.
+# The metric that a policy judges, and the loss limit above which a step is skipped, for one island
+# or several.
 
 
 def require_judged(task: Task) -> None:
-    """Makes sure that a program has what its policy needs."""
+    """Raises an error if a program lacks what its policy needs."""
     policy, program = task.settings.policy, task.program
     if policy.action == "skip" and not has_limit(program):
         raise ModelError(
@@ -553,23 +545,23 @@ def require_judged(task: Task) -> None:
 
 
 def has_limit(program: TrainingProgram) -> bool:
-    """Returns whether a program has a guard that leaves spikes out."""
+    """True if a program has a guard that skips spikes."""
     loss_program = program.loss_program
     guard = None if loss_program is None else loss_program.state.guard
     return guard is not None and guard.limit is not None
 
 
 def limited_to(state: Any, limit: float) -> Any:
-    """The state with a limit for the loss of the next step, the same on all islands."""
+    """The state with a loss limit for the next step, the same on all islands."""
     if isinstance(state, SeveralStates):
         return state.mapped(lambda island: limited(island, limit))
     return limited(state, limit)
 
 
 # --------------------------------------------------------------------------------------------------
-# Checkpoints of a run: when one is due, how it is saved, and how the newest good one is restored.
+# Checkpoints of a run: when one is due, saving, and restoring the newest good one.
 #
-# A save that fails is said and written down, and training goes on; only the last one must succeed.
+# A failed save is shown and recorded, and training continues; only the last one must succeed.
 
 
 class Saving:
@@ -578,14 +570,14 @@ class Saving:
     Args:
         checkpoints: of the folder.
         folder: of the run.
-        task: what the run does.
-        watchdog: told while something is saved.
-        records: where failures are written down.
+        task: task of the run.
+        watchdog: notified while a save takes place.
+        records: for failures.
 
     Attributes:
-        saved: step of the newest checkpoint of this process; 0 where there is none.
-        saved_at: when it was saved (`time.perf_counter`).
-        seconds: spent on saving, in all.
+        saved: step of the newest checkpoint of this process; 0 if there is none.
+        saved_at: time of that save (`time.perf_counter`).
+        seconds: total time spent on saving.
     """
 
     def __init__(
@@ -601,21 +593,21 @@ class Saving:
         self.saved, self.saved_at, self.seconds = 0, 0.0, 0.0
 
     def prepare(self) -> None:
-        """Compiles what saving runs on the devices."""
+        """Compiles the device programs that saving needs."""
         self.checkpoints.prepare(self.task.program)
 
     def found(self) -> bool:
-        """Returns whether there is a checkpoint."""
+        """True if there is a checkpoint."""
         return bool(self.checkpoints.steps())
 
     def kept(self) -> bool:
-        """Returns whether there is a checkpoint, once the save that is under way has ended."""
+        """True if there is a checkpoint, after a save in progress has finished."""
         self.checkpoints.wait()
         return self.found()
 
     def restore(self) -> Restored:
-        """The newest good checkpoint; where the optimizer was changed on purpose, and has other
-        arrays, with that as before its first step.
+        """The newest good checkpoint; if another optimizer with other arrays is an accepted change,
+        with its initial state.
         """
         try:
             return self.checkpoints.restore(self.task.program)
@@ -625,7 +617,7 @@ class Saving:
             return self.checkpoints.restore(self.task.program, parameters_only=True)
 
     def due(self, step: int) -> bool:
-        """Returns whether to save after a step; all processes agree."""
+        """True if a save is due after a step; all processes agree."""
         if step == self.saved:
             return False
         settings = self.task.settings
@@ -638,7 +630,7 @@ class Saving:
         )
 
     def save(self, step: int, state: TrainState, extra: JsonMapping, *, wait: bool = False) -> bool:
-        """Saves a state; whether that was begun."""
+        """Saves a state; returns whether the save was started."""
         begin, begun = time.perf_counter(), False
         with self.watchdog.phase("save", patience=10):
             try:
@@ -664,12 +656,12 @@ class Saving:
         return begun
 
     def wait(self) -> None:
-        """Waits for the save that is under way."""
+        """Waits for the save in progress."""
         with self.watchdog.phase("save", patience=10):
             self.checkpoints.wait()
 
     def _written(self, step: int) -> None:
-        """Waits for the save before this one; that it failed is said, and training goes on."""
+        """Waits for the previous save; its failure is shown, and training continues."""
         try:
             self.checkpoints.wait()
         except CheckpointError as error:
@@ -682,21 +674,20 @@ class Saving:
 
 
 # --------------------------------------------------------------------------------------------------
-# Resources that a run keeps open: the folder, records and checkpoints, the watchdog, the profiler,
-# and requests to stop.
+# Open resources of a run: folder, records, checkpoints, watchdog, profiler, stop requests.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Equipment:
-    """Resources that a run keeps open.
+    """Open resources of a run.
 
     Attributes:
-        folder: of the run; None where nothing is kept.
-        held: the folder in the hands of this job; None where there is none.
+        folder: of the run; None if nothing is stored.
+        held: the folder as claimed by this job; None if nothing is stored.
         records: losses, metrics and events.
-        saving: checkpoints; None where nothing is kept.
-        stop: whether somebody wants the run to stop.
-        watchdog: ends a process that hangs.
+        saving: checkpoints; None if nothing is stored.
+        stop: requests to stop the run.
+        watchdog: ends a hanging process.
         profiler: records traces on demand.
     """
 
@@ -709,7 +700,9 @@ class Equipment:
     profiler: Profiler
 
     def agree_and_examine(self, task: Task, say: Callable[[str], None]) -> None:
-        """Makes sure that all processes mean the same, and that several find their hosts sound."""
+        """Checks that all processes have the same task, and in runs of several processes, that
+        their hosts are healthy.
+        """
         with self.watchdog.phase("agree", patience=10):
             meant = task.meant(self.held.trace if self.held is not None else None)
             agree("program", {**versions(), **user_code(), **meant})
@@ -723,9 +716,7 @@ class Equipment:
             say(str(finding))
 
     def open_records(self, task: Task, step: int, stack: contextlib.ExitStack) -> None:
-        """Opens the records of the folder and loggers, and says what was changed in it on
-        purpose.
-        """
+        """Opens the records of the folder and loggers, and shows accepted changes."""
         self.records.open(self.folder, step, stack, task.settings.loggers, task.words)
         if self.held is None:
             return
@@ -741,7 +732,7 @@ class Equipment:
 
 
 def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]) -> Equipment:
-    """Opens all of it, until the end of `stack`."""
+    """Opens all resources until the end of `stack`."""
     settings = task.settings
     folder = RunFolder(Path(settings.run)) if settings.run is not None else None
     hold = None
@@ -796,17 +787,17 @@ class Watching:
     """The callbacks and the validation of a run.
 
     Args:
-        task: what the run is to do.
-        records: where numbers and events go.
-        display: where the run is shown.
+        task: task of the run.
+        records: receives numbers and events.
+        display: display of the run.
 
     Raises:
         ModelError: the validation has no loss.
 
     Attributes:
-        reason: why a callback wants the run to end; empty where none does.
-        wants_save: whether one wants the state to be saved.
-        failed: whether a callback or a validation has raised.
+        reason: the reason for which a callback ends the run; "" if none does.
+        wants_save: whether a callback has requested a save.
+        failed: whether a callback or a validation has raised an error.
     """
 
     def __init__(self, task: Task, records: Records, display: Display) -> None:
@@ -820,20 +811,20 @@ class Watching:
         )
 
     def begin(self, step: int, state: Tree) -> None:
-        """Before the first step of a process."""
+        """Called before the first step of a process."""
         self._call("begin", step, {}, state)
 
     def step(self, step: int, numbers: Mapping[str, float], state: Tree) -> dict[str, float]:
-        """After a step; gives what callbacks add to its numbers."""
+        """Called after a step; returns the numbers that callbacks add."""
         return self._call("step", step, numbers, state)
 
     def due(self, step: int) -> bool:
-        """Returns whether a validation is due after a step."""
+        """True if a validation is due after a step."""
         validation = self.task.settings.validation
         return validation is not None and (step % validation.every == 0 or step == self.task.steps)
 
     def validate(self, step: int, state: Tree) -> None:
-        """Validates a state and writes the numbers down."""
+        """Validates a state and records the numbers."""
         begin = time.perf_counter()
         before = max(start for start in self._validators if start <= max(step - 1, 0))
         with self._failing():
@@ -846,20 +837,20 @@ class Watching:
         self.display.say(f"step {step}: {shown}")
 
     def end(self, step: int, state: Tree) -> None:
-        """After the last step of a process."""
+        """Called after the last step of a process."""
         self._call("end", step, {}, state)
 
     def ended(self, step: int) -> None:
-        """Says why callbacks have ended the run."""
+        """Shows why callbacks have ended the run."""
         self.records.event("ended", step, reason=self.reason)
         self.display.say(f"the run ends after step {step} of {self.task.steps}: {self.reason}")
 
     def memory(self) -> JsonObject:
-        """Returns what callbacks know, as plain data."""
+        """The state of callbacks, as plain data."""
         return {name: dict(callback.memory()) for name, callback in self._remembering().items()}
 
     def remember(self, memory: JsonMapping) -> None:
-        """Gives callbacks back what they knew."""
+        """Restores the state of callbacks."""
         self.reason, self.wants_save = "", False
         for name, callback in self._remembering().items():
             stored = memory.get(name)
@@ -908,7 +899,7 @@ class Watching:
 
     @contextlib.contextmanager
     def _failing(self, what: str = "", step: int = 0) -> Iterator[None]:
-        """Notes that what is done inside has failed, and says what it was."""
+        """Records a failure of the enclosed code."""
         try:
             yield
         except ShardlibError:
@@ -931,22 +922,22 @@ def _name(callback: object) -> str:
 # --------------------------------------------------------------------------------------------------
 # The loop over the steps of a run.
 #
-# One step: take the next batch (made ahead), hand the step to the devices, read the metrics of the
-# step before while this one runs, judge its loss, write it down, save if it is time. A state is
-# saved only once all losses up to it have been judged.
+# One step: take the next (prefetched) batch, dispatch the step, read the metrics of the previous
+# step while this one runs, judge its loss, record it, save if due. A state is saved only once all
+# losses up to it have been judged.
 
 
 class Loop:
-    """The state of a run; everything in it changes from step to step.
+    """The mutable state of a run.
 
     Args:
-        task: what the run is to do.
-        display: where it is shown.
-        stack: closes what the loop opens.
+        task: task of the run.
+        display: display of the run.
+        stack: closes the resources that the loop opens.
 
     Raises:
-        ModelError: the policy needs a guard that the program has not.
-        RunError: the folder holds another run.
+        ModelError: the policy needs a guard that the program lacks.
+        RunError: the folder contains another run.
         OwnedError: another process writes to the folder.
     """
 
@@ -960,8 +951,8 @@ class Loop:
         self.judge, self.offset, self.rollbacks = Judge(task.settings.policy), 0, 0
         self.limits = task.settings.policy.action == "skip"
         self.step = self.resumed = 0
-        # Several executions in flight starve the threads with which CPU devices meet; elsewhere one
-        # step runs while the metrics of the one before are read.
+        # Several executions in flight starve the threads in which CPU devices meet in collectives;
+        # elsewhere one step runs while the metrics of the previous one are read.
         self.ahead = 0 if jax.default_backend() == "cpu" else 1
         self.pending: deque[Pending] = deque()
         self.waited = 0.0
@@ -969,7 +960,7 @@ class Loop:
         self.noticed: tuple[Finding, ...] = ()
 
     def run(self) -> None:
-        """All steps, or as many as there are until somebody wants the run to stop."""
+        """Runs all steps, or until a stop request."""
         self._begin()
         with self.display:
             self.clock = time.perf_counter()
@@ -995,7 +986,7 @@ class Loop:
         self.feed.close()
 
     def _begin(self) -> None:
-        """The first state: a new one, or that of the newest good checkpoint."""
+        """Initialises the state, or restores the newest good checkpoint."""
         self.open.agree_and_examine(self.task, self.display.say)
         with self.watchdog.phase("compile", patience=10):
             for _, program in self.task.programs:
@@ -1028,7 +1019,7 @@ class Loop:
         self.watching.begin(self.step, self.state)
 
     def _one(self) -> None:
-        """Hands one step to the devices, and settles those that are more than `ahead` behind."""
+        """Dispatches one step, and settles those more than `ahead` behind."""
         begin = time.perf_counter()
         with self.watchdog.phase("data", self.step):
             batch = self.feed.next(self.step, self.offset)
@@ -1045,7 +1036,7 @@ class Loop:
             self._settle(self.ahead)
 
     def _settle(self, ahead: int) -> None:
-        """Reads, judges and writes down all pending steps but the last `ahead`."""
+        """Reads, judges and records all pending steps but the last `ahead`."""
         while len(self.pending) > ahead:
             pending = self.pending.popleft()
             numbers = numbers_of(pending.metrics, self.judge.policy.metric)
@@ -1057,7 +1048,7 @@ class Loop:
             self._write_down(pending, numbers, seconds)
 
     def _write_down(self, pending: Pending, numbers: Mapping[str, float], seconds: float) -> None:
-        """A step that was judged to be good."""
+        """Records a step judged good."""
         records, loss = self.records, numbers["loss"]
         records.losses[pending.step], records.seconds[pending.step] = loss, seconds
         added = self.watching.step(pending.step, numbers, self.state)
@@ -1080,7 +1071,7 @@ class Loop:
             records.skipped(pending.step, numbers["skipped"])
 
     def _judged(self, step: int, loss: float, skipped: bool) -> bool:
-        """Returns whether the loop goes on from here; if not, it has gone back."""
+        """True if the loop continues; False if it has rolled back."""
         verdict = self.judge.skip() if skipped else self.judge.see(loss)
         if verdict in ("go", "warn"):
             if verdict == "warn":
@@ -1099,7 +1090,7 @@ class Loop:
         return False
 
     def _roll_back(self, saving: Saving, step: int, loss: float) -> None:
-        """Back to the newest checkpoint, and past all batches since."""
+        """Rolls back to the newest checkpoint, and skips all batches since."""
         self.pending.clear()
         ahead = step + self.offset
         with self.watchdog.phase("restore", patience=10):
@@ -1129,12 +1120,12 @@ class Loop:
             self.display.say(finding.message)
 
     def _note(self) -> None:
-        """Writes down what was noticed when a state was restored."""
+        """Records findings of a restore."""
         for finding in self.noticed:
             self.records.event("noticed", self.step, code=finding.code, message=finding.message)
 
     def _validate(self) -> None:
-        """Validates the state where that is due, once all losses up to it have been judged."""
+        """Validates the state if due, once all losses up to it have been judged."""
         before = self.step
         if not self.watching.due(before):
             return
@@ -1151,7 +1142,7 @@ class Loop:
         return (wanted_by_callback and self.step != saving.saved) or saving.due(self.step)
 
     def _save_last(self, saving: Saving) -> None:
-        """Saves what a failure would lose; that this fails, too, does not hide the failure."""
+        """Saves the state after a failure; an error while saving does not hide the failure."""
         with contextlib.suppress(ShardlibError):
             if self.step != saving.saved:
                 self._save(saving, wait=True)
@@ -1162,7 +1153,7 @@ class Loop:
         before = self.step
         self._settle(0)
         if self.step != before:
-            return  # a pending loss was bad, and the loop has gone back
+            return  # a pending loss was bad, and the loop has rolled back
         spent = saving.seconds
         extra = {
             "offset": self.offset,
@@ -1175,7 +1166,7 @@ class Loop:
         self.clock += saving.seconds - spent
 
     def _end(self) -> None:
-        """The last checkpoint, and what there is to say."""
+        """The last checkpoint, and final messages."""
         if self.saving is not None:
             if self.step != self.saving.saved:
                 self._save(self.saving, wait=True)

@@ -1,23 +1,22 @@
-"""The supervisor, which starts a run again when its process dies.
+"""The supervisor, which restarts a run when its process dies.
 
-A process that trains can be killed, run out of memory, or hang; it cannot look after itself then. A
-supervisor is a second, small process (it never imports JAX) that starts the first one, watches its
-heartbeat, and starts it again:
+A process that trains can be killed, run out of memory, or hang. A supervisor is a second, small
+process (it never imports JAX) that starts the first one, watches its heartbeat, and restarts it:
 
-- a process that ends with an error, or that something killed, is noticed at once;
+- a process that ends with an error, or is killed, is noticed at once;
 - one that hangs ends itself (`shardlib.processes.place`), with exit code `HUNG`;
-- one that does not even write its heartbeat any more (stopped, swapped out) is killed after
-  `silent_seconds`, unless its loop has ended.
+- one without a heartbeat (stopped, swapped out) is killed after `silent_seconds`, unless its loop
+  has ended.
 
-Every start goes on at the newest good checkpoint. Starts that save nothing new count against a
-budget, so that a run that cannot go on ends, with the last lines of what its process wrote; waits
-between them double. SIGTERM, SIGHUP and Ctrl-C are passed on, and the run ends in order. A
-supervisor that is killed takes its process with it (`shardlib.processes.kin`): one that
-trained on would hold the folder of the run, and nobody would watch it.
+Every start resumes from the newest good checkpoint. Starts that save nothing new count against a
+budget, so that a run that cannot proceed ends, with the last lines of its process's output; waits
+between them double. SIGTERM, SIGHUP and Ctrl-C are forwarded, and the run ends in order. A
+supervisor that is killed takes its process with it (`shardlib.processes.kin`): an unsupervised one
+would own the folder of the run.
 
-Of several processes that train together each may have a supervisor on its own machine: where one
-fails the others cannot go on, and all start again. Those of one machine are better started together
-(`shardlib.launch.local`, which counts and waits as this does).
+Processes that train together on several machines may each have a supervisor: if one fails the
+others cannot proceed, and all restart. Those on one machine are better started together
+(`shardlib.launch.local`, with the same budget and waits).
 """
 
 from __future__ import annotations
@@ -48,25 +47,25 @@ from shardlib.processes.place import (
 )
 from shardlib.training.run import RunFolder
 
-#: Lines of a failed process that are shown again at the end.
+#: Number of output lines of a failed process that are repeated at the end.
 LAST_LINES = 20
-#: Seconds between two looks.
+#: Polling interval, seconds.
 LOOK_EVERY = 0.2
-#: Seconds between two looks through the heartbeats of all processes, as long as the one that is
-#: watched is not among them.
+#: Interval of searches through the heartbeats of all processes, until the watched one is found,
+#: seconds.
 SEARCH_EVERY = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of restarts of a run.
+    """Limits on the restarts of a run.
 
     Attributes:
-        restarts: starts in a row that save nothing new, after the first.
-        wait_seconds: before the first of them; doubles with each.
+        restarts: maximum number of consecutive restarts that save nothing new.
+        wait_seconds: before the first restart; doubles with each.
         silent_seconds: without a heartbeat, after which a process is killed. Before its first
             heartbeat it may take ten times as long.
-        stop_seconds: that a process has to save and end once the supervisor is asked to stop.
+        stop_seconds: time for a process to save and end after a stop request.
     """
 
     restarts: int = 3
@@ -82,9 +81,9 @@ class Ended:
     Attributes:
         code: exit code; negative: the signal that killed it.
         why: in words.
-        lines: the last ones that it wrote to standard error.
-        who: the process that ended it.
-        changed: whether the next start is another one, so that those before it count no more.
+        lines: the last lines of its standard error.
+        who: the process that ended.
+        changed: whether the next start differs, so that the count of restarts begins anew.
     """
 
     code: int
@@ -101,7 +100,7 @@ def supervise(
     budget: Budget | None = None,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Runs a command that trains in `folder` until it is done, and gives its exit code."""
+    """Runs a command that trains in `folder` until it is done; returns its exit code."""
     budget = budget or Budget()
     with stop_requests() as stop:
         return repeated(
@@ -121,10 +120,10 @@ def repeated(
     stop: StopRequest,
     say: Callable[[str], None],
 ) -> int:
-    """Starts something again until it is done, is to stop, or cannot go on; gives its exit code.
+    """Restarts `once` until it is done, is stopped, or cannot proceed; returns its exit code.
 
     Args:
-        progress: the newest step that a start can go on from; None where nothing is kept.
+        progress: the newest step from which a start can resume; None if nothing is stored.
     """
     failures, reached = 0, progress() or 0
     while True:
@@ -163,7 +162,7 @@ def repeated(
 def _watched(
     command: Sequence[str], folder: RunFolder, budget: Budget, stopping: Callable[[], str]
 ) -> Ended:
-    """One process, until its end."""
+    """Runs one process until its end."""
     with Guard() as guard:
         process = start(command, guard, stderr=subprocess.PIPE)
         lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -192,9 +191,7 @@ def _watched(
 def _until_the_end(
     process: subprocess.Popen[bytes], sign: _Sign, budget: Budget, stopping: Callable[[], str]
 ) -> bool:
-    """Waits for the end of a process, or until there is a reason to kill it; whether it gave no
-    sign of life.
-    """
+    """Waits until a process ends or has to be killed; returns whether its heartbeat was missing."""
     deadline, asked = float("inf"), False
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY)
@@ -207,8 +204,8 @@ def _until_the_end(
 
 
 def _passed_on(reason: str) -> signal.Signals:
-    """The signal that a process is asked to end with: the one that came, so that it says so; in
-    place of Ctrl-C, which would interrupt it wherever it is before it trains, SIGTERM.
+    """The signal with which a process is asked to end: the one received, so that it reports it;
+    SIGTERM in place of Ctrl-C, which would interrupt it anywhere before it trains.
     """
     return (
         signal.Signals[reason]
@@ -218,9 +215,7 @@ def _passed_on(reason: str) -> signal.Signals:
 
 
 class _Sign:
-    """The heartbeat of one process of this machine; which of the processes of the run it is, is
-    found out.
-    """
+    """The heartbeat of one process of this machine, whose rank is looked up by its process id."""
 
     def __init__(self, folder: RunFolder, pid: int) -> None:
         self._folder, self._pid, self._rank, self._next, self._observer = (
@@ -232,9 +227,7 @@ class _Sign:
         )
 
     def missing(self, seconds: float) -> bool:
-        """Returns whether there is none for so long; before the first one, for ten times as
-        long.
-        """
+        """True if there was no heartbeat for so long; ten times as long before the first one."""
         beat = self._read()
         silent = self._observer.silent(self._pid, beat)
         if beat is None:
@@ -266,7 +259,7 @@ def _copy(source: IO[str], lines: deque[str]) -> None:
 
 
 def why(code: int, lines: Sequence[str]) -> str:
-    """Returns why a process ended, in words."""
+    """The reason why a process ended, in words."""
     if code == HUNG:
         return "hung, and ended itself"
     if any("RESOURCE_EXHAUSTED" in line for line in lines):
@@ -285,5 +278,5 @@ def _pause(seconds: float, stopping: Callable[[], str]) -> None:
 
 
 def newest(folder: RunFolder) -> int:
-    """The newest checkpoint; 0 where there is none."""
+    """The newest checkpoint; 0 if there is none."""
     return max(folder.saved(), default=0)

@@ -1,4 +1,4 @@
-"""Validation: the exact loss of a whole set of rows during training, however many rows there are.
+"""Validation: the exact loss of a whole set of rows during training, for any number of rows.
 
 settings = Settings(validation=Validation(data=held_out, every=200))
 """
@@ -28,33 +28,33 @@ from shardlib.training.states import averaged
 # --------------------------------------------------------------------------------------------------
 # Settings of validation: data and interval.
 
-#: () -> batches of any number of rows; or a dataset (`shardlib.data.open.read`); or a tree of host
-#: arrays that holds all rows.
+#: A function () -> batches of any number of rows; or a dataset (`shardlib.data.open.read`); or a
+#: tree of host arrays with all rows.
 Data = Tree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Validation:
-    """A loss of a set of rows, evaluated every so many steps; training does not see it.
+    """A loss of a set of rows, evaluated at intervals; it has no effect on training.
 
-    The result is that of the whole set, exactly: batches may have any number of rows, nothing is
-    padded or left out, and means are weighted by rows, sums are added, and a
-    `shardlib.WeightedMean` is divided once. What cannot be put together from batches, since rows of
-    different batches meet in it, is an error; `rows=None` evaluates the whole set at once.
+    The result is exactly that of the whole set: batches may have any number of rows, nothing is
+    padded or left out, means are weighted by rows, sums are added, and a `shardlib.WeightedMean` is
+    divided once. A loss that cannot be combined from batches, since it mixes rows of different
+    batches, is an error; `rows=None` evaluates the whole set at once.
 
     Attributes:
         data: a tree of host arrays with all rows; or a dataset; or a function without arguments
-            that gives batches, each time from the first one on.
+            that returns the batches, each time from the first one on.
         every: steps between two validations; the last step is followed by one, too.
-        loss: (model, batch) -> scalar or (scalar, metrics); of a step of the user's own,
-            (state, batch) -> the same, and then it is needed. By default that of
-            `program.evaluate`.
-        rows: that are evaluated at a time, of a tree or a dataset; 0 for as many as a batch of the
-            training has, None for all at once.
-        batch_axes: logical axes of a batch of it; by default those of a step, or by convention.
-        average: whether the average of the parameters is validated in their place, where the
-            optimizer keeps one (`shardlib.training.states`).
-        name: comes before the names of its metrics: "validation/loss".
+        loss: (model, batch) -> scalar or (scalar, metrics); for a user's own step it is required,
+            as (state, batch) -> the same. By default that of `program.evaluate`.
+        rows: evaluated at a time, of a tree or a dataset; 0 for as many as in a training batch,
+            None for all at once.
+        batch_axes: logical axes of one of its batches; by default those of a training batch, or by
+            convention.
+        average: whether the average of the parameters is validated instead, if the optimizer has
+            one (`shardlib.training.states`).
+        name: prefix of its metrics: "validation/loss".
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -79,7 +79,7 @@ class Validation:
 
 
 # --------------------------------------------------------------------------------------------------
-# A set of rows in batches; the last one has the rows that are left.
+# A set of rows in batches; the last one has the remaining rows.
 
 
 def batches_of(validation: Validation, usual: int) -> Iterator[Tree]:
@@ -94,8 +94,7 @@ def batches_of(validation: Validation, usual: int) -> Iterator[Tree]:
 
 
 def dims_and_rows(batch: Tree, batch_axes: Tree) -> tuple[tuple[int | None, ...], int]:
-    """The dim of the rows in each array of a batch, None where it has none, and how many rows there
-    are.
+    """The row dim of each array of a batch (None if it has none), and the number of rows.
 
     Args:
         batch_axes: logical axes, a tree like it; None for those by convention.
@@ -134,18 +133,18 @@ def _of_tree(data: Tree, batch_axes: Tree, size: int | None) -> Iterator[Tree]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Metrics of batches put together to those of the whole set, exactly.
+# Metrics of batches combined to those of the whole set, exactly.
 #
-# What a metric is - a mean over rows, a sum, a ratio of sums - is proven from what its function
-# computes (`shardlib.tracing.rows`); metrics that know it themselves, as those of `clu` do, are
-# asked (`merge`, `compute`).
+# Whether a metric is a mean over rows, a sum or a ratio of sums is proven from its function
+# (`shardlib.tracing.rows`); metrics with methods `merge` and `compute`, like those of `clu`,
+# combine themselves.
 
-#: What the parts of a ratio of sums are called among the metrics of a batch.
+#: Prefixes of the two sums of a ratio among the metrics of a batch.
 TOTAL, WEIGHT = "of the total: ", "of the weight: "
 
 
 def with_parts(loss: UserLoss) -> UserLoss:
-    """A loss that returns the two sums of every `shardlib.WeightedMean` as metrics, too.
+    """A loss that also returns the two sums of every `shardlib.WeightedMean` as metrics.
 
     Args:
         loss: (model, batch) -> scalar or (scalar, metrics).
@@ -173,12 +172,12 @@ def with_parts(loss: UserLoss) -> UserLoss:
 
 
 def is_metric(value: object) -> bool:
-    """Returns whether a metric knows itself how it is put together, as those of `clu` do."""
+    """True if a metric combines itself, like those of `clu`."""
     return callable(getattr(value, "merge", None)) and callable(getattr(value, "compute", None))
 
 
 def named_numbers(name: str, value: Tree) -> dict[str, float]:
-    """The numbers of a metric by name; none where it is an array."""
+    """The numbers of a metric by name; {} if it is an array."""
     computed = value.compute() if is_metric(value) else value
     if isinstance(computed, Mapping):
         return {
@@ -191,14 +190,14 @@ def named_numbers(name: str, value: Tree) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class Combination:
-    """Metrics of the batches that were seen so far."""
+    """Metrics of the batches so far."""
 
     _batches: list[tuple[int, Mapping[str, Tree]]] = field(
         default_factory=list[tuple[int, Mapping[str, Tree]]]
     )
 
     def add(self, rows: int, metrics: Mapping[str, Tree]) -> None:
-        """Takes the metrics of a batch."""
+        """Adds the metrics of a batch."""
         values = {
             name: metric if is_metric(metric) else float(metric)
             for name, metric in metrics.items()
@@ -250,7 +249,7 @@ class Combination:
         return combined
 
     def _merged(self, name: str) -> tuple[Any, str]:
-        """A metric that knows how it is put together, or None and why it does not."""
+        """The merged metric, or None and the reason why it cannot be merged."""
         merged: Any = None
         for _, metrics in self._batches:
             metric = metrics[name]
@@ -261,7 +260,7 @@ class Combination:
         return merged, ""
 
     def _added(self, name: str, dependence: Dependence | None) -> float | None:
-        """A scalar of all rows; None where batches do not say it."""
+        """A scalar of all rows; None if it cannot be combined from batches."""
         values = [metrics[name] for _, metrics in self._batches]
         if TOTAL + name in self._batches[0][1]:
             total, weight = (self._sum(part + name) for part in (TOTAL, WEIGHT))
@@ -281,19 +280,19 @@ class Combination:
 
 
 # --------------------------------------------------------------------------------------------------
-# A program that validates: the loss of a set of rows with the parameters of a state.
+# A validator: the loss of a set of rows with the parameters of a state.
 
-#: Abstract batch, dim of the rows in each of its arrays, rows.
+#: Abstract batch, row dim of each of its arrays, number of rows.
 _Rows = tuple[Tree, tuple[int | None, ...], int]
 
 
 class Evaluates(Protocol):
-    """Anything that evaluates a loss on a batch of any number of rows."""
+    """An evaluation of a loss on a batch of any number of rows."""
 
     @property
     def pure(self) -> tuple[Callable[..., Any], Tree, Tree]:
-        """(params, model state, batch) -> (loss, (metrics, state)), and the abstract first two of
-        them: what is proven about rows.
+        """(params, model state, batch) -> (loss, (metrics, state)), and its abstract first two
+        arguments, for the proof about rows.
         """
         ...
 
@@ -307,10 +306,10 @@ class Validator:
     """Validates states of one program.
 
     Attributes:
-        asked: what is validated.
-        evaluation: the loss, compiled for each number of rows that comes.
-        state_of: state of the training -> what `evaluation` takes.
-        usual: rows of a batch of the training.
+        asked: the validation.
+        evaluation: the loss, compiled for each number of rows that occurs.
+        state_of: training state -> state for `evaluation`.
+        usual: rows of a training batch.
     """
 
     asked: Validation
@@ -348,7 +347,7 @@ class Validator:
 
 
 def validator(validation: Validation, program: TrainingProgram) -> Validator:
-    """Returns what validates states of a program."""
+    """The validator of a program's states."""
     loss_program = program.loss_program
     if validation.average and (loss_program is None or loss_program is not program):
         raise ModelError(
@@ -372,5 +371,5 @@ def validator(validation: Validation, program: TrainingProgram) -> Validator:
 
 
 def _rows(batch: Tree) -> int:
-    """Rows of a batch of the training: the leading dim of its first array that has one."""
+    """Rows of a training batch: the leading dim of its first array that has one."""
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape), 1)
