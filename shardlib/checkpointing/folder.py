@@ -1,10 +1,9 @@
-"""The folder of checkpoints: whole ones, remnants of those that were interrupted, damaged ones; and
-its owner.
+"""The folder of checkpoints, complete, partial and damaged ones; and its owner.
 
-A whole checkpoint is a folder with its step as name; nothing else is. Orbax writes into a folder of
-another name and renames it when all is written; what is to go is renamed before it is deleted. So a
-process that is killed at any moment leaves whole checkpoints and remnants. Whatever else is in the
-folder, under whatever name, stays as it is.
+A complete checkpoint is a folder named by its step; nothing else is. Orbax writes into a folder of
+another name and renames it when all is written; a checkpoint is renamed before it is deleted. So a
+process that is killed at any moment leaves complete checkpoints and remnants. Other entries of the
+folder are never touched.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from shardlib.processes.kin import Who, clock, lives, this_process
 from shardlib.untrusted.data import read_regular
 
 # --------------------------------------------------------------------------------------------------
-# The files of `owner/`: numbers, owners, and releases.
+# The files of `owner/`: numbers, claims, and releases.
 
-#: Numbers that stay behind the highest: who looks with an old listing must not find one of them
-#: free again.
+#: Number of claim files kept below the highest: a process with an old listing must not find one of
+#: their numbers free.
 KEPT = 8
-#: What the file of signs has when its owner has given the folder back.
+#: Content of an owner's heartbeat file after it has released the folder.
 RELEASED = "released"
 _FILE = re.compile(r"(\d{6,18})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The owner's own record of itself.
+    """An owner's record of itself.
 
     Attributes:
-        token: a random number, of this claim alone.
-        since: when it was made, for people: UTC, ISO 8601.
+        token: a random number, unique to this claim.
+        since: time of the claim, for messages: UTC, ISO 8601.
         who: the process.
     """
 
@@ -57,16 +56,16 @@ class Claim:
 
 
 def taken(draft: Path, target: Path) -> bool:
-    """Returns whether a draft has become the file of a number; it does so for one process alone."""
+    """True if a draft has become the file of a number; only one process succeeds."""
     try:
         os.link(draft, target)
     except FileExistsError:
         return _linked(draft)
     except FileNotFoundError:
-        return False  # an owner has tidied up; once more
+        return False  # an owner has deleted old files; try again
     except OSError:
         if _linked(draft):
-            return True  # a network file system whose answer was lost
+            return True  # a network file system lost the reply
         try:
             write_new(target, draft.read_text())  # a file system without links
         except FileExistsError:
@@ -82,9 +81,7 @@ def _linked(draft: Path) -> bool:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there, and has it on the disk; a draft of this process is written
-    again.
-    """
+    """Creates a file and syncs it to the disk; an existing draft of this process is overwritten."""
     if path.suffix == ".part":
         path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -96,7 +93,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def tidy(place: Path, number: int) -> None:
-    """Deletes what owners long ago have left, and drafts of those that came to nothing."""
+    """Deletes files of former owners, and abandoned drafts."""
     with contextlib.suppress(OSError):
         for path in place.iterdir():
             stem = path.name.partition(".")[0]
@@ -117,7 +114,7 @@ def numbers(place: Path) -> list[int]:
 
 
 def read_claim(path: Path) -> Claim | None:
-    """Returns who an owner is; None where that cannot be read."""
+    """The claim in a file; None if it cannot be read."""
     try:
         data: dict[str, Any] = json.loads(text_of(path))
         who = Who(**data.pop("who"))
@@ -143,8 +140,8 @@ def text_of(path: Path) -> str:
 
 
 def described(place: Path) -> Claim | None:
-    """Returns who owned a folder last, and has not given it back; None where nobody has. Nothing is
-    judged.
+    """The claim of the last owner of a folder that has not released it; None if there is none. Does
+    not check whether the owner is alive.
     """
     with contextlib.suppress(OSError):
         newest = max(numbers(place / "owner"), default=0)
@@ -154,40 +151,40 @@ def described(place: Path) -> Claim | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The owner of a folder, who alone may write to it: one process at a time, on any machine; dead
-# owners are detected.
+# The owner of a folder, the only process that may write to it, on any machine; dead owners are
+# detected.
 #
 #     owner = claim(folder)
 #     owner.require()        # before anything is written: still the owner?
 #     owner.release()
 #
-# In `owner/` of the folder every owner has a number, one higher than that of the one before, and a
-# file `NUMBER.json` that says who it is. The file comes into being whole and only once (a link,
-# which network file systems make for one of many), so that of several processes that want a number
-# one gets it. The highest number is the owner. Nothing is ever taken away from a number, so nobody
-# can delete what another has just got.
+# In `owner/` of the folder every owner has a number, one higher than that of the previous one, and
+# a file `NUMBER.json` with its claim. The file is created complete and atomically (by a hard link,
+# which network file systems create for only one of several processes), so of several processes that
+# want a number one gets it. The highest number is the owner. Current claims are never deleted, so
+# nobody can delete a claim that another process has just made.
 #
-# An owner says every `EVERY` seconds that it lives, in `NUMBER.beat`. Who comes later decides:
+# An owner writes a heartbeat to `NUMBER.beat` every `EVERY` seconds. A later process decides:
 #
-# - a process of this boot of this machine lives or does not (`shardlib.processes.kin`), and is
-# known at once; - any other (another machine, another container, a machine that was started again)
-# is watched: what it writes must change within `SILENT` seconds of the clock of the one that
-# looks.
+# - a process of this boot of this machine is alive or not (`shardlib.processes.kin`), which is
+#   known at once;
+# - any other (another machine, another container, a rebooted machine) is watched: its heartbeat
+#   must change within `SILENT` seconds by the clock of the watching process.
 #
-# An owner that was stopped for so long that another has taken its place sees the higher number
-# before it writes again, and writes nothing. No lock of a file is used: many network file systems
-# have none that is held.
+# An owner that was suspended until another process took its place sees the higher number before it
+# writes again, and writes nothing. File locks are not used: many network file systems do not
+# enforce them.
 
-#: Seconds between two signs of life.
+#: Seconds between two heartbeats.
 EVERY = 2.0
-#: Seconds without one, after which an owner that cannot be looked at counts as dead.
+#: Seconds without a heartbeat, after which an owner on another machine counts as dead.
 SILENT = 30.0
-#: Seconds between two looks at one that is watched.
+#: Polling interval of a watched owner, seconds.
 LOOK_EVERY = 0.25
-#: Seconds after which an owner looks again whether it still is.
+#: Seconds after which an owner checks again that it still owns the folder.
 SURE = 5.0
 
-#: How often a process tries to get a number; others come first a few times at most.
+#: Maximum number of attempts to get a number; other processes are first a few times at most.
 TRIES = 1000
 
 #: Tokens of the owners in this process.
@@ -195,8 +192,8 @@ _held: set[str] = set()
 
 
 class Owner:
-    """The right of this process to write to a folder; given back by `release`, when nobody has it
-    any more, and at the end of the process.
+    """The right of this process to write to a folder; released by `release`, when the object is
+    collected, and at the end of the process.
     """
 
     def __init__(self, folder: Path, what: str, number: int, claim: Claim) -> None:
@@ -213,12 +210,12 @@ class Owner:
 
     @property
     def held(self) -> bool:
-        """True if it has not been given back."""
+        """True until it is released."""
         return self._give_back.alive
 
     def require(self) -> None:
-        """Makes sure that no other process has taken the folder, as one does that takes this one
-        for dead.
+        """Raises an error if another process has taken over the folder, as happens when this one
+        appears dead.
         """
         if self._state.lost is None and clock() - self._state.sure < SURE:
             return
@@ -231,7 +228,7 @@ class Owner:
             )
 
     def release(self) -> None:
-        """Gives the folder back; twice is once."""
+        """Releases the folder; idempotent."""
         self._give_back()
 
 
@@ -245,8 +242,8 @@ def claim(
     """Makes this process the owner of a folder.
 
     Args:
-        what: how to call it in messages; by default its path.
-        silent_seconds: how long to watch an owner that cannot be looked at.
+        what: its name in messages; by default its path.
+        silent_seconds: how long to watch an owner on another machine.
     """
     what, place = what or str(folder), folder / "owner"
     place.mkdir(parents=True, exist_ok=True)
@@ -262,10 +259,10 @@ def claim(
         for _ in range(TRIES):
             write_new(
                 draft, json.dumps(asdict(own_claim), indent=1) + "\n"
-            )  # also has a network file system list the folder anew
+            )  # also refreshes the directory listing of a network file system
             newest = max(numbers(place), default=0)
             if newest and not _is_free(place, newest, what, silent_seconds, say):
-                continue  # another came first; who that is, is the next question
+                continue  # another process was first; the next iteration looks at it
             if taken(draft, place / file_name(newest + 1)) and max(numbers(place)) == newest + 1:
                 break
         else:
@@ -278,7 +275,7 @@ def claim(
 
 @dataclass(kw_only=True, eq=False)
 class _State:
-    """An owner, for its thread and its end."""
+    """The state of an owner, shared with its thread and its finaliser."""
 
     folder: Path
     what: str
@@ -293,7 +290,7 @@ class _State:
         self.sure = clock()
 
     def beat(self, count: int) -> None:
-        """Says that the owner lives; a full disk must not end it."""
+        """Writes a heartbeat; a full disk must not end the owner."""
         self.write(f"{count:020d}\n")
 
     def write(self, text: str) -> None:
@@ -310,7 +307,7 @@ class _State:
                 os.close(handle)
 
     def look(self) -> None:
-        """Looks whether another has taken the folder; one that cannot be read now is nobody's."""
+        """Checks for another owner; an unreadable claim does not count."""
         with contextlib.suppress(OSError):
             newest = max(numbers(self.folder), default=0)
             newest_claim = read_claim(self.folder / file_name(newest))
@@ -331,7 +328,7 @@ def _beat(state: _State) -> None:
 
 
 def _release(state: _State) -> None:
-    """Gives back; a fork of the process gives nothing back that is not its own."""
+    """Releases the folder; a fork of the process does not."""
     if os.getpid() != state.pid:
         return
     state.ended.set()
@@ -343,8 +340,8 @@ def _release(state: _State) -> None:
 def _is_free(
     place: Path, number: int, what: str, seconds: float, say: Callable[[str], None] | None
 ) -> bool:
-    """Returns whether the owner with the highest number has given back or is dead; False where
-    there is a higher one by now.
+    """True if the owner with the highest number has released or is dead; False if there is a higher
+    number by now.
     """
     file, signs = place / file_name(number), place / file_name(number, "beat")
     if text_of(signs).startswith(RELEASED):
@@ -355,7 +352,7 @@ def _is_free(
     alive = lives(owner.who) if owner is not None else None
     alive = (
         alive and owner is not None and owner.who != this_process()
-    )  # what this process has given back, it has not got any more
+    )  # a folder that this process has released is free
     if alive is not None:
         if alive:
             _refuse(what, owner, "which lives")
@@ -402,15 +399,17 @@ def _refuse(what: str, owner: Claim | None, how: str, *, here: bool = False) -> 
 
 
 def refuse_where_owned(folder: Path, what: str) -> None:
-    """A first look, before anything takes time: touches nothing, and watches nobody."""
+    """Raises an error for a folder with a live local owner, before slow work; changes nothing, and
+    does not watch remote owners.
+    """
     owner = described(folder)
     if owner is not None and owner.who != this_process() and lives(owner.who):
         _refuse(what, owner, "which lives")
 
 
-#: Names that an interrupted save (of Orbax, which appends this) or deletion leaves behind.
+#: Names left by an interrupted save (of Orbax, which appends this) or deletion.
 _REMNANT = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|discarded)", re.ASCII)
-#: Names of checkpoints: numbers as Python writes them, in the digits of ASCII.
+#: Names of checkpoints: integers in Python's notation, ASCII digits.
 _STEP = re.compile(r"0|[1-9][0-9]{0,9}")
 #: The largest step: states count them in 32 bits.
 LARGEST = 2**31 - 1
@@ -421,14 +420,14 @@ class Folder:
     """A folder of checkpoints.
 
     Attributes:
-        path: local, or of a kind that `etils.epath` knows.
+        path: local, or any kind that `etils.epath` supports.
     """
 
     path: epath.Path
 
     def claimed(self, what: str = "") -> Owner | None:
-        """Makes this process the one that writes here. Object stores ("gs://...") have no files
-        that one of many can make, and no owner.
+        """Makes this process the owner. Object stores ("gs://...") cannot create a file
+        exclusively, and have no owner.
         """
         if "://" in str(self.path):
             return None
@@ -438,8 +437,8 @@ class Folder:
             raise self._unwritable(error) from error
 
     def prepare(self) -> None:
-        """Makes the folder, tries to write into it, and deletes what interrupted saves have left;
-        for its owner.
+        """Creates the folder, checks that it is writable, and deletes remnants of interrupted
+        saves; only for its owner.
         """
         probe = self.path / f"writable-{secrets.token_hex(8)}.probe"
         try:
@@ -452,9 +451,7 @@ class Folder:
             raise self._unwritable(error) from error
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the whole checkpoints, the oldest first; damaged ones that have been found are
-        not among them.
-        """
+        """Steps of the complete checkpoints, the oldest first; known damaged ones are excluded."""
         try:
             entries = (
                 [entry for entry in self.path.iterdir() if _step(entry.name) is not None]
@@ -471,9 +468,7 @@ class Folder:
         return tuple(sorted(int(entry.name) for entry in entries if _whole(entry)))
 
     def taken(self, step: int) -> str:
-        """Returns why a checkpoint of a step cannot be written, and what helps; nothing where there
-        is room for it.
-        """
+        """The reason why a checkpoint of a step cannot be written, with a remedy; "" if it can."""
         place = self.checkpoint(step)
         if not (place.exists() or _is_link(place)):
             return ""
@@ -495,8 +490,8 @@ class Folder:
         )
 
     def refuse_run(self) -> None:
-        """Refuses the folder of a run in place of the one of its checkpoints, which has its
-        owner.
+        """Raises an error for the folder of a run in place of that of its checkpoints, which has
+        its own owner.
         """
         with contextlib.suppress(OSError):
             if (self.path / "run.json").exists() and (self.path / "checkpoints").is_dir():
@@ -506,11 +501,11 @@ class Folder:
                 )
 
     def checkpoint(self, step: int) -> epath.Path:
-        """Returns where the checkpoint of a step is."""
+        """The path of the checkpoint of a step."""
         return self.path / str(step)
 
     def set_aside(self, step: int) -> str:
-        """Renames a damaged checkpoint and returns its new name; nothing of it is deleted."""
+        """Renames a damaged checkpoint and returns its new name; nothing is deleted."""
         names = {entry.name for entry in self.path.iterdir()}
         name = next(
             name
@@ -521,14 +516,16 @@ class Folder:
         return name
 
     def discard(self, step: int) -> None:
-        """Deletes a checkpoint; after a kill there is all of it or none."""
+        """Deletes a checkpoint atomically: renamed first, so that after a kill it is complete or
+        gone.
+        """
         gone = self.path / f"{step}.discarded"
         self.checkpoint(step).rename(gone)
         _delete(gone)
 
     def clear(self, step: int) -> None:
-        """Deletes what a failed save of a step has left; Orbax's other threads may write to it for
-        a moment after one has failed.
+        """Deletes the remnants of a failed save; Orbax's other threads may still write to it for a
+        moment.
         """
         for _ in range(10):
             for entry in self._remnants(f"{step}."):
@@ -553,20 +550,19 @@ class Folder:
 
 
 def _step(name: str) -> int | None:
-    """The step that a name stands for: digits of other scripts, leading zeros and numbers that no
-    state has are names like any other.
+    r"""The step of a name; None for names with other digits, leading zeros or too large numbers.
 
-    >>> [_step(name) for name in ("10", "0", "\\N{SUPERSCRIPT TWO}", "007", "99999999999")]
+    >>> [_step(name) for name in ("10", "0", "\N{SUPERSCRIPT TWO}", "007", "99999999999")]
     [10, 0, None, None, None]
     """
     return int(name) if _STEP.fullmatch(name) and int(name) <= LARGEST else None
 
 
 def _whole(entry: epath.Path) -> bool:
-    """Returns whether an entry is a folder that Orbax has finished; what cannot be looked at is
-    not, and no link is, which gives one checkpoint two steps.
+    """True if an entry is a folder that Orbax has finished; False if it cannot be read, or is a
+    link, which would give one checkpoint two steps.
     """
-    # with it comes JAX, which processes that only watch need not load
+    # imports JAX, which processes that only watch need not load
     import orbax.checkpoint as ocp
 
     try:
@@ -580,12 +576,12 @@ def _whole(entry: epath.Path) -> bool:
 
 
 def _is_link(entry: epath.Path) -> bool:
-    """Returns whether an entry is a link; object stores have none."""
+    """True if an entry is a link; object stores have none."""
     return "://" not in str(entry) and Path(entry).is_symlink()
 
 
 def _delete(entry: epath.Path) -> None:
-    """Deletes a folder; of a link only the link, since what it points to is somebody's."""
+    """Deletes a folder; of a link only the link, since its target may belong to others."""
     local = Path(entry) if "://" not in str(entry) else None
     if local is not None and (local.is_symlink() or not local.is_dir()):
         local.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Models of one's own beside files of Hugging Face, and adapters in the format of PEFT.
+"""Users' own models from files of Hugging Face, and adapters in the format of PEFT.
 
     names = learn_names(program.state.params, tensors_of("folder"))
-    print(names)                                  # what is read from where, before it is used
+    print(names)                                  # check the mapping before it is used
     state = read_weights("folder", program, names)
 
 Storage forms of an array of a Flax model in a tensor of PyTorch:
@@ -14,7 +14,7 @@ Storage forms of an array of a Flax model in a tensor of PyTorch:
 >>> in_form(np.ones((6, 4)), "transposed", (4, 2, 3)).shape
 (4, 2, 3)
 
-The words of a path, the same for what libraries name differently.
+The words of a path, with synonyms of different libraries unified:
 
 >>> words("model.layers.#.self_attn.q_proj.weight") == words("blocks.#.attention.query.kernel")
 True
@@ -48,8 +48,8 @@ Shape = tuple[int, ...]
 
 
 def forms_of(param: Shape, tensor: Shape) -> tuple[str, ...]:
-    """The forms in which a tensor may hold an array; none where it cannot, and two where shapes do
-    not say which, as those of square matrices do not.
+    """The possible storage forms of an array in a tensor; () if there is none, two if the shapes
+    are ambiguous, like those of square matrices.
     """
     if len(tensor) >= 3 and len(param) == len(tensor):
         order = (len(param) - 1, len(param) - 2, *range(len(param) - 2))
@@ -62,14 +62,14 @@ def forms_of(param: Shape, tensor: Shape) -> tuple[str, ...]:
 
 
 def in_form(tensor: np.ndarray, form: str, shape: Shape) -> np.ndarray:
-    """A tensor as the array that it holds."""
+    """The array stored in a tensor."""
     if form == "convolution":
         return tensor.transpose(*range(2, tensor.ndim), 1, 0)
     return (tensor.T if form == "transposed" else tensor).reshape(shape)
 
 
 def _joins(param: Shape, tensor: Sequence[int]) -> bool:
-    """Returns whether neighbouring dims joined give the dims of a tensor."""
+    """True if merging neighbouring dims gives the dims of a tensor."""
     dim = 0
     for size in tensor:
         joined = 1
@@ -86,15 +86,15 @@ def _joins(param: Shape, tensor: Sequence[int]) -> bool:
 #
 #     write_adapter("out", program.module(state), {"up": "mlp.up_proj"}, base="base-model")
 #     params = read_adapter("out", {"up": "mlp.up_proj"})            # arrays by dotted path
-# nnx.update(model, ...)                                          # or Engine.adapt(name, params)
+#     nnx.update(model, ...)                                         # or Engine.adapt(name, params)
 #
 # Flax's `nnx.LoRA` computes x A B with A[in, r] and B[r, out]; PEFT stores their transposes and
-# multiplies the product with alpha / r, or with alpha / sqrt(r) where `use_rslora` is set. What is
-# written has alpha = r; what is read has the factor in B.
+# multiplies the product by alpha / r, or by alpha / sqrt(r) if `use_rslora` is set. Adapters are
+# written with alpha = r; when read, the factor is multiplied into B.
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _START = "base_model.model."
-#: Settings of PEFT under which an adapter computes something else than x A B times a factor.
+#: Settings of PEFT under which an adapter is not x A B times a factor.
 _OTHERS = ("use_dora", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens")
 
 
@@ -109,7 +109,7 @@ def write_adapter(
     """Writes the adapters of a model.
 
     Args:
-        names: the name of the module in the base model by the path of ours, "layers.0.up" ->
+        names: our module path -> the module's name in the base model, "layers.0.up" ->
             "model.layers.0.mlp.up_proj".
     """
     adapters = _adapters(params)
@@ -178,7 +178,7 @@ def _factor(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _adapters(params: Tree) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of each adapter, by the path of the module that it is of."""
+    """The arrays of each adapter, by the path of its module."""
     adapters: dict[str, dict[str, np.ndarray]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         parts = path_text(path).removesuffix(".value").split(".")
@@ -204,11 +204,11 @@ def _peft_files(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         ) from error
 
 
-#: Words that say nothing.
+#: Words that carry no information.
 _EMPTY = frozenset(
     {"proj", "projection", "model", "transformer", "params", "self", "net", "module"}
 )
-#: Words in the place of others.
+#: Synonyms.
 _SAME = {
     **dict.fromkeys(("kernel", "scale", "embedding", "w"), "weight"),
     "b": "bias",
@@ -230,7 +230,7 @@ _SAME = {
 
 
 def words(path: str) -> Counter[str]:
-    """The words of a path, with how often each is there."""
+    """The words of a path, with their counts."""
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path).lower()
     parts_alike = [
         _SAME.get(part, part) for part in re.split(r"[._/]", parts) if part not in ("", "#")
@@ -239,7 +239,7 @@ def words(path: str) -> Counter[str]:
 
 
 def likeness(left: Counter[str], right: Counter[str]) -> float:
-    """Returns how much two paths have in common, 0 to 1 (the coefficient of Dice)."""
+    """Similarity of two paths, 0 to 1 (the Dice coefficient)."""
     total = sum(left.values()) + sum(right.values())
     return 2 * sum((left & right).values()) / total if total else 0.0
 
@@ -247,16 +247,16 @@ def likeness(left: Counter[str], right: Counter[str]) -> float:
 # --------------------------------------------------------------------------------------------------
 # Names of tensors for the parameters of any model, learned from shapes and paths.
 #
-# Paths that differ by numbers alone are one template, `layers.#.mlp.up.kernel`; templates fit
-# where their shapes do and they come as often, or where one array holds what comes so often,
-# stacked. Of those that fit, the assignment with the most words in common is taken. What a second
-# assignment fits nearly as well is unsure, and is not used before somebody has said it.
+# Paths that differ only in numbers are one template, `layers.#.mlp.up.kernel`; two templates match
+# if their shapes match and they have the same number of paths, or if one array stacks the others.
+# Among the matches, the assignment with the most words in common is chosen. Pairs for which another
+# assignment is nearly as good are unsure, and must be confirmed by the user.
 
-#: A word in common less, and an assignment counts as nearly as good.
+#: Loss of similarity up to which another assignment counts as nearly as good.
 NEAR = 0.02
 #: Numbers between dots, of layers and the like.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-#: Words of arrays that no library transposes.
+#: Words in the names of arrays that no library transposes.
 _TABLES = ("embed", "position")
 
 
@@ -266,8 +266,8 @@ class Source:
 
     Attributes:
         names: of the tensors; several are stacked along the first dim.
-        stacked: whether they are.
-        form: of each, see `shardlib.checkpointing.foreign`.
+        stacked: whether they are stacked.
+        form: storage form of each, see `forms_of`.
     """
 
     names: tuple[str, ...]
@@ -280,10 +280,10 @@ class LearnedNames:
     """Names of tensors by the paths of parameters.
 
     Attributes:
-        sources: where each parameter is, by dotted path.
-        unsure: templates of parameters, with those of tensors that fit nearly as well.
-        missing: parameters for which no tensor fits.
-        left: tensors that no parameter takes.
+        sources: location of each parameter, by dotted path.
+        unsure: templates of parameters -> those of tensors that match nearly as well.
+        missing: parameters that no tensor matches.
+        left: tensors that no parameter uses.
     """
 
     sources: Mapping[str, Source]
@@ -306,7 +306,7 @@ class LearnedNames:
         return "\n".join(lines)
 
     def require(self) -> None:
-        """Makes sure that every parameter has its tensor, and only one that fits."""
+        """Raises an error unless every parameter has exactly one matching tensor."""
         failures = [f"{path}: no tensor fits" for path in self.missing] + [
             f"{path}: {', '.join(others)} fit as well" for path, others in self.unsure.items()
         ]
@@ -332,7 +332,8 @@ def learn_names(
     """Finds the tensors of the parameters of a model.
 
     Args:
-        transposed: whether square matrices are; by default as all those are whose shapes say it.
+        transposed: whether square matrices are transposed; by default like the matrices whose
+            shapes decide it.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     grouped = _grouped({path_text(path): tuple(leaf.shape) for path, leaf in leaves})
@@ -408,7 +409,7 @@ def _numbers(path: str) -> tuple[int, ...]:
 def _forms(
     params: Mapping[str, Shape], tensors: Mapping[str, Shape]
 ) -> tuple[tuple[str, ...], bool]:
-    """(forms in which tensors may hold parameters, whether they are stacked)."""
+    """(possible storage forms of the parameters in the tensors, whether they are stacked)."""
     shapes, theirs = set(params.values()), set(tensors.values())
     if len(shapes) != 1 or len(theirs) != 1:
         return (), False
@@ -425,8 +426,8 @@ def _is_table(template: str) -> bool:
 
 
 def _usual(forms: Mapping[str, tuple[tuple[str, ...], bool]], matrices: set[str]) -> set[str]:
-    """Returns how those matrices lie whose shapes say it; where that is one form, square ones can
-    be trusted to lie so, too.
+    """The storage forms of the matrices whose shapes decide it; if it is one, square ones are
+    assumed to have it, too.
     """
     return {
         forms_here[0]
@@ -436,7 +437,7 @@ def _usual(forms: Mapping[str, tuple[tuple[str, ...], bool]], matrices: set[str]
 
 
 def _chosen(forms: tuple[str, ...], usual: set[str]) -> str:
-    """The form of a template; of square matrices that nothing says anything about, any."""
+    """The form of a template; for square matrices without evidence, any."""
     return forms[0] if len(forms) == 1 else next(iter(usual), forms[0])
 
 
@@ -455,7 +456,7 @@ def _sources(
 def _unsure(
     table: np.ndarray, pairs: list[tuple[Any, Any]], rows: list[str], columns: list[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Pairs that could be exchanged with hardly a word less in common."""
+    """Pairs whose exchange would hardly reduce the similarity."""
     alternatives: dict[str, list[str]] = {}
     owner = {to: row for row, to in pairs}
     for row, to in pairs:
@@ -472,9 +473,9 @@ def _unsure(
 
 
 # --------------------------------------------------------------------------------------------------
-# The parameters of a model of one's own, read from safetensors files by learned names.
+# The parameters of a user's own model, read from safetensors files by learned names.
 
-del ml_dtypes  # NumPy knows bfloat16 by it
+del ml_dtypes  # imported so that NumPy supports bfloat16
 
 
 def tensors_of(folder: str | Path) -> dict[str, Shape]:
@@ -490,10 +491,10 @@ def tensors_of(folder: str | Path) -> dict[str, Shape]:
 def read_weights(
     folder: str | Path, program: Program, names: LearnedNames, *, seed: int = 0
 ) -> TrainState:
-    """The state before the first step, with parameters from files, each where the plan has it, and
-    a new state of the optimizer.
+    """The state before the first step, with parameters from files in the plan's layout, and a new
+    optimizer state.
 
-    One parameter at a time is in the memory of the host.
+    The host holds one parameter at a time.
     """
     names.require()
     home = {

@@ -5,8 +5,8 @@ shard by shard.
     imported = load("Llama-3.1-8B", program)
     save(program, imported.state, "out", config="Llama-3.1-8B/config.json")
 
-Neither a device nor a host ever holds the model: what is read at once is the part of one parameter
-that one device keeps, what is written at once is one tensor of one layer.
+Neither a device nor a host ever holds the whole model: one device's shard of one parameter is read
+at a time, and one tensor of one layer is written at a time.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from shardlib.untrusted.data import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# The safetensors files of a folder: which tensors there are, and slices of them.
+# The safetensors files of a folder: their tensors, and slices of them.
 
 INDEX = "model.safetensors.index.json"
-#: dtypes of files that NumPy can hold.
+#: dtypes of files that NumPy supports.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-#: An index names every tensor of a model.
+#: Size limit of an index, which lists every tensor of a model.
 INDEX_LIMITS = Limits(bytes=1 << 27)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Index:
-    """The mapping from tensors to files of an index."""
+    """The mapping from tensors to files in an index."""
 
     weight_map: Mapping[str, str]
 
@@ -76,8 +76,7 @@ class Files:
     """Open files of a folder; to be used in a `with` statement.
 
     Attributes:
-        folder: where they are.
-        tensors: name -> (shape, dtype in the files' words).
+        tensors: name -> (shape, dtype as spelled in the files).
     """
 
     folder: Path
@@ -120,8 +119,8 @@ class Files:
         self._open.close()
 
     def read(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
-        """The places of a tensor, a list of them for each dim; no more is read than what lies
-        between the first and the last place.
+        """The elements of a tensor at some positions, one list for each dim; reads only the range
+        between the first and the last position.
         """
         region = tuple(slice(int(dim.min()), int(dim.max()) + 1) for dim in places)
         values: np.ndarray = self._slices[name][region]
@@ -132,7 +131,7 @@ class Files:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The files that the index names, or those that there are."""
+    """The files listed in the index, or else all safetensors files."""
     index = folder / INDEX
     if index.is_file():
         names = sorted(
@@ -177,15 +176,15 @@ def _paths(folder: Path) -> list[Path]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Storage forms of a layer's parameter in a tensor of a file: transposed, joined, shared with other
-# parameters, or in pairs.
+# Storage forms of a layer's parameter in a tensor of a file: transposed, merged, shared with other
+# parameters, or with interleaved pairs.
 #
-# A form is written with a letter for each dim, ours first: "e h w -> h.w e" says that the file
-# joins heads and width of a head to one dim, and turns the matrix. Where a letter covers only a
-# window of the file's dim, `windows` has the size of the dim and where the window starts; a letter
-# that is not among ours is one place of the file's dim.
+# A form has a letter for each dim, ours first: "e h w -> h.w e" says that the file merges heads and
+# head width to one dim, and transposes the matrix. If a letter covers only a window of the file's
+# dim, `windows` has the size of the dim and the start of the window; a letter that is not among
+# ours is one position of the file's dim.
 
-#: First and last + 1 place of each of our dims.
+#: Range [start, stop) of each of our dims.
 Part = Sequence[tuple[int, int]]
 
 
@@ -194,10 +193,10 @@ class Form:
     """Storage form of one parameter of one layer in a tensor.
 
     Attributes:
-        dims: "ours -> theirs", a letter a dim, dims that the file joins with dots between.
-        windows: letter -> (size of the dim in the file, where ours starts).
-        paired: the letter of rotary dims whose pairs are neighbours in the file; ours are halves
-            (arXiv:2104.09864).
+        dims: "ours -> theirs", one letter per dim; dims that the file merges are joined by dots.
+        windows: letter -> (size of the dim in the file, start of our window).
+        paired: the letter of rotary dims whose pairs are interleaved in the file; ours are two
+            halves (arXiv:2104.09864).
 
     >>> Form(dims="e h w -> h.w e").file_shape((16, 4, 8))
     (32, 16)
@@ -223,8 +222,8 @@ class Form:
         return tuple(math.prod(full[letter] for letter in dim) for dim in self.theirs)
 
     def places(self, shape: Sequence[int], part: Part) -> list[np.ndarray]:
-        """Returns which places of each dim of the file a part of ours takes, in the order of the
-        letters of the dim.
+        """The positions in each dim of the file of a part of ours, in the order of the letters of
+        the dim.
         """
         full, sizes, ranges = (
             self._full(shape),
@@ -249,7 +248,7 @@ class Form:
         ]
 
     def ours_from(self, chosen: np.ndarray, part: Part) -> np.ndarray:
-        """A part of ours out of the places of the file's tensor that `places` names."""
+        """A part of ours from the elements of the file's tensor at `places`."""
         sizes = {
             letter: stop - start for letter, (start, stop) in zip(self.ours, part, strict=True)
         }
@@ -259,7 +258,7 @@ class Form:
         )
 
     def into(self, tensor: np.ndarray, array: np.ndarray) -> None:
-        """Writes a whole parameter of ours to its places in a tensor of the file's shape."""
+        """Writes a whole parameter of ours to its positions in a tensor of the file's shape."""
         places = self.places(array.shape, [(0, size) for size in array.shape])
         turned = np.transpose(array, [self.ours.index(letter) for letter in self._order])
         tensor[np.ix_(*places)] = turned.reshape([len(dim) for dim in places])
@@ -280,7 +279,7 @@ class Form:
 
 
 def _neighbours(size: int) -> np.ndarray:
-    """Returns where in neighbouring pairs the dims of two halves are: 0, 2, 4, ..., 1, 3, 5, ..."""
+    """The positions of two halves in interleaved pairs: 0, 2, 4, ..., 1, 3, 5, ..."""
     return np.concatenate([np.arange(0, size, 2), np.arange(1, size, 2)])
 
 
@@ -289,8 +288,8 @@ def _neighbours(size: int) -> np.ndarray:
 #
 # One table for each family: our path within a layer -> the name in the file and the form.
 # `{layer}` and `{expert}` stand for numbers. Names are those of the published files, which
-# `transformers` reads and writes. Tables have rows for what only some configurations have (biases,
-# norms of heads); a model's own parameters say which are used.
+# `transformers` reads and writes. Tables include parameters that only some configurations have
+# (biases, norms of heads); the model's own parameters select the rows.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,14 +299,14 @@ class Tensor:
     Attributes:
         name: of the tensor, with `{layer}` and `{expert}`; parameters with `{expert}` have a dim of
             experts before the dims of the form.
-        form: how one layer's or one expert's part lies in it.
+        form: storage form of one layer's or one expert's part.
     """
 
     name: str
     form: Form
 
 
-#: Our path within a layer, or outside of layers -> where it is.
+#: Our path within a layer, or outside of layers -> its location.
 Table = Mapping[str, Tensor]
 
 
@@ -317,9 +316,9 @@ class Names:
 
     Attributes:
         ends: parameters outside of layers.
-        stacks: by our name of a stack of layers, what its layers have.
-        starts: how names of the model proper may start in files; the first is written.
-        ignored: ends of names that are in some files and are not parameters.
+        stacks: our name of a stack of layers -> the parameters of its layers.
+        starts: possible prefixes of the model's names in files; the first is written.
+        ignored: suffixes of names in some files that are not parameters.
     """
 
     ends: Table
@@ -395,9 +394,7 @@ _NORMS: Mapping[str, dict[str, Tensor]] = {
 def _attention(
     start: str, theirs: tuple[str, str, str, str], ours: str = "attention."
 ) -> dict[str, Tensor]:
-    """Queries, keys, values and the projection of their sum, with what biases and norms there may
-    be.
-    """
+    """Queries, keys, values and the output projection, with optional biases and norms."""
     *three, out = theirs
     tensors = {
         f"{ours}out": _t(f"{start}{out}.weight", "h w e -> e h.w"),
@@ -412,8 +409,8 @@ def _attention(
 
 
 def _latent(latent: LatentAttention) -> dict[str, Tensor]:
-    """Latent attention of DeepSeek, whose files join what has a position to what has none, and keys
-    to values.
+    """Latent attention of DeepSeek, whose files merge rotary and other dims, and keys and
+    values.
     """
     head, down, both = (
         latent.nope_dim + latent.rope_dim,
@@ -477,7 +474,9 @@ _EXPERTS: Mapping[str, dict[str, Tensor]] = {
 
 
 def _gpt2() -> Names:
-    """GPT-2, whose matrices are not turned and whose queries, keys and values are one matrix."""
+    """GPT-2, whose matrices are not transposed and whose queries, keys and values are one
+    matrix.
+    """
     start = "h.{layer}."
     layer = {
         **{
@@ -518,8 +517,8 @@ def _gpt2() -> Names:
 
 
 def _switch(config: EncoderDecoderConfig) -> Names:
-    """Switch, in the names of T5: an encoder and a decoder, whose first layers hold the biases for
-    distances of all.
+    """Switch, with the names of T5: an encoder and a decoder, whose first layers contain the
+    relative position biases of all.
     """
     ends = {
         "embedding": _t("shared.weight", "v e -> v e"),
@@ -556,19 +555,19 @@ def _switch(config: EncoderDecoderConfig) -> Names:
 
 
 # --------------------------------------------------------------------------------------------------
-# The tensors of the files that hold each part of a model's parameters: the tables of names,
-# unrolled for one model.
+# The tensors in the files for each part of a model's parameters: the tables of names, expanded for
+# one model.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Located:
-    """One parameter of ours and where its parts are.
+    """One parameter of ours and the locations of its parts.
 
     Attributes:
         path: of the parameter, with dots.
         shape: of the whole parameter; dims of layers and experts come first.
         tensor: the row of the table.
-        layers: number in the files of each layer of the parameter's first dim; None where it has no
+        layers: number in the files of each layer of the parameter's first dim; None if it has no
             such dim.
     """
 
@@ -579,12 +578,12 @@ class Located:
 
     @property
     def lead(self) -> int:
-        """Returns how many dims are of layers and experts."""
+        """Number of leading dims of layers and experts."""
         return (self.layers is not None) + ("{expert}" in self.tensor.name)
 
     @property
     def form(self) -> Form:
-        """Returns how the other dims lie in a tensor."""
+        """The storage form of the other dims."""
         return self.tensor.form
 
     @property
@@ -593,13 +592,13 @@ class Located:
         return self.shape[self.lead :]
 
     def name(self, place: tuple[int, ...]) -> str:
-        """Name of the tensor that holds the part at a place of the first dims."""
+        """Name of the tensor with the part at a position of the leading dims."""
         numbers = list(place)
         layer = self.layers[numbers.pop(0)] if self.layers is not None else 0
         return self.tensor.name.format(layer=layer, expert=numbers[0] if numbers else 0)
 
     def places(self) -> Iterator[tuple[int, ...]]:
-        """All places of the first dims."""
+        """All positions of the leading dims."""
         return product(*map(range, self.shape[: self.lead]))
 
 
@@ -608,8 +607,7 @@ class Stored:
     """A tensor of the files.
 
     Attributes:
-        shape: its dims.
-        parts: the parameters that lie in it, each with the place of its first dims.
+        parts: the parameters in it, each with its position in the leading dims.
     """
 
     shape: tuple[int, ...]
@@ -663,8 +661,8 @@ def _located(
 def _numbers(
     config: TransformerConfig | EncoderDecoderConfig, stack: str, block: int, count: int
 ) -> tuple[int, ...]:
-    """Numbers of the layers of a stack: one of every few where layers of several kinds take turns,
-    after the first dense ones.
+    """Numbers of the layers of a stack: every n-th if layers of several kinds alternate, after the
+    first dense ones.
     """
     if isinstance(config, EncoderDecoderConfig):
         interval, first = (
@@ -705,21 +703,21 @@ def stored(located: list[Located]) -> dict[str, Stored]:
 
 
 # --------------------------------------------------------------------------------------------------
-# From the tensors of files to sharded parameters: device by device, each the shard it keeps.
+# From the tensors of files to sharded parameters: each device reads its own shard.
 
-#: Ends of the paths of model state that files hold beside the parameters.
+#: Suffixes of the paths of model state that files contain.
 STATE = ("experts.bias",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A model out of files.
+    """A model read from files.
 
     Attributes:
-        state: a training state before its first step: parameters from the files, a new state of the
-            optimizer.
-        config: what `config.json` says.
-        findings: tensors that were passed over, dtypes that were cast to smaller ones.
+        state: a training state before its first step: parameters from the files, a new optimizer
+            state.
+        config: the content of `config.json`.
+        findings: skipped tensors, and casts to smaller dtypes.
     """
 
     state: TrainState
@@ -728,10 +726,10 @@ class Imported:
 
 
 def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
-    """Reads a model into a program's layout; islands all start with the same parameters.
+    """Reads a model into a program's layout; all islands start with the same parameters.
 
-    Every process reads what its own devices keep; what is in memory at once is the part of one
-    parameter for one device.
+    Every process reads the shards of its own devices, one device's shard of one parameter at a
+    time.
     """
     imported: list[Imported] = []
 
@@ -771,7 +769,7 @@ def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, s
 
 
 def held_state(model_state: Tree) -> dict[str, Tree]:
-    """The leaves of a model's state that files hold, by path."""
+    """The leaves of a model's state that files contain, by path."""
     return {path: leaf for path, leaf in named_leaves(model_state).items() if path.endswith(STATE)}
 
 
@@ -782,7 +780,7 @@ def matched(
     config: TransformerConfig | EncoderDecoderConfig,
     folder: Path,
 ) -> tuple[dict[str, str], tuple[Finding, ...]]:
-    """Our spelling of names -> the files', and what was passed over."""
+    """Our spelling of names -> the files', and findings about skipped tensors."""
     spelling = {
         name: spelled
         for name in expected
@@ -831,7 +829,7 @@ def matched(
 
 
 def _spellings(table: Names, name: str) -> list[str]:
-    """Returns how files may spell a name, the usual way first."""
+    """The possible spellings of a name in files, the usual one first."""
     usual, *others = table.starts
     if not name.startswith(usual) or not others:
         return [name, name.replace("lm_head.", "language_model.lm_head.")]
@@ -841,8 +839,8 @@ def _spellings(table: Names, name: str) -> list[str]:
 def _is_passed_over(
     name: str, table: Names, config: TransformerConfig | EncoderDecoderConfig
 ) -> bool:
-    """Buffers, heads that are the embedding again, towers of other senses, and layers that predict
-    further tokens (DeepSeek V3).
+    """True for buffers, heads tied to the embedding, encoders of other modalities, and
+    multi-token-prediction layers (DeepSeek V3).
     """
     if name.endswith(table.ignored) or any(
         word in name for word in ("vision_tower.", "multi_modal_projector.")
@@ -855,9 +853,7 @@ def _is_passed_over(
 
 
 def _array(files: Files, located: Located, leaf: Any, spelling: Mapping[str, str]) -> jax.Array:
-    """One parameter, put together on its devices; devices with the same part share one reading of
-    it.
-    """
+    """One parameter, assembled on its devices; devices with the same shard share one read."""
     by_part: dict[Any, list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         part = tuple(
@@ -900,7 +896,7 @@ def read_part(
 def _smaller(
     files: Files, located: list[Located], leaves: Mapping[str, Any], spelling: Mapping[str, str]
 ) -> tuple[Finding, ...]:
-    """Says which parameters have a dtype that cannot hold all numbers of the files."""
+    """A finding for parameters whose dtype cannot represent all numbers of the files."""
     cast: list[str] = []
     for item in located:
         stored_dtype, dtype = (
@@ -922,8 +918,8 @@ def _smaller(
 
 
 def _state(program: Program, arrays: Mapping[str, jax.Array], seed: int) -> TrainState:
-    """The state around the parameters: what only the optimizer and the model know is made where it
-    stays.
+    """The state with these parameters; optimizer and model state that files do not contain is
+    initialised in its layout.
     """
     template = program.state
     params = jax.tree.structure(template.params).unflatten(
@@ -948,16 +944,15 @@ def _state(program: Program, arrays: Mapping[str, jax.Array], seed: int) -> Trai
 
 
 # --------------------------------------------------------------------------------------------------
-# Writing of one file after the other: each tensor is put together on the host, written, and
-# released.
+# Writing of files one by one: each tensor is assembled on the host, written, and released.
 
 #: Our dtypes -> the files'.
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
 class Gather:
-    """Brings one layer's or one expert's part of a parameter to the host; over several processes by
-    way of every device of the mesh.
+    """Copies one layer's or one expert's part of a parameter to the host; with several processes it
+    is first all-gathered over the mesh.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh | None) -> None:
@@ -983,8 +978,8 @@ def write_file(
     gather: Gather,
     first: bool,
 ) -> None:
-    """Writes one file: the length of the header, the header, the tensors one after another; renamed
-    when it is whole.
+    """Writes one file: the length of the header, the header, the tensors in order; renamed when it
+    is complete.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -1025,8 +1020,7 @@ def _tensor(
 
 
 # --------------------------------------------------------------------------------------------------
-# The parameters of a folder as arrays of this process, for a model that is served: no program, no
-# optimizer.
+# The parameters of a folder as arrays of this process, for serving: no program, no optimizer.
 
 
 def load_weights(
@@ -1038,7 +1032,7 @@ def load_weights(
     """Reads a model: (params, state), NumPy arrays on the host.
 
     Args:
-        config: what `config.json` says, in the dtypes of the model.
+        config: the content of `config.json`, with the dtypes of the model.
     """
     root = Path(folder)
     table = names(config, family)
@@ -1068,8 +1062,7 @@ def load_weights(
 
 
 # --------------------------------------------------------------------------------------------------
-# From sharded parameters to files: tensor by tensor, each put together on the host, written, and
-# forgotten.
+# From sharded parameters to files, tensor by tensor.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1077,7 +1070,6 @@ class _Shard:
     """One file to be written.
 
     Attributes:
-        name: of the file.
         tensors: names of its tensors, in order.
     """
 
@@ -1094,13 +1086,13 @@ def save(
     dtype: str | None = None,
     max_bytes: int = 5_000_000_000,
 ) -> tuple[str, ...]:
-    """Writes a model as safetensors files with `config.json` beside them.
+    """Writes a model as safetensors files and `config.json`.
 
-    To be called by every process; the first one writes. What is on the host at once is one tensor
-    of one layer.
+    Must be called by every process; the first one writes. The host holds one tensor of one layer at
+    a time.
 
     Args:
-        dtype: "float32", "bfloat16", "float16"; by default what each parameter has.
+        dtype: "float32", "bfloat16", "float16"; by default that of each parameter.
         max_bytes: size of a file, which only a single tensor may exceed.
     """
     trained = program.learned(state)
@@ -1123,10 +1115,10 @@ def save_weights(
     dtype: str | None = None,
     max_bytes: int = 5_000_000_000,
 ) -> tuple[str, ...]:
-    """Writes the weights of a model that is served, as `save` does.
+    """Writes the weights of a served model, like `save`.
 
     Args:
-        dtype: "float32", "bfloat16", "float16"; by default what each parameter has.
+        dtype: "float32", "bfloat16", "float16"; by default that of each parameter.
         max_bytes: size of a file, which only a single tensor may exceed.
     """
     return _save(
@@ -1207,7 +1199,7 @@ def _prepare(root: Path) -> None:
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[_Shard]:
-    """Fills files in the order of tensors."""
+    """Distributes tensors over files in order."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -1232,7 +1224,7 @@ def _describe(
     dtypes: Mapping[str, str],
     dtype: str | None,
 ) -> None:
-    """Writes `config.json`, and the index where there are several files."""
+    """Writes `config.json`, and the index if there are several files."""
     (root / "config.json").write_text(
         json.dumps({**data, **({"dtype": dtype, "torch_dtype": dtype} if dtype else {})}, indent=2)
         + "\n",

@@ -1,5 +1,5 @@
-"""Reading of checkpoints: the description first, then the arrays, straight to their shardings, then
-their checksums.
+"""Reading of checkpoints: the description first, then the arrays, directly into their shardings,
+then their checksums.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, sh
 # --------------------------------------------------------------------------------------------------
 # The description of a checkpoint: a JSON document with a digest.
 #
-# It has everything that is not an array: the plan, the position in the data, metrics, and of every
-# array shape, dtype and sums.
+# It contains everything but the arrays: the plan, the position in the data, metrics, and the shape,
+# dtype and checksums of every array.
 
-#: Version of the JSON form; readers refuse others.
+#: Version of the JSON form; readers reject others.
 FORMAT = 1
 
 
 class DamagedError(Exception):
-    """A checkpoint whose bytes are not the ones that were written."""
+    """A checkpoint whose bytes have changed since it was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,12 @@ class About:
     """The document of one checkpoint.
 
     Attributes:
-        step: steps done.
+        step: number of steps done.
         time: seconds since 1970 when it was written.
-        arrays: what is stored, by path.
-        sums: two sums of each array, see `shardlib.lowering.runtime`.
-        plan: the plan it was trained under as plain data; None where it was saved without.
-        extra: what the training loop wants back, as plain data.
+        arrays: the stored arrays, by path.
+        sums: two checksums of each array, see `shardlib.lowering.runtime`.
+        plan: the plan it was trained under as plain data; None if it was saved without.
+        extra: plain data of the training loop.
         metrics: numbers by name.
     """
 
@@ -104,9 +104,7 @@ class About:
         return {"digest": digest(content), "content": content}
 
     def read_plan(self) -> tuple[Plan | None, tuple[Finding, ...]]:
-        """The plan, or a finding where another version wrote it in a form that this one does not
-        read.
-        """
+        """The plan, or a finding if another version wrote it in an unknown form."""
         if self.plan is None:
             return None, ()
         try:
@@ -134,7 +132,7 @@ class _Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Written:
-    """The content of a document; metrics may not be finite numbers."""
+    """The content of a document; metrics may be non-finite numbers."""
 
     step: int
     time: float
@@ -145,7 +143,7 @@ class _Written:
 
 
 def digest(content: Json) -> str:
-    """SHA-256 of plain data, whatever the order of keys."""
+    """SHA-256 of plain data, independent of the order of keys."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -155,7 +153,7 @@ def from_json(data: Json) -> About:
     """Reads a document."""
     try:
         same = isinstance(data, Mapping) and digest(data.get("content")) == data.get("digest")
-    except (TypeError, ValueError, RecursionError):  # no plain data
+    except (TypeError, ValueError, RecursionError):  # not plain data
         same = False
     if not same:
         raise DamagedError("its description does not have the digest that it was saved with")
@@ -182,7 +180,7 @@ def from_json(data: Json) -> About:
 
 
 def of_step(description: About, step: int) -> About:
-    """The document, if it is that of the step that the folder is called by."""
+    """The document, if it belongs to the step that names the folder."""
     if description.step != step:
         raise DamagedError(
             f"it is the checkpoint of step {description.step} under another name; what was saved at"
@@ -192,7 +190,7 @@ def of_step(description: About, step: int) -> About:
 
 
 def checked_extra(extra: JsonMapping) -> JsonObject:
-    """Returns what JSON makes of `extra`, so that later changes to it change nothing."""
+    """A JSON copy of `extra`, unaffected by later changes to it."""
     try:
         return dict(json.loads(json.dumps(dict(extra))))
     except (TypeError, ValueError) as error:
@@ -203,17 +201,14 @@ def checked_extra(extra: JsonMapping) -> JsonObject:
 
 
 # --------------------------------------------------------------------------------------------------
-# Arrays that are stored on disk, into a checkpoint and out of it: a few at a time, so that memory
-# holds no more of them than that.
+# Arrays that are stored on disk, read and written a few at a time to limit memory.
 
-#: Bytes of arrays, all processes together, that are read at a time.
+#: Bytes of arrays, over all processes, that are read at a time.
 PORTION = 1 << 28
 
 
 class _Handler(ArrayHandler):
-    """Writes arrays; those on disk after the others, each read when the one before it is
-    written.
-    """
+    """Writes arrays; those on disk last, each read when the previous one is written."""
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -231,8 +226,8 @@ class _Handler(ArrayHandler):
 
 
 def _in_memory(leaf: Any) -> jax.Array:
-    """Returns what is on disk as an array in memory of the host where the devices read that by
-    themselves: theirs is the training's.
+    """An array on disk as an array in memory: in host memory if that is separate, since device
+    memory belongs to the training.
     """
     if not isinstance(leaf, DiskArray):
         return leaf
@@ -245,7 +240,7 @@ def _in_memory(leaf: Any) -> jax.Array:
 
 
 def registry(first: int | None) -> ocp.type_handlers.TypeHandlerRegistry:
-    """Returns what Orbax writes a state with that is partly on disk, or in some of several
+    """The Orbax handlers for a state that is partly on disk, or only in some of several
     processes.
     """
     handler = _Handler(first)
@@ -298,7 +293,7 @@ def handler(
 
 
 def read_about(path: epath.Path, step: int) -> About:
-    """Reads the description of the checkpoint of a step; all processes have the same answer."""
+    """Reads the description of the checkpoint of a step; all processes have the same result."""
     failure = ""
     description = None
     try:
@@ -326,12 +321,12 @@ def read_about(path: epath.Path, step: int) -> About:
 
 
 def _about(path: epath.Path, step: int) -> About:
-    """Reads the description; of what is not a file, a pipe perhaps, nothing is read."""
+    """Reads the description; anything but a regular file (such as a pipe) is not read."""
     others = [
         entry.name
         for entry in (path / "about").iterdir()
         if "://" not in str(entry) and not Path(entry).is_file()
-    ]  # to etils, whatever is not a folder is a file
+    ]  # etils considers everything but a folder a file
     if others:
         raise DamagedError(
             f"its description has {', '.join(sorted(others)[:4])}, which is not a file that can be"
@@ -341,8 +336,8 @@ def _about(path: epath.Path, step: int) -> About:
 
 
 def try_about(path: epath.Path, step: int) -> About | None:
-    """The description of the checkpoint of a step, None where it cannot be read or is another's;
-    for one process alone.
+    """The description of the checkpoint of a step, None if it cannot be read or belongs to another
+    step; for one process.
     """
     try:
         return _about(path, step)
@@ -360,7 +355,7 @@ def try_about(path: epath.Path, step: int) -> About | None:
 
 
 def on_disk(program: TrainingProgram | None) -> frozenset[str]:
-    """Paths of the arrays of the state of a program that rest on disk."""
+    """Paths of the arrays of a program's state that are stored on disk."""
     loss_program = None if program is None else program.loss_program
     return frozenset() if loss_program is None else loss_program.stored
 
@@ -427,14 +422,16 @@ def read_state(
 def read_arrays(
     path: epath.Path, description: About, leaves: Mapping[str, jax.ShapeDtypeStruct], camera: Camera
 ) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint, and finds flipped bits."""
+    """Reads arrays of a checkpoint, and detects flipped bits."""
     with ThreadPoolExecutor(1) as pool:  # compiles while files are read
         compiled = pool.submit(camera.sums, leaves)
         return _verified(_read_arrays(path, leaves), description, compiled.result())
 
 
 def _sums(array: jax.Array, path: str, description: About, camera: Camera) -> np.ndarray:
-    """Sums of an array that was restored; those of the checkpoint, unless it was cast."""
+    """Checksums of a restored array; those of the checkpoint, or if it was cast, those of the
+    result.
+    """
     if str(array.dtype) == description.arrays[path].dtype:
         return np.asarray(description.sums[path], np.uint32)
     return whole(camera.sums({path: array})({path: array}))[0]
@@ -443,7 +440,7 @@ def _sums(array: jax.Array, path: str, description: About, camera: Camera) -> np
 def _read_arrays(
     path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint, every device's part alone; that it fails is known to all."""
+    """Reads arrays of a checkpoint, each device's shard only; all processes learn of a failure."""
     failure, arrays = "", {}
     try:
         arrays = values.read(path / "state", leaves)
@@ -451,10 +448,10 @@ def _read_arrays(
         raise CheckpointError(
             f"the checkpoint {path} cannot be opened ({error})\nTry: other permissions"
         ) from error
-    # tensorstore says "not found", "data loss" and the like by ValueError, and other kinds of files
-    # by others
+    # tensorstore reports "not found", "data loss" and the like by ValueError, and other kinds of
+    # files by other errors
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error):  # memory, not the checkpoint
+        if "RESOURCE_EXHAUSTED" in str(error):  # out of memory, not a damaged checkpoint
             raise
         failure = f"its arrays cannot be read ({said(error)})"
     if not processes.all_well(not failure):

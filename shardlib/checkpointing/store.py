@@ -1,15 +1,15 @@
-"""Checkpoints of training states in a folder: written while training goes on, whole or not at all,
-restored under any plan.
+"""Checkpoints of training states in a folder: written asynchronously and atomically, restored under
+any plan.
 
     checkpoints = Checkpoints("runs/one", keep=Keep(newest=3, best="loss", every_seconds=3600))
-    checkpoints.save(step, state, plan=program.plan, extra={"position": 1200})  # goes on at once
+    checkpoints.save(step, state, plan=program.plan, extra={"position": 1200})  # returns at once
     ...
     # Of this plan or another one, on this mesh or another one:
     restored = checkpoints.restore(program)
 
-Orbax writes and reads the arrays. What is added here: a copy of the state that the next step cannot
-overwrite (`tree.py`), sums that find a flipped bit on any mesh, and what to do when something is
-wrong: nothing is overwritten, and the last good checkpoint is used.
+Orbax writes and reads the arrays. Added here: a copy of the state that the next step cannot
+overwrite (`tree.py`), checksums that detect a flipped bit on any mesh, and recovery: nothing is
+overwritten, and the last good checkpoint is used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from shardlib.processes.values import by_owners, owners_of
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint read back, and what follows where one is damaged.
+# A restored checkpoint, and the handling of damaged ones.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,12 @@ class Restored:
     """A restored checkpoint.
 
     Attributes:
-        step: the step that it was saved at.
-        state: the training state, laid out as the target says; of islands their state.
-        extra: as it was saved.
-        metrics: as they were saved.
-        plan: the plan that it was trained under; None where none was saved, or where this version
-            does not read it.
-        findings: damaged checkpoints that were passed over, dtypes that were cast.
+        step: the step at which it was saved.
+        state: the training state in the layout of the target; for islands, their joint state.
+        extra, metrics: as saved.
+        plan: the plan that it was trained under; None if none was saved, or this version cannot
+            read it.
+        findings: skipped damaged checkpoints, casts of dtypes.
     """
 
     step: int
@@ -92,7 +91,7 @@ def read_checkpoint(
     *,
     parameters_only: bool,
 ) -> Restored:
-    """One checkpoint, straight to where its arrays are to live."""
+    """One checkpoint, restored directly into the target's shardings."""
     program = target if is_program(target) and target.loss_program is not None else None
     abstract = target.state if is_program(target) else target
     path = folder.checkpoint(step)
@@ -120,9 +119,7 @@ def read_checkpoint(
 def set_aside(
     folder: Folder, damaged: Mapping[int, str], *, read_only: bool
 ) -> tuple[Finding, ...]:
-    """Renames damaged checkpoints and says what is wrong with them; to be called when a good
-    one is restored.
-    """
+    """Renames damaged checkpoints and reports their faults; called once a good one is restored."""
     findings: list[Finding] = []
     for step, text in damaged.items():
         name = folder.set_aside(step) if values.is_process_zero() and not read_only else str(step)
@@ -139,10 +136,10 @@ def set_aside(
 
 
 def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> CheckpointError:
-    """The error where there is no checkpoint, or none of a step.
+    """The error if there is no checkpoint, or none of the requested step.
 
     Args:
-        step: that was asked for; None for the newest.
+        step: requested; None for the newest.
     """
     return CheckpointError(
         f"there is no checkpoint{'' if step is None else f' of step {step}'} in"
@@ -153,7 +150,7 @@ def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> Chec
 def none_good(
     folder: Folder, damaged: Mapping[int, str], candidates: Sequence[int]
 ) -> CheckpointError:
-    """The error where all checkpoints that were read are damaged."""
+    """The error if all checkpoints that were read are damaged."""
     lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
     others = [candidate for candidate in candidates if candidate not in damaged]
     return CheckpointError(
@@ -163,15 +160,14 @@ def none_good(
 
 
 # --------------------------------------------------------------------------------------------------
-# Retention of checkpoints: the newest, the best, one in so many seconds, and those that any other
-# rule keeps.
+# Retention of checkpoints: the newest, the best, and one per time interval.
 
 _managers = ocp.checkpoint_managers
 
 
 @dataclass(kw_only=True)
 class _Info:
-    """The facts about a checkpoint that Orbax's policies look at."""
+    """The facts about a checkpoint that Orbax's policies read."""
 
     step: int
     time: datetime.datetime
@@ -180,14 +176,14 @@ class _Info:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Reasons to keep a checkpoint; one is enough.
+    """Rules for keeping checkpoints; one that applies is enough.
 
     Attributes:
-        newest: how many of the latest; None keeps all.
+        newest: number of newest checkpoints; None keeps all.
         best: name of a metric by which the best are kept too.
-        best_count: how many of the best.
-        best_mode: "min" where less is better, or "max".
-        every_seconds: the first one is kept, and each that is so much later than the last one kept;
+        best_count: number of best checkpoints.
+        best_mode: "min" if smaller is better, or "max".
+        every_seconds: keeps the first one, and each that is so much later than the last one kept;
             None for no such rule.
 
     Raises:
@@ -216,7 +212,7 @@ class Keep:
             raise_all(CheckpointError, "no checkpoints can be kept like this", wrong)
 
     def superfluous(self, checkpoints: Sequence[About]) -> list[int]:
-        """Steps of the checkpoints that have no reason to stay; never the latest."""
+        """Steps of the checkpoints that no rule keeps; never the latest."""
         ordered = sorted(checkpoints, key=lambda description: description.step)
         infos = [
             _Info(
@@ -251,22 +247,22 @@ class Keep:
                 )
             )
         if self.every_seconds:
-            seconds: Any = self.every_seconds  # a float, too
+            seconds: Any = self.every_seconds  # floats are accepted, too
             policies.append(_managers.EveryNSeconds(seconds))
         return policies
 
     def _metric(self, description: About) -> float | None:
-        """The number to compare; None where there is none, or none that can be compared."""
+        """The metric to compare; None if it is missing or not finite."""
         value = description.metrics.get(self.best) if self.best else None
         return value if value is not None and math.isfinite(value) else None
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint written with Orbax, and older ones that nothing keeps deleted.
+# Writing of a checkpoint with Orbax, and deletion of older ones that no rule keeps.
 
 
 def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, description: About) -> None:
-    """Writes a checkpoint; what a failure has left is cleared away."""
+    """Writes a checkpoint; remnants of a failure are deleted."""
     arrays = {**snapshot.arrays, **snapshot.stored}
     owners = owners_of(arrays.values())
     options = values.options(owners)
@@ -297,7 +293,8 @@ def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, description:
 
 @contextlib.contextmanager
 def _said_once() -> Iterator[None]:
-    """Orbax and asyncio log a failure in each of their threads; it is raised here, too.
+    """Suppresses the logs of Orbax and asyncio, which report a failure in each of their threads; it
+    is raised here, too.
 
     Orbax raises the first failure while its other threads may still be about to log theirs.
     """
@@ -323,7 +320,7 @@ def _said_once() -> Iterator[None]:
 
 
 def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
-    """Deletes checkpoints that nothing keeps; in the first process."""
+    """Deletes checkpoints that no rule keeps; in the first process."""
     try:
         descriptions = [
             description
@@ -341,7 +338,9 @@ def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
 
 
 def _not_written(folder: Folder, step: int, error: Exception) -> CheckpointError:
-    """Clears away what was written, since it may fill the disk, and says what was wrong."""
+    """Deletes the remnants of a failed save, since they may fill the disk, and returns the
+    error.
+    """
     if values.is_process_zero():
         with contextlib.suppress(OSError):  # the next run deletes it
             folder.clear(step)
@@ -367,13 +366,13 @@ class Checkpoints:
     called from one thread.
 
     Args:
-        folder: where they are, seen by all processes; made where it is not there.
-        keep: which of them stay.
-        snapshot: where the copy that is being written is kept: "host" (pinned memory), "device", or
-            "auto" for the host where it has memory of its own.
-        read_only: for restoring alone: nothing is made, renamed or deleted in the folder.
-        owner: the right to write to the folder, where somebody has got it already; by default it is
-            claimed here, and given back by `close`.
+        folder: path visible to all processes; created if it does not exist.
+        keep: rules for the checkpoints to keep.
+        snapshot: memory for the copy that is being written: "host" (pinned memory), "device", or
+            "auto" for the host if it has separate memory.
+        read_only: for restoring only: nothing is created, renamed or deleted in the folder.
+        owner: an existing right to write to the folder; by default the folder is claimed here, and
+            released by `close`.
 
     Raises:
         CheckpointError: the folder cannot be written, or is that of a run.
@@ -409,9 +408,7 @@ class Checkpoints:
         self.close()
 
     def _open(self) -> None:
-        """Makes this process the owner of the folder, and clears away what interrupted saves have
-        left; in the first process.
-        """
+        """Claims the folder, and deletes remnants of interrupted saves; in the first process."""
         self._owner = self._owner or self._folder.claimed()
         try:
             self._folder.prepare()
@@ -421,8 +418,8 @@ class Checkpoints:
             raise
 
     def prepare(self, target: State | TrainingProgram) -> None:
-        """Compiles what `save` runs on the devices for a program, or for a state, concrete or
-        abstract with shardings, so that the first save need not.
+        """Compiles the device programs of `save` in advance, for a program, or for a state
+        (concrete, or abstract with shardings).
         """
         program = target if is_program(target) else None
         state = target if program is None else program.state
@@ -447,8 +444,8 @@ class Checkpoints:
     ) -> None:
         """Saves a state.
 
-        Returns when copies of the arrays are queued; the state may be donated then. Writing goes on
-        in a thread. Waits only for a save before this one that is still being written.
+        Returns when copies of the arrays are queued; the state may be donated then. Writing
+        continues in a thread. Waits only for a previous save that is still being written.
         """
         if self.read_only:
             raise CheckpointError(
@@ -467,7 +464,7 @@ class Checkpoints:
         def write() -> None:
             specs = {
                 path: spec_of(leaf) for path, leaf in named.items()
-            }  # the next step deletes the arrays, not their shapes
+            }  # the next step deletes the arrays, but not their shapes
             try:
                 description = About(
                     step=step,
@@ -487,17 +484,17 @@ class Checkpoints:
             self.wait()
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the checkpoints that are whole, the oldest first."""
+        """Steps of the complete checkpoints, the oldest first."""
         return self._folder.steps()
 
     def wait(self) -> None:
-        """Waits for the save that is under way."""
+        """Waits for the save in progress."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Waits for the save that is under way, ends the thread and gives the folder back."""
+        """Waits for the save in progress, ends the thread and releases the folder."""
         try:
             self.wait()
         finally:
@@ -512,11 +509,11 @@ class Checkpoints:
         *,
         parameters_only: bool = False,
     ) -> Restored:
-        """Restores a checkpoint straight to where its arrays are to live.
+        """Restores a checkpoint directly into the target's shardings.
 
         Args:
-            step: which; by default the newest one that is good. Damaged ones that are newer are
-                renamed, once a good one is restored, and said.
+            step: by default the newest good one. Newer damaged ones are renamed once a good one is
+                restored, and reported.
         """
         self.wait()
         program = target if is_program(target) else None
@@ -543,14 +540,14 @@ class Checkpoints:
         raise none_good(self._folder, damaged, candidates)
 
     def _write(self, step: int, snapshot: Snapshot, description: About) -> None:
-        """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
+        """Writes a checkpoint and deletes those that no rule keeps; runs in the thread."""
         self._require()
         write_checkpoint(self._folder, step, snapshot, description)
         if values.is_process_zero():
             delete_superfluous(self._folder, self.keep, step)
 
     def _require(self) -> None:
-        """Makes sure that the folder is this job's, and that it was not closed."""
+        """Raises an error if the folder is closed, or no longer owned by this job."""
         if self._owner is None:
             return
         if not self._owner.held:

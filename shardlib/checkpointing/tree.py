@@ -1,7 +1,7 @@
 """Training states as named arrays, their differences, and copies of them.
 
-Checkpoints know no classes: every array has its dotted path, "params.layers.mlp.up" or
-"opt_state.0.mu.embedding". Typed random keys are stored as the integers that they are made of.
+Checkpoints contain no classes: every array has its dotted path, "params.layers.mlp.up" or
+"opt_state.0.mu.embedding". Typed random keys are stored as their integers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shardlib.processes.values import in_every_process
 
 
 class OtherOptimizerError(CheckpointError):
-    """A checkpoint of this model, with the state of another optimizer."""
+    """A checkpoint of this model with the state of another optimizer."""
 
 
-#: Differences that a message lists before it counts the rest.
+#: Maximum number of differences that a message lists.
 SHOWN = 12
 
 
@@ -37,9 +37,9 @@ class Spec:
     """The description of an array in a checkpoint.
 
     Attributes:
-        shape: elements per dim; of random keys, of their integers.
+        shape: of random keys, that of their integers.
         dtype: name of the dtype as stored.
-        key: name of the generator where the array holds random keys, else "".
+        key: name of the generator of random keys, "" for other arrays.
     """
 
     shape: tuple[int, ...]
@@ -64,9 +64,9 @@ def named_leaves(tree: Tree) -> dict[str, Tree]:
     return named
 
 
-#: A training state; that of a step of the user's own is any tree.
+#: A training state; that of a user's own step is any tree.
 State: TypeAlias = TrainState | Tree
-#: Names of what an optimizer, and all that comes with it, has in a training state.
+#: Parts of a training state that belong to the optimizer.
 _OPTIMIZER = ("opt_state", "guard", "exchange")
 
 
@@ -76,12 +76,12 @@ def form_of(state: State) -> Tree:
 
 
 def state_of(form: Tree, like: State) -> State:
-    """The state of a tree as `form_of` gives it."""
+    """The state of a tree made by `form_of`."""
     return like.of_stored_form(form) if isinstance(like, SeveralStates) else form
 
 
 def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
-    """Returns whether a checkpoint is of as many islands as a state, which exchange alike."""
+    """True if a checkpoint has the same number of islands as a state, and the same exchange."""
     if isinstance(state, SeveralStates):
         return state.is_stored_in(arrays)
     several = any(path.startswith(("islands.", "outer.")) for path in arrays)
@@ -89,7 +89,7 @@ def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
 
 
 def without_optimizer(state: State) -> State:
-    """A state without that of the optimizer and of what comes with it."""
+    """A state without optimizer state and related parts."""
     if isinstance(state, SeveralStates):
         return state.mapped(without_optimizer)
     return TrainState(
@@ -98,12 +98,12 @@ def without_optimizer(state: State) -> State:
 
 
 def is_of_optimizer(path: str) -> bool:
-    """Returns whether an array is of the state of an optimizer, or of what comes with it."""
+    """True if an array belongs to the optimizer state or related parts."""
     return path.removeprefix("islands.").partition(".")[0] in _OPTIMIZER
 
 
 def is_key(leaf: Tree) -> bool:
-    """Returns whether an array, concrete or abstract, holds typed random keys."""
+    """True if a concrete or abstract array contains typed random keys."""
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -113,14 +113,14 @@ def key_name(leaf: Tree) -> str:
 
 
 def spec_of(leaf: Tree) -> Spec:
-    """Returns what a checkpoint says of an array, concrete or abstract."""
+    """The description of a concrete or abstract array in a checkpoint."""
     raw = raw_abstract(leaf)
     return Spec(shape=tuple(raw.shape), dtype=str(raw.dtype), key=_generator(leaf))
 
 
 def _generator(leaf: Tree) -> str:
-    """Abstract arrays of keys name their generator in their dtype alone, "key<fry>"; a key of that
-    dtype says the whole name.
+    """Name of the generator. Abstract arrays of keys contain it only in their dtype, "key<fry>"; a
+    key of that dtype has the full name.
     """
     if not is_key(leaf):
         return ""
@@ -137,7 +137,7 @@ def _generator(leaf: Tree) -> str:
 
 
 def raw_abstract(leaf: Tree) -> jax.ShapeDtypeStruct:
-    """An array as a checkpoint stores it, abstract, with its sharding where it has one: keys as
+    """The abstract array as a checkpoint stores it, with its sharding if it has one: keys as
     integers with one more dim.
     """
     sharding = getattr(leaf, "sharding", None)
@@ -157,14 +157,14 @@ def _with_inner_dim(sharding: Sharding | None, ndim: int) -> Sharding | None:
 
 
 def raw_arrays(named: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Arrays by path, keys as integers; no array is copied."""
+    """Arrays by path, keys as integers; nothing is copied."""
     return {
         path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items()
     }
 
 
 def fitted(target: Mapping[str, Tree], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Stored arrays cast to the target's dtypes, each where the target says."""
+    """Stored arrays cast to the target's dtypes, in its shardings."""
     return {path: _fitted(arrays[path], leaf) for path, leaf in target.items()}
 
 
@@ -180,7 +180,7 @@ def _fitted(array: jax.Array, leaf: Tree) -> jax.Array:
 
 
 def check_target(target: Tree) -> None:
-    """Makes sure that every array of a target says where it is to live."""
+    """Raises an error unless every array of a target has a sharding."""
     lacking = [
         path
         for path, leaf in named_leaves(target).items()
@@ -204,10 +204,10 @@ def check_target(target: Tree) -> None:
 def compared(
     stored: Mapping[str, Spec], target: Mapping[str, Spec], subject: str
 ) -> tuple[Finding, ...]:
-    """Compares what a checkpoint holds with what is to be restored.
+    """Compares the arrays of a checkpoint with those of the target.
 
     Returns:
-        Findings where floating-point dtypes differ, which a restore casts.
+        Findings for floating-point dtypes that differ, which a restore casts.
     """
     differences = {
         path: text
@@ -272,38 +272,37 @@ def _cut(texts: list[str]) -> list[str]:
 
 
 def shortened(names: list[str]) -> str:
-    """Names with commas, the first ones and how many more."""
+    """Names with commas, the first ones and the number of others."""
     return ", ".join(_cut(names))
 
 
 def said(error: Exception) -> str:
-    """Returns what an error says on one line, shortened."""
+    """The text of an error on one line, shortened."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 # --------------------------------------------------------------------------------------------------
-# A copy of the training state that the next step cannot overwrite, taken without waiting for
-# anything.
+# A copy of the training state that the next step cannot overwrite, taken asynchronously.
 #
-# A step donates the buffers of its state. The copy is queued behind the step that makes the state
-# and before the step that overwrites it, by the devices' own order of work, so that the training
-# loop goes on at once. On TPUs and GPUs the copy goes to pinned memory of the host and takes none
-# of the device's; on a CPU, where host and device are one, it is a plain copy.
+# A step donates the buffers of its state. The copy is queued after the step that makes the state
+# and before the step that overwrites it, in the devices' own order of execution, so that the
+# training loop continues at once. On TPUs and GPUs the copy is in pinned host memory and takes no
+# device memory; on a CPU, where host and device are one, it is a plain copy.
 
-#: Where a copy can be: "host", "device", or "auto" for the host where it has memory of its own.
+#: Memory for copies: "host", "device", or "auto" for the host if it has separate memory.
 PLACES = ("auto", "host", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A copy under way.
+    """A copy in progress.
 
     Attributes:
         arrays: by path, each with the layout of the original.
-        stored: arrays on disk by path, whose files stay until they are deleted here.
-        copied: uint32 [arrays, 2], see `shardlib.lowering.runtime`.
-        kept: uint32 [2] of each of `stored`, by path.
+        stored: arrays on disk by path, whose files are kept until `delete`.
+        copied: checksums, uint32 [arrays, 2], see `shardlib.lowering.runtime`.
+        kept: checksums, uint32 [2], of each of `stored`, by path.
     """
 
     arrays: dict[str, jax.Array]
@@ -312,7 +311,7 @@ class Snapshot:
     kept: dict[str, jax.Array | np.ndarray]
 
     def sums(self) -> dict[str, tuple[int, int]]:
-        """The sums of all arrays; waits for them."""
+        """The checksums of all arrays; waits for them."""
         on_disk = {path: np.asarray(pair) for path, pair in self.kept.items()}
         return {
             **by_path(self.arrays, np.asarray(self.copied)),
@@ -320,18 +319,14 @@ class Snapshot:
         }
 
     def delete(self) -> None:
-        """Lets go of what is on disk."""
+        """Releases the files on disk."""
         for leaf in self.stored.values():
             leaf.delete()
 
 
 @dataclass(kw_only=True)
 class Camera:
-    """Takes snapshots; its programs are compiled once for each layout of the state.
-
-    Attributes:
-        place: see `PLACES`.
-    """
+    """Takes snapshots; its programs are compiled once for each layout of the state."""
 
     place: str = "auto"
     _programs: dict[Any, Any] = field(default_factory=dict)
@@ -344,8 +339,8 @@ class Camera:
             )
 
     def take(self, state: Mapping[str, jax.Array | DiskArray]) -> Snapshot:
-        """Queues the copies and the sums of some arrays and returns at once; of those on disk, the
-        files are kept.
+        """Queues the copies and the checksums of some arrays and returns at once; files of those on
+        disk are kept.
         """
         arrays = {path: leaf for path, leaf in state.items() if not isinstance(leaf, DiskArray)}
         stored = {path: leaf.held() for path, leaf in state.items() if isinstance(leaf, DiskArray)}
@@ -363,13 +358,13 @@ class Camera:
         return Snapshot(arrays=copies, stored=stored, copied=copied, kept=disk_sums)
 
     def prepare(self, arrays: Mapping[str, Tree]) -> None:
-        """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need
-        not.
+        """Compiles for concrete arrays, or abstract ones with shardings, ahead of the first
+        `take`.
         """
         self._program(arrays, copies=self._place(arrays) == "device")
 
     def sums(self, arrays: Mapping[str, Tree]) -> Tree:
-        """`shardlib.lowering.runtime.sums` compiled for arrays, concrete or abstract with
+        """`shardlib.lowering.runtime.sums`, compiled for concrete arrays or abstract ones with
         shardings.
         """
         return self._program(arrays, copies=False)
@@ -404,7 +399,9 @@ class Camera:
 
 
 def _compiled(shapes: dict[str, jax.ShapeDtypeStruct], *, copies: bool) -> Tree:
-    """One program for the sums, and where asked for also the copies: the state is read once."""
+    """One program for the checksums and, with `copies`, the copies, so that the state is read
+    once.
+    """
 
     def run(arrays: dict[str, jax.Array]) -> Tree:
         return (
