@@ -1,9 +1,9 @@
 """From a plan to programs that XLA compiles.
 
-Read from top to bottom: `mesh` and `runtime` are devices and arrays; `uses` reads the parameter
-uses and custom calls of a loss; `contractions`, `weights`, `context`, `experts` and
-`collective_matmul` lower its operations; `loss` puts the plan's layouts into it; `accumulation`,
-`pipeline` and `disk` are ways to drive a step; `program` is the compiled program that users hold.
+Reading order: `mesh` and `runtime` are devices and arrays; `uses` finds the parameter uses and
+custom calls of a loss; `contractions`, `weights`, `context`, `experts` and `collective_matmul`
+lower its operations; `loss` puts the plan's layouts into it; `accumulation`, `pipeline` and `disk`
+are ways to drive a step; `program` is the compiled program that users call.
 
 accumulation.py       gradient accumulation over microbatches, with gradients reduced in each or
                       once per step
@@ -14,7 +14,7 @@ context/              attention of a sequence that is sharded over a mesh axis
 contractions.py       contractions in the layouts of a plan, forward and backward
 contribution.py       the contribution of a microbatch to the loss of the whole batch
 disk.py               optimizer state stored on disk
-experts.py            expert parallelism: dispatch and combination of tokens
+experts.py            expert parallelism: dispatch and combine of tokens
 loss.py               the user's loss with the plan's layouts in it
 mesh.py               the device mesh, shardings of parameters and state on it
 pipeline/             a loop over layers as a pipeline

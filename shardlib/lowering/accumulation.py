@@ -1,4 +1,4 @@
-"""Gradient accumulation over microbatches, with gradients reduced in each or once a step."""
+"""Gradient accumulation over microbatches, with gradients reduced in each or once per step."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from shardlib.tracing.program import REMAT, Equation, callee
 from shardlib.tracing.rewriting import Walk
 
 # --------------------------------------------------------------------------------------------------
-# A global batch divided into microbatches, whose gradients are added up.
+# A global batch divided into microbatches, whose gradients are summed.
 #
-# Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts,
-# parts], and part i is the column i. No row changes its device; a part is a strided sample of the
-# batch. Losses and metrics are averaged over the parts: `loss/contribution` has rewritten the loss
-# of a part so that this average is the loss of the whole batch. Metrics with a value for every row
-# are put together as the batch was taken apart.
+# Every device takes each microbatch from its own rows: the batch dim of B rows is reshaped to
+# [B / parts, parts], and microbatch i is column i. No row changes its device; a microbatch is a
+# strided sample of the batch. Losses and metrics are averaged over the microbatches
+# (`contribution.py` has rewritten their loss so that this average is the loss of the whole batch).
+# Per-row metrics are reassembled in the order of the batch.
 
 
 def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
-    """The abstract batch of one part.
+    """The abstract batch of one microbatch.
 
     Args:
-        dims: dim of the rows of each array, by path; None where it has none.
+        dims: dim of the rows of each array, by path; None if it has none.
     """
     if parts == 1:
         return batch
@@ -76,11 +76,11 @@ class Microbatches:
 
     Attributes:
         shardings: of each array of the batch, a tree like it.
-        dims: batch dim of each array, by path; None where it has none.
+        dims: batch dim of each array, by path; None if it has none.
         count: number of microbatches.
         repeated: see `shardlib.lowering.contribution.Contribution`.
-        by_row: for each array of the metrics where it has its rows; None, as for those beyond, for
-            one that is averaged.
+        by_row: dim of rows of each array of the metrics; None, or no entry, for one that is
+            averaged.
     """
 
     shardings: Tree
@@ -113,7 +113,7 @@ class Microbatches:
         return mean, (self.whole(jax.tree.map(joined, metrics, last)), after)
 
     def entering(self, first: Tree, state: Tree) -> Tree:
-        """The model state that a microbatch begins with."""
+        """The model state at the start of a microbatch."""
         leaves, structure = jax.tree.flatten(state)
         return structure.unflatten(
             [
@@ -125,7 +125,7 @@ class Microbatches:
         )
 
     def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
-        """Stacks the parts along a new leading dim."""
+        """Stacks the microbatches along a new leading dim."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
         cuts = [self.dims[batch_path(path)] for path, _ in leaves]
         stacked = [
@@ -159,7 +159,7 @@ def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> ja
 
 
 def _unstack(stacked: jax.Array, rows: RowDim) -> jax.Array:
-    """The rows of the whole batch of those of its parts, as `_stack` took them."""
+    """The rows of the whole batch from those of its microbatches (the inverse of `_stack`)."""
     parts, dim, inner = stacked.shape[0], rows.dim, rows.inner
     shape = stacked.shape[1:]
     seen = stacked.reshape(parts, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
@@ -175,10 +175,10 @@ def accumulated(
     cut: Callable[[Tree], Tree],
     reductions: GradientReductions,
 ) -> Callable[[Tree, Tree], Tree]:
-    """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
+    """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients).
 
     Args:
-        reductions: how gradients are reduced; says the dtypes of the accumulators.
+        reductions: how gradients are reduced, with the dtypes of the accumulators.
     """
     differentiate = jax.value_and_grad(loss, has_aux=True)
     if microbatches.count == 1:
@@ -216,29 +216,29 @@ def _mean(values: jax.Array) -> jax.Array:
 # Deferred gradient reduction: once per step, over all microbatches.
 #
 # A gradient that is stored replicated (ZeRO 0 and 1) is a sum over the examples of all devices and
-# all microbatches. Their reduction is deferred: the backward pass of a microbatch leaves the
-# partial sums of each device where they are, and that of the last one adds to them and all-reduces
-# them, operation by operation, beside the rest of the backward pass. So the communicated bytes are
-# those of one microbatch. Gradients of other operations than contractions and lookups (norms,
-# biases, routed experts) are reduced in every microbatch by the compiler, as are those of weights
-# that several loops share.
+# all microbatches. Its reduction is deferred: the backward pass of a microbatch leaves per-device
+# partial sums, and that of the last one adds to them and all-reduces them, operation by operation,
+# overlapped with the rest of the backward pass. So the communicated bytes are those of one
+# microbatch. Gradients of other operations than contractions and lookups (norms, biases, routed
+# experts) are reduced in every microbatch by the compiler, as are those of weights that several
+# loops share.
 
-#: Partial sums of every device, by the path of the operation.
+#: Per-device partial sums, by the path of the operation.
 Sums = dict[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Once:
-    """The operations of a loss whose weights' gradients are reduced in the last microbatch.
+    """The operations of a loss whose weight gradients are reduced in the last microbatch.
 
     Attributes:
         traced: the loss of one microbatch.
-        placing: how its values are laid out.
+        placing: layouts of its values.
         mesh: the mesh of the program.
-        uses: path of an operation -> what runs in its place.
-        complete: parameters that nothing else reads: microbatches before the last make no gradient
-            of them.
-        joined: the trained parameters -> all of them.
+        uses: path of an operation -> its replacement.
+        complete: parameters that nothing else reads: microbatches before the last compute no
+            gradient of them.
+        joined: the trained parameters -> all parameters.
     """
 
     traced: LossJaxpr
@@ -250,7 +250,7 @@ class Once:
 
     @property
     def reductions(self) -> GradientReductions:
-        """Returns how gradients are reduced."""
+        """The reductions of all gradients."""
         return self.placing.reductions
 
     @property
@@ -266,8 +266,8 @@ class Once:
         }
 
     def zeros(self) -> Sums:
-        """Returns where partial sums go, [*lengths of loops, devices, ...], each device's at the
-        device.
+        """Zeros for the partial sums, [*lengths of loops, devices, ...], sharded so that each
+        device has its own.
         """
         return self.laid_out(
             {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in self.abstract.items()}
@@ -280,23 +280,21 @@ class Once:
         )
 
     def laid_out(self, sums: Sums) -> Sums:
-        """Partial sums, each device's at the device."""
+        """Partial sums, constrained so that each device has its own."""
         return {
             path: jax.lax.with_sharding_constraint(leaf, self._sharding(path))
             for path, leaf in sums.items()
         }
 
     def leaving(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Tree:
-        """The loss of a microbatch, whose gradient by `sums` are the partial sums of its
-        weights.
-        """
+        """The loss of a microbatch, whose gradient with respect to `sums` is its partial sums."""
         return self._loss(
             params, state, batch, sums, {path: use.run for path, use in self.uses.items()}
         )
 
     def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Tree:
-        """The loss of the last microbatch, whose gradient by the weights is that of all of them,
-        and by `sums` what devices keep for the next step.
+        """The loss of the last microbatch, whose gradient with respect to the weights is that of
+        all microbatches, and with respect to `sums` what devices keep for the next step.
         """
         return self._loss(
             params, state, batch, sums, {path: use.finish for path, use in self.uses.items()}
@@ -312,8 +310,8 @@ class Once:
 
 
 def once(traced: LossJaxpr, placing: Placing) -> Once | None:
-    """Returns what can be reduced once a step; None where the plan does otherwise, or nothing
-    can.
+    """The gradients that can be reduced once per step; None if there are none, or if the plan
+    reduces at another time.
     """
     mesh, reductions = placing.mesh, placing.reductions
     if reductions.when != IN_LAST:
@@ -343,7 +341,7 @@ def accumulated_once(
     deferred: Once, batch: Tree, microbatches: Microbatches, gradient: Tree
 ) -> Callable[[Tree, Tree, Sums | None], Tree]:
     """Gradients over all microbatches: (params, state, kept) -> ((loss, (metrics, state)),
-    gradients, kept), where `kept` is what devices keep of partial sums from step to step.
+    gradients, kept), where `kept` are partial sums that devices keep from step to step.
     """
     stacked, join = microbatches.split(batch)
     sums_in, keeps = deferred.reductions.accumulator, deferred.reductions.exchange.keeps
@@ -418,15 +416,15 @@ def _cut(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
-    """Parameters that something else reads than certain operands, and what only rearranges them on
-    the way there.
+    """Parameters that are read by anything other than given operands and the operations that only
+    rearrange them on the way there.
     """
     numbers_read = {
         number
         for number, value in enumerate(loss.program.inputs[: loss.parameters])
         if value in loss.program.outputs
     }
-    # Of every program, the results that something around it reads, and all values that are read.
+    # For each program, the results that are read outside of it, and all values that are read.
     live: dict[int, tuple[set[int], set[int]]] = {}
     entered: list[int] | None = None
     for step in loss.steps:
@@ -455,7 +453,7 @@ def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
 
 
 def _followed(equation: Equation) -> set[int]:
-    """Operands of a scan whose readers are found in its body."""
+    """Operands of a scan whose readers are those inside its body."""
     if equation.name != "scan":
         return set()
     constants, carried = scan_counts(equation.params)
@@ -467,8 +465,8 @@ def _followed(equation: Equation) -> set[int]:
 
 
 def _passed_on(equation: Equation, read: Collection[int]) -> set[int]:
-    """Operands of a loop over layers, or of what is rematerialised, that are results of its body as
-    they are, of which some are read: by whom is not known.
+    """Operands of a loop over layers, or of a rematerialised call, that the body returns unchanged
+    and that are read after it; their readers are not known.
     """
     if equation.name != "scan" and equation.name not in REMAT:
         return set()
@@ -482,8 +480,8 @@ def _passed_on(equation: Equation, read: Collection[int]) -> set[int]:
 
 
 def _read_results(equation: Equation, read: Collection[int]) -> list[int] | None:
-    """Positions of the results of a body that are read around it, or by its next run; None for an
-    equation without one that is entered.
+    """Positions of the results of a body that are read outside, or by its next iteration; None for
+    an equation without a body that is entered.
     """
     if equation.name != "scan" and equation.name not in REMAT:
         return None

@@ -29,11 +29,11 @@ from shardlib.tracing.program import has_matmul
 from shardlib.untrusted.data import fit, printable
 
 # --------------------------------------------------------------------------------------------------
-# States of other programs. Checked once a call has failed, so that a good step pays nothing for it.
+# States of other programs. Checked after a call has failed, at no cost for successful steps.
 
-#: Differences that an error names.
+#: Number of differences listed in an error.
 NAMED = 3
-#: What a call raises that is given arrays that it was not compiled for.
+#: Exceptions of a call with arrays that it was not compiled for.
 FOREIGN = (TypeError, ValueError, IndexError)
 OWN = (
     "a state of this very program, from program.init, program.step, or"
@@ -42,7 +42,7 @@ OWN = (
 
 
 def require_state(caller: str, state: object) -> None:
-    """Refuses what is not a state."""
+    """Raises if a value is not a state."""
     if not isinstance(state, TrainState):
         raise StateError(
             f"{caller} was given"
@@ -60,10 +60,10 @@ def require_own(
     error: Exception | None = None,
     laid_out: bool = True,
 ) -> None:
-    """Refuses a state of another program; does nothing where it is one of this program.
+    """Raises if a state does not belong to this program.
 
     Args:
-        laid_out: whether arrays must have the dtypes and shardings of the program too.
+        laid_out: whether dtypes and shardings of arrays are compared too.
     """
     others = _structure(state, expected) or _arrays(state, expected, laid_out=laid_out)
     moved = [] if others or not laid_out else _layouts(state, expected)
@@ -94,7 +94,7 @@ def require_own(
 
 
 def _structure(state: Tree, expected: Tree) -> list[str]:
-    """Arrays that are missing or too many, or else parts of another kind."""
+    """Arrays that are missing or unexpected, or else nodes of another kind."""
     ours, theirs = (
         dict.fromkeys(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
         for tree in (expected, state)
@@ -127,7 +127,7 @@ def _structure(state: Tree, expected: Tree) -> list[str]:
 
 
 def _kind(tree: Tree, reference: Tree) -> str:
-    """Describes a tree, in words that tell it from another one without arrays that differ."""
+    """A tree described so that it is distinguished from another one, apart from its arrays."""
     return (
         ("None" if tree is None else f"a {type(tree).__name__}")
         if type(tree) is not type(reference)
@@ -136,7 +136,7 @@ def _kind(tree: Tree, reference: Tree) -> str:
 
 
 def _arrays(state: Tree, expected: Tree, *, laid_out: bool) -> list[str]:
-    """Arrays of another shape or dtype, of trees of one structure."""
+    """Arrays of another shape or dtype, in trees of equal structure."""
 
     def text(leaf: Any) -> str:
         return (
@@ -156,7 +156,7 @@ def _arrays(state: Tree, expected: Tree, *, laid_out: bool) -> list[str]:
 
 
 def _layouts(state: Tree, expected: Tree) -> list[str]:
-    """Arrays on devices that lie there in another way."""
+    """Arrays with another sharding."""
     return [
         f"{path_text(path)} is {_text(leaf.sharding, abstract.sharding)}, the program has"
         f" {_text(abstract.sharding, leaf.sharding)}"
@@ -180,7 +180,7 @@ def _lies_elsewhere(leaf: Any, abstract: jax.ShapeDtypeStruct) -> bool:
 
 
 def _text(sharding: Any, reference: Any) -> str:
-    """A sharding in words that tell it from another one."""
+    """A sharding described so that it is distinguished from another one."""
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     mesh = (
@@ -204,14 +204,14 @@ def _text(sharding: Any, reference: Any) -> str:
 # --------------------------------------------------------------------------------------------------
 # Batches other than the one that a program was compiled for.
 
-#: Names that a message lists of each kind.
+#: Number of names listed in a message, for each kind.
 MOST = 20
-#: How messages begin.
+#: First words of messages.
 OTHER = "the batch is not the one that the program was compiled for"
 
 
 def require(batch: Tree, compiled: Tree) -> None:
-    """Refuses a batch that is not the one that a program was compiled for."""
+    """Raises if a batch does not match the one that a program was compiled for."""
     expected, structure = jax.tree_util.tree_flatten_with_path(compiled)
     if jax.tree.structure(batch) != structure:
         _refuse(batch, compiled)
@@ -226,7 +226,7 @@ def require(batch: Tree, compiled: Tree) -> None:
 
 
 def _refuse(batch: Tree, compiled: Tree) -> None:
-    """Says which arrays are missing and which are too much."""
+    """Raises with the arrays that are missing and those that are unexpected."""
     present, expected = _named(batch), _named(compiled)
     failures = [
         f"{name} is missing, {leaf.dtype}{list(leaf.shape)}"
@@ -255,14 +255,14 @@ def _named(batch: Tree) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _containers(batch: Tree) -> str:
-    """A batch as containers, whose arrays are stars."""
+    """The containers of a batch, with stars for its arrays."""
     text = str(jax.tree.structure(batch)).removeprefix("PyTreeDef(").removesuffix(")")
     return fit(printable(text), 300)
 
 
 def _mismatch(leaf: Any, abstract: jax.ShapeDtypeStruct) -> str:
-    """Describes a leaf that does not match the request; 64-bit host numbers stand for what JAX
-    makes of them.
+    """A leaf that does not match, described; 64-bit host numbers count as what JAX converts them
+    to.
     """
     shape = tuple(np.shape(leaf))
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
@@ -272,17 +272,17 @@ def _mismatch(leaf: Any, abstract: jax.ShapeDtypeStruct) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Plans without a lowering, for a loss or for any; refused before anything is compiled.
+# Plans without a lowering, for a loss or for any; rejected before anything is compiled.
 
 
 def require_lowered(plan: Plan) -> None:
-    """Raises where no program can be made of a plan, whatever the loss and on all chips."""
+    """Raises if a plan cannot be lowered for any loss or chip."""
     lowerings_require(facts(plan), "the plan decides for what has no lowering", on_chips(vendor=""))
     require_products(plan)
 
 
 def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
-    """Raises where the loss has not what a plan decides about."""
+    """Raises if a loss does not have the functions for which the plan has decisions."""
     forms = [site.call.form for site in loss.calls.values()]
     along, routed = plan.context in ("ring", "ulysses"), plan.experts != "none"
     if "activations" in plan.offload and not any(
@@ -317,7 +317,7 @@ def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
 
 
 def require_model(caller: str, state: TrainState, expected: TrainState) -> None:
-    """Refuses a state whose parameters and model state are gone or have other shapes."""
+    """Raises if the parameters or model state of a state are deleted or have other shapes."""
     require_state(caller, state)
     require_present(caller, state.inference)
     require_own(caller, state.inference, expected.inference, laid_out=False)

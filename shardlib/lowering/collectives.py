@@ -1,4 +1,4 @@
-"""Collectives of manual regions: axes and shardings, exchanges of partial sums, products in 8 bits,
+"""Building blocks of manual regions: axes and shardings, exchanges of partial sums, 8-bit matmuls,
 dtypes of a step.
 """
 
@@ -25,21 +25,21 @@ from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
 
 # --------------------------------------------------------------------------------------------------
-# Exchanges of partial sums of gradients: values and dtype that devices send, and residuals that
+# Exchanges of partial sums of gradients: the values and dtype that devices send, and residuals that
 # they keep for the next step.
 #
 # An exchange is a function of one device's partial sums and of the collectives that reduce them.
-# The one of all plans today sends them in a dtype:
+# All plans today send them in a given dtype:
 #
-# InDtype(bfloat16) gradient = collectives(round(partial))
+#     InDtype(bfloat16)   gradient = collectives(round(partial))
 #
-# and one with error feedback (arXiv:1901.09847) keeps what it did not send, which is added to the
+# An exchange with error feedback (arXiv:1901.09847) keeps the rounding error, which is added to the
 # partial sums of the next step:
 #
-# sent = round(partial) gradient = collectives(sent) kept = partial - sent
+#     sent = round(partial)   gradient = collectives(sent)   kept = partial - sent
 
-#: Reduces one device's share, inside a manual region, in the dtype that it has: reduce-scatters
-#: over the mesh axes that shard the gradient, all-reduces over the others.
+#: Reduces one device's partial sums, inside a manual region, in their dtype: reduce-scatters over
+#: the mesh axes that shard the gradient, all-reduces over the others.
 Collectives = Callable[[jax.Array], jax.Array]
 
 
@@ -48,12 +48,12 @@ class GradientExchange(Protocol):
 
     @property
     def dtype(self) -> np.dtype | None:
-        """The dtype in which partial sums are sent; None for their own."""
+        """The communication dtype of partial sums; None for their own."""
         ...
 
     @property
     def keeps(self) -> bool:
-        """True if every device keeps something of its partial sums for the next step."""
+        """True if devices keep an array for the next step."""
         ...
 
     def __call__(
@@ -62,25 +62,25 @@ class GradientExchange(Protocol):
         """Reduces partial sums.
 
         Returns:
-            The gradient, in the dtype of the partial sums, and what the device keeps, of their
-            shape and dtype; None where it keeps nothing.
+            The gradient, in the dtype of the partial sums, and the array that the device keeps, of
+            their shape and dtype, or None.
         """
         ...
 
 
 @dataclass(frozen=True)
 class InDtype:
-    """Partial sums are sent in a dtype, and nothing is kept.
+    """An exchange that sends partial sums in a communication dtype and keeps nothing.
 
     Attributes:
-        dtype: it; None for the dtype that they have.
+        dtype: the communication dtype; None for that of the partial sums.
     """
 
     dtype: np.dtype | None = None
 
     @property
     def keeps(self) -> bool:
-        """Nothing is kept."""
+        """False: nothing is kept."""
         return False
 
     def __call__(self, partial: jax.Array, collectives: Collectives) -> tuple[jax.Array, None]:
@@ -94,20 +94,19 @@ class InDtype:
         return collectives(sent).astype(dtype), None
 
 
-#: Partial sums are sent as they are.
+#: Partial sums are sent in their own dtype.
 PLAIN = InDtype()
 
-#: Mesh axes per dim; dims that are not sharded may be left out.
+#: Mesh axes by dim; dims that are not sharded may be omitted.
 Cuts = dict[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The mesh and the backend that the reduction of gradients runs on.
+    """The mesh and the backend of gradient reductions.
 
     Attributes:
-        mesh: the mesh of the program.
-        torus: whether some of its links form a torus.
+        torus: whether some of the mesh's links form a torus.
         exchange: how partial sums of gradients are exchanged.
     """
 
@@ -120,14 +119,14 @@ class Machine:
         return parts_of(self.mesh, axes)
 
     def ways(self, axes: Sequence[str]) -> int:
-        """Number of pieces of a dim that is sharded over axes."""
+        """Number of shards of a dim that is sharded over axes."""
         size = 1
         for part in self.parts(axes):
             size *= self.mesh.shape[part]
         return size
 
     def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
-        """Returns how each dim is sharded, as JAX says it."""
+        """The partition spec of an array."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
     def manual(
@@ -136,7 +135,7 @@ class Machine:
         arguments: tuple[PartitionSpec, ...],
         result: PartitionSpec | tuple[PartitionSpec, ...],
     ) -> Function:
-        """A function of what one device holds as a function of whole arrays; axes that are manual
+        """A function of one device's shards as a function of global arrays; axes that are manual
         around it stay so.
         """
         automatic = {
@@ -158,9 +157,9 @@ class Machine:
         )
 
     def _with_single(self, spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-        """A spec whose first dim is also sharded over those axes of one device that it leaves out.
+        """A spec whose first dim is also sharded over those mesh axes of size 1 that it omits.
 
-        JAX reduces the gradient of what is not sharded over an axis along it, and the compiler for
+        JAX reduces the gradient of an array over axes that do not shard it, and the compiler for
         simulated devices keeps a reduction among single devices: a copy of the gradient.
         """
         named = {name for dim in spec for name in ([dim] if isinstance(dim, str) else dim or ())}
@@ -175,8 +174,8 @@ class Machine:
         return PartitionSpec((*first, *single), *spec[1:])
 
     def gathered(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-        """A device's shard of an array as the whole, along a dim that is sharded over axes; inside
-        of a manual region. See `gather`.
+        """A device's shard all-gathered along a dim that is sharded over axes; inside of a manual
+        region. See `gather`.
         """
         parts = self.parts(axes)
         if parts and dim and not self.torus:
@@ -196,12 +195,12 @@ class Machine:
     ) -> Callable[[jax.Array], jax.Array]:
         """A function that gathers an array.
 
-        One all-gather over all parts of an axis; on a torus of three dims, where the TPU compiler
-        makes an all-reduce of that, one part after another, the minor one first.
+        It is one all-gather over all parts of an axis; on a torus of three dims, where the TPU
+        compiler would make an all-reduce of that, one per part, the minor one first.
 
         Args:
-            pieces: how the array comes; None, or cuts that do not refine `cuts`, leave the way to
-                the compiler.
+            pieces: sharding of the argument; None, or one that does not refine `cuts`, leaves the
+                method to the compiler.
         """
         rank = len(shape)
         if pieces is None or any(
@@ -224,9 +223,8 @@ class Machine:
 def row_major(array: jax.Array) -> jax.Array:
     """An array with its last dim innermost in memory.
 
-    Collectives of GPUs want the dim that they work on outermost. Left alone, XLA lays out the whole
-    stack that a loop takes the array from, or puts it into, in that order: a copy of all layers at
-    once.
+    GPU collectives want their dim outermost. Without this, XLA gives that memory layout to the
+    whole stack that a loop reads the array from, or writes it to: a copy of all layers at once.
     """
     return with_layout_constraint(array, ArrayLayout(major_to_minor=tuple(range(array.ndim))))
 
@@ -234,7 +232,7 @@ def row_major(array: jax.Array) -> jax.Array:
 def machine_of(
     plan: Plan, mesh: Mesh | AbstractMesh, exchange: GradientExchange | None = None
 ) -> Machine:
-    """The machine that a plan's program runs on; by default gradients are sent in their dtype."""
+    """The machine of a plan's program; by default gradients are sent in the plan's dtype."""
     return Machine(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),
@@ -243,12 +241,12 @@ def machine_of(
 
 
 # --------------------------------------------------------------------------------------------------
-# Products of weights in formats of 8 bits.
+# Matmuls of weights in 8-bit formats.
 #
-# Operands are divided by their largest element, over that of the format, and cast
-# (arXiv:2209.05433); the product adds up in float32. Going back, the cotangent is cast to
-# float8_e5m2, which has the range that gradients need, and both gradients are products of 8 bits
-# too. Scales and casts are those of qwix.
+# Operands are scaled so that their largest element is that of the format, and cast
+# (arXiv:2209.05433); the matmul accumulates in float32. In the backward pass the cotangent is cast
+# to float8_e5m2, which has the range that gradients need, and both gradients are 8-bit matmuls too.
+# Scales and casts are those of qwix.
 
 #: Format of cotangents.
 BACK = jnp.float8_e5m2
@@ -257,12 +255,12 @@ Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequen
 
 
 def is_eight_bit(dtype: jax.typing.DTypeLike | None) -> TypeGuard[np.dtype]:
-    """Returns whether a dtype needs scales."""
+    """True if a dtype needs scales."""
     return dtype is not None and jnp.dtype(dtype).itemsize == 1
 
 
 def require_qwix() -> None:
-    """Checks that the library of products is installed, without loading it."""
+    """Checks that qwix is installed, without loading it."""
     if importlib.util.find_spec("qwix") is None:
         raise MissingPackageError(
             "products in 8 bits are those of qwix, which is not installed\nTry: pip install"
@@ -276,7 +274,7 @@ def product(
     dtype: jax.typing.DTypeLike,
     result: jax.typing.DTypeLike,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A product of two arrays in 8 bits, with gradients.
+    """An 8-bit matmul of two arrays, with gradients.
 
     Args:
         dtype: of the operands.
@@ -296,7 +294,7 @@ def product(
             numbers, ranks, 1, left, cotangent, dtype
         ).astype(right.dtype)
 
-    # Not `run`: what a policy of rematerialisation saves it must see.
+    # Not `run`: the remat policy must see what it saves.
     run.defvjp(lambda left, right: (made(left, right), (left, right)), backward)
     return run
 
@@ -313,7 +311,7 @@ def gradient(
     the result.
 
     Args:
-        dtype: of 8 bits, that the product is made in.
+        dtype: the 8-bit dtype of the matmul.
     """
     contracted, batch = numbers
     free = [
@@ -326,8 +324,8 @@ def gradient(
         (tuple(range(first, first + len(free[opposite]))), tuple(free[opposite])),
         (tuple(range(along)), tuple(batch[opposite])),
     )
-    # Dims of the result: those that go along, those of the operand alone, and the contracted ones
-    # in the order of the other operand.
+    # Dims of the result: batch dims, those of the operand alone, and the contracted ones in the
+    # order of the other operand.
     order = [
         *batch[side_of_result],
         *free[side_of_result],
@@ -359,21 +357,21 @@ def _dot(
 # --------------------------------------------------------------------------------------------------
 # The dtypes in which a step stores, multiplies, reduces and updates.
 #
-# The loss computes as it is written: stored parameters in another dtype are cast to the one that
-# it was traced with where it takes them, in loops slice by slice. The update is computed in the
-# wider of the two, so that float32 as stored are master weights of a model in 16 bits
+# The loss computes as it is written: parameters that are stored in another dtype are cast to the
+# traced one where the loss reads them, in loops slice by slice. The update is computed in the wider
+# of the two, so that stored float32 parameters are master weights of a 16-bit model
 # (arXiv:1710.03740, section 3.1). Optimizer state is cast around the update.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes that a plan decides for; None where they are those of the traced model.
+    """The dtypes that a plan decides; None for those of the traced model.
 
     Attributes:
-        rest: of parameters between steps.
-        products: of the operands of products of layers' weights.
-        kept: of gradients that are added up over microbatches.
-        wire: of communicated gradients.
+        rest: of stored parameters.
+        products: of the operands of matmuls with layers' weights.
+        kept: of gradients accumulated over microbatches.
+        wire: communication dtype of gradients.
         moments: of optimizer state with a parameter's shape.
     """
 
@@ -400,7 +398,7 @@ class Precision:
         )
 
     def resting(self, params: Tree) -> Tree:
-        """Parameters as they rest: arrays, or abstract ones."""
+        """Parameters in their stored dtypes: arrays, or abstract ones."""
         return jax.tree.map(
             lambda leaf: (
                 _cast(leaf, self.rest) if self.rest is not None and is_real(leaf) else leaf
@@ -409,9 +407,7 @@ class Precision:
         )
 
     def updated(self, params: Tree) -> Tree:
-        """Abstract parameters in the dtypes that the update is computed in, for those of the traced
-        model.
-        """
+        """Abstract parameters in the dtypes of the update, from those of the traced model."""
         return jax.tree.map(
             lambda leaf: (
                 _cast(leaf, jnp.promote_types(leaf.dtype, self.rest))
@@ -422,8 +418,8 @@ class Precision:
         )
 
     def sums(self, dtype: np.dtype) -> np.dtype:
-        """The dtype in which gradients of a dtype are added up: as the plan says, otherwise float32
-        at least.
+        """The dtype in which gradients of a dtype are accumulated: that of the plan, otherwise
+        float32 at least.
         """
         return (
             self.kept
@@ -433,8 +429,8 @@ class Precision:
 
 
 def require_products(plan: Plan) -> None:
-    """Checks that the products of a plan can be made: those in 8 bits on chips that have them, or
-    on simulated devices.
+    """Raises if the matmuls of a plan cannot be run: 8-bit ones need chips with support for them,
+    or simulated devices.
     """
     dtype = Precision.of(plan).products
     if not is_eight_bit(dtype):
@@ -449,12 +445,12 @@ def require_products(plan: Plan) -> None:
 
 
 def is_real(leaf: Tree) -> bool:
-    """Returns whether an array holds real floating-point numbers."""
+    """True if an array has a real floating-point dtype."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def like(tree: Tree, target: Tree) -> Tree:
-    """A tree with the dtypes of another; leaves that have them already are passed on."""
+    """A tree cast to the dtypes of another; leaves with these dtypes are unchanged."""
     return jax.tree.map(
         lambda leaf, model: leaf if leaf.dtype == model.dtype else leaf.astype(model.dtype),
         tree,
@@ -475,11 +471,11 @@ def _cast(leaf: Tree, dtype: Any) -> Any:
 def stored(
     optimizer: optax.GradientTransformation, params: Tree, precision: Precision
 ) -> optax.GradientTransformation:
-    """An optimizer whose state rests in the dtypes of a plan, and is cast to those of its update
-    around every update.
+    """An optimizer whose state is stored in the dtypes of a plan, and is cast to those of its
+    update around every update.
 
     Args:
-        precision: the dtypes; where they change nothing, the optimizer is returned as it is.
+        precision: the dtypes; if they change nothing, the optimizer is returned unchanged.
     """
     at_rest = jax.eval_shape(optimizer.init, params)
     computed = jax.eval_shape(optimizer.init, precision.updated(params))
@@ -513,10 +509,10 @@ def stored(
 # A manual region that all devices along some axes compute alike, whose gradients need not be
 # summed.
 #
-# JAX takes what such a region reads whole for what every device adds to: the gradient is divided
-# by the number of devices and all-reduced, though each has all of it. Here each device has its
-# copy as a row of its own, `[devices, ...]`, inside of the region; the rows are made and taken
-# without a word to the others, forward and backward.
+# JAX assumes that every device contributes to the gradient of an argument that such a region reads
+# replicated: the gradient is divided by the number of devices and all-reduced, though each device
+# has all of it. Here the copies are the rows of an array [devices, ...] inside of the region; rows
+# are made and read without communication, forward and backward.
 
 
 def alike(
@@ -525,8 +521,8 @@ def alike(
     arguments: Sequence[PartitionSpec],
     result: PartitionSpec,
 ) -> Function:
-    """`Machine.manual` of a function of which devices along the axes that its result is not sharded
-    over compute the same of the same arrays.
+    """`Machine.manual` for a function whose devices along the axes that do not shard its result
+    compute the same from the same arrays.
     """
     named = {name for spec in (*arguments, result) for name in _names(spec)}
     axes = tuple(
@@ -574,12 +570,12 @@ def _differentiable(array: Value) -> bool:
 
 
 def _rows(machine: Machine, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
-    """Each device's copy of an array as a row of its own; backward, the row that it has."""
+    """Each device's copy of an array as its own row; the gradient is the device's own row."""
     return _turned(*_ways(machine, axes, spec))
 
 
 def _row(machine: Machine, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
-    """The array whose copies are the rows of devices; backward, a row for each."""
+    """The array whose copies are the rows of the devices; the gradient is copied to every row."""
     return _turned(*reversed(_ways(machine, axes, spec)))
 
 
@@ -594,7 +590,7 @@ def _ways(
 
 
 def _turned(there: Function, back: Function) -> Function:
-    """A function with another one as its derivative, backward."""
+    """A function whose backward pass is another function."""
     turned = jax.custom_vjp(there)
     turned.defvjp(lambda array: (there(array), None), lambda _, cotangent: (back(cotangent),))
     return turned

@@ -1,4 +1,4 @@
-"""The device mesh, shardings of parameters and state on it, and memories of host and device."""
+"""The device mesh, shardings of parameters and state on it, and memory kinds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from shardlib.processes.values import idle_processes, processes_text
 # --------------------------------------------------------------------------------------------------
 # Findings about the devices that a program runs on.
 
-#: What JAX calls the devices of a chip's vendor.
+#: JAX platform names of the vendors of chips.
 PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
 
 
 @diagnostic
 def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> tuple[Finding, ...]:
-    """A finding where JAX sees more devices than a mesh uses, or where whole processes own none of
+    """A finding if JAX sees more devices than a mesh uses, or if whole processes own none of
     them.
     """
     idle = seen - shape.devices
@@ -69,10 +69,10 @@ def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> 
 
 @diagnostic
 def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
-    """A finding where a program runs on devices of another kind than it was planned for.
+    """A finding if a program runs on devices of another kind than it was planned for.
 
     Args:
-        topology: spelling of the one that the plan was made for; None where that is not known.
+        topology: spelling of the plan's topology; None if unknown.
     """
     try:
         chip = None if topology is None else parse_topology(topology).chip
@@ -97,16 +97,15 @@ def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
 # --------------------------------------------------------------------------------------------------
 # The order of devices in the mesh.
 #
-# The mesh has all six axes, sizes 1 included, all of them Auto: the compiler propagates layouts
-# from the constraints that the plan places. An axis that runs along several dims of a torus is
-# kept as its physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter on a torus goes along
-# one dim at a time (`lowering/weights.py`); everything that names a mesh axis goes
-# through `parts_of`.
+# The mesh has all six axes, including those of size 1, all of them Auto: the compiler propagates
+# layouts from the constraints of the plan. An axis that spans several dims of a torus is
+# represented by its physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter on a torus is
+# along one dim at a time (`lowering/weights.py`); mesh axes are always named through `parts_of`.
 #
 # The device order follows the hardware, by `shardlib.machines.topology.device_order`, in planning,
-# verification and here: TPU devices are found by their coordinates, others by their numbers in
-# JAX's order, in which neighbours share the fastest link. A plan may lay its axes on the links in
-# another order than they have in the mesh (`axis_order`).
+# verification and here: TPU devices are found by their coordinates, others by their index in JAX's
+# order, in which neighbours share the fastest link. A plan may assign its axes to links in another
+# order than they have in the mesh (`axis_order`).
 
 T = TypeVar("T")
 
@@ -115,7 +114,7 @@ Parts = Mapping[str, tuple[int, ...]]
 
 
 def physical_parts(plan: Plan) -> Parts:
-    """The axes of a plan that run along several dims of which some belong to a torus."""
+    """The axes of a plan that span several dims, some of them dims of a torus."""
     return {
         axis: tuple(link.ways for link in links)
         for axis, links in plan.placement
@@ -146,7 +145,7 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
 
 
 def parts_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """The names that mesh axes have in a program's mesh: themselves, or those of their parts, the
+    """The names of mesh axes in a program's mesh: unchanged, or those of their physical parts, the
     major one first.
     """
     return tuple(
@@ -203,8 +202,8 @@ def device_mesh(
 def _ordered(
     shape: MeshShape, devices: list[jax.Device], topology: str | None, order: tuple[str, ...]
 ) -> np.ndarray:
-    """The devices in mesh order: those at the places of a plan, found by the coordinates that TPU
-    devices carry, others by their numbers.
+    """The devices in mesh order: TPU devices found by the coordinates of the plan's places, others
+    by their index.
     """
     first = np.array(devices[: shape.devices], dtype=object)
     if len(first) == 1:
@@ -227,9 +226,7 @@ def _ordered(
 
 
 def _numbers(shape: MeshShape, topology: str | None, order: tuple[str, ...]) -> np.ndarray | None:
-    """Numbers of the devices of a mesh, in mesh order; None where the topology is not known
-    here.
-    """
+    """Indices of the devices of a mesh, in mesh order; None if the topology is unknown."""
     try:
         parsed = None if topology is None else parse_topology(topology)
     except ShardlibError:
@@ -246,8 +243,8 @@ def tpu_place(device: jax.Device) -> tuple[int, ...]:
 def tpu_places(
     shape: MeshShape, topology: str, order: tuple[str, ...] = ()
 ) -> list[tuple[int, ...]]:
-    """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or
-    is not a TPU's.
+    """Places of the devices of a mesh, in mesh order; empty if the topology is unknown or not a
+    TPU's.
     """
     try:
         parsed = parse_topology(topology)
@@ -267,7 +264,7 @@ def tpu_places(
 
 
 def _grid(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
-    """The order that JAX gives TPU devices of a topology that is not known here."""
+    """The order that JAX gives TPU devices of an unknown topology."""
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
@@ -279,7 +276,7 @@ def _grid(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
 
 
 def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
-    """Returns how many slices each mesh axis spans: the outermost axes take them.
+    """Number of slices along each mesh axis: the outermost axes span slices.
 
     >>> _across_slices((1, 2, 8, 1, 1, 4), 4)
     (1, 2, 2, 1, 1, 1)
@@ -298,9 +295,9 @@ def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory of the host.
+# Host memory.
 
-#: Memory of the host that devices read and write by themselves.
+#: Memory kind of host memory that devices access directly.
 HOST = "pinned_host"
 
 
@@ -309,8 +306,8 @@ HOST = "pinned_host"
 
 
 def owned(path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The parameter that an array of optimizer state belongs to: its path ends the array's, and it
-    has the array's shape. None where there is none.
+    """The parameter that an array of optimizer state belongs to: its path is a suffix of the
+    array's, and it has the array's shape. None if there is none.
     """
     keys = path_text(path).split(".")
     names = (".".join(keys[start:]) for start in range(len(keys)))  # the longest suffix first
@@ -330,27 +327,27 @@ def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def held(value: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A value held to a layout, inside a traced function; as it is where there is one device."""
+    """A value constrained to a layout, inside a traced function; unchanged on a single device."""
     if sharding.mesh.size == 1 and sharding.memory_kind != HOST:
         return value
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
 def constrain(tree: Tree, shardings: Tree) -> Tree:
-    """Pins the layout of every leaf, inside a traced function."""
+    """Constrains the layout of every leaf, inside a traced function."""
     return jax.tree.map(held, tree, shardings)
 
 
 def moved(tree: Tree, before: Tree, after: Tree) -> Tree:
-    """Pins the leaves that change their layout; the others are laid out already."""
+    """Constrains the leaves whose layouts change; the others have their layouts already."""
     return jax.tree.map(
         lambda leaf, old, new: leaf if old == new else held(leaf, new), tree, before, after
     )
 
 
 def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """The identity, whose gradient comes back in a layout: that of a parameter laid out for the
-    optimizer, so that the compiler can reduce-scatter it.
+    """The identity, with a layout for its gradient: that of a parameter as the optimizer reads it,
+    so that the compiler can reduce-scatter it.
     """
     if gradient.mesh.size == 1:
         return lambda leaf: leaf
@@ -370,8 +367,8 @@ def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 # Shardings of every array of the training state.
 #
 # Every leaf gets an explicit sharding: parameters and their optimizer state from the plan,
-# everything else whole on every device. Nothing is left to propagation, which under Auto axes
-# would put `optimizer.init` on one device.
+# everything else replicated. Nothing is left to propagation, which under Auto axes would put the
+# results of `optimizer.init` on one device.
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
@@ -388,10 +385,10 @@ class ParameterShardings:
     """Four shardings for each parameter, as trees like the params.
 
     Attributes:
-        compute: in use.
-        rest: between steps.
-        gradient: its gradient, as the optimizer reads it.
-        state: its optimizer state, and its update.
+        compute: of the parameter in use.
+        rest: of the stored parameter.
+        gradient: of its gradient, as the optimizer reads it.
+        state: of its optimizer state, and its update.
     """
 
     compute: Tree
@@ -400,7 +397,7 @@ class ParameterShardings:
     state: Tree
 
     def of(self, partition: Partition) -> ParameterShardings:
-        """Those of the trained parameters alone."""
+        """The shardings of the trained parameters alone."""
         return ParameterShardings(
             **{name: partition.trained(tree) for name, tree in vars(self).items()}
         )
@@ -461,8 +458,8 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
 
 
 def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
-    """The sharding of every array of model state: what the loss updates as the plan says,
-    everything else replicated. Stages replicate all of it.
+    """The sharding of every array of model state: from the plan if the loss updates it, otherwise
+    replicated. Always replicated over stages.
     """
     planned = (
         {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"}
@@ -497,9 +494,9 @@ def optimizer_shardings(
 ) -> tuple[Tree, tuple[Finding, ...]]:
     """The sharding of every leaf of an optimizer's state.
 
-    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is
-    sharded like that parameter's state. Every other leaf (counts, factored moments) is whole on
-    every device.
+    A leaf belongs to the parameter whose path is a suffix of its own path and whose shape it has;
+    it is sharded like that parameter's state. Every other leaf (counts, factored moments) is
+    replicated.
     """
     shapes = shapes_of(params)
     cuts = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
@@ -526,8 +523,8 @@ def optimizer_shardings(
 
 
 def batch_path(path: KeyPath) -> str:
-    """Returns how plans and errors call an array of the batch: "batch.tokens", or "batch" where it
-    is one array.
+    """The name of an array of the batch in plans and errors: "batch.tokens", or "batch" if the
+    batch is a single array.
     """
     return ".".join(filter(None, ("batch", path_text(path))))
 
@@ -558,8 +555,8 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 
 
 def without_axes(parameter: ParameterLayout, axes: Collection[str]) -> ParameterLayout:
-    """The layouts of a parameter where some mesh axes shard nothing: in a region that is manual
-    over them, or on the devices of one stage.
+    """The layouts of a parameter with some mesh axes removed: in a region that is manual over them,
+    or on the devices of one stage.
     """
 
     def left(layout: Layout) -> Layout:
@@ -584,13 +581,13 @@ def with_shardings(tree: Tree, shardings: Tree) -> Tree:
 
 
 def batch_dims(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, int | None]:
-    """For each array of the batch, the dim called "batch"; None where it has none."""
+    """For each array of the batch, its dim named "batch", or None."""
     return {
         path: names.index("batch") if "batch" in names else None for path, names in axes.items()
     }
 
 
 def parameter_order(plan: Plan, params: Tree) -> list[int]:
-    """For every leaf of the params the position of its layout in the plan."""
+    """For every leaf of the params, the index of its layouts in the plan."""
     position = {parameter.path: i for i, parameter in enumerate(plan.parameters)}
     return [position[path_text(path)] for path, _ in jax.tree_util.tree_leaves_with_path(params)]

@@ -1,10 +1,10 @@
 """Random keys in a batch, divided among microbatches.
 
-A key is an array of typed keys (`jax.random.key`), or integers that the loss uses as one
-(`jax.random.PRNGKey`). One with a batch dim belongs to its rows, and is split like them. One
-without belongs to the whole batch: where that is worked through in several microbatches, number i
-of them is given `jax.random.fold_in(key, i)`, as no two may draw the same numbers. A batch in one
-piece is given the key itself, so that it draws what the model draws in plain JAX, on any mesh.
+A key is an array of typed keys (`jax.random.key`), or of integers that the loss uses as one
+(`jax.random.PRNGKey`). A key with a batch dim belongs to its rows, and is split with them. One
+without belongs to the whole batch: with several microbatches, number i gets
+`jax.random.fold_in(key, i)`, since no two may draw the same numbers. A batch without microbatches
+gets the key itself, so that it draws the numbers of the model in plain JAX, on any mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlib.jax_types import Jaxpr
 from shardlib.lowering.mesh import batch_path
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
 
-#: Operations that hand integers on as they are.
+#: Operations that pass integers on unchanged.
 _MOVED: frozenset[str] = frozenset(
     {
         "reshape",
@@ -44,14 +44,14 @@ _MOVED: frozenset[str] = frozenset(
 )
 
 
-#: Operations that make random numbers of keys.
+#: Operations that draw random numbers from keys.
 _DRAWS: frozenset[str] = frozenset(
     {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 )
 
 
 def draws(jaxpr: Jaxpr) -> bool:
-    """Returns whether a program, or anything it calls, draws random numbers."""
+    """True if a program, or anything it calls, draws random numbers."""
     return any(
         eqn.primitive.name in _DRAWS or any(map(draws, subjaxprs(eqn)))
         for eqn in open_jaxpr(jaxpr)[0].eqns
@@ -59,18 +59,18 @@ def draws(jaxpr: Jaxpr) -> bool:
 
 
 def is_key(leaf: Tree) -> bool:
-    """Returns whether an array, concrete or abstract, holds typed random keys."""
+    """True if an array, concrete or abstract, contains typed random keys."""
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def dtype_of(leaf: Tree) -> np.dtype:
-    """The dtype that JAX gives an array; that of typed keys is one already."""
+    """The dtype that JAX gives an array; that of typed keys is unchanged."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Typed keys as they are to be sharded; several processes each take what their devices hold."""
+    """Typed keys with a sharding; with several processes, each takes the shards of its devices."""
     if jax.process_count() == 1:
         return jax.device_put(keys, sharding)
     words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
@@ -88,22 +88,20 @@ def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """In the place of a batch dim: an array is a key of the whole batch, and microbatches are given
-    one each.
+    """In place of a batch dim: the array is a key of the whole batch, of which each microbatch gets
+    its own.
 
     Attributes:
-        dtype: of the keys that integers stand for; None for typed keys.
-        apart: whether the parts are given a key each; the same for all where they draw what the
-            whole batch draws for their rows.
+        dtype: dtype of the keys that the integers represent; None for typed keys.
+        apart: whether microbatches get different keys; otherwise all get the same, because they
+            draw the whole batch's numbers for their rows.
     """
 
     dtype: Any = None
     apart: bool = True
 
     def stacked(self, leaf: jax.Array, parts: int) -> jax.Array:
-        """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key
-        itself.
-        """
+        """The keys of all microbatches, [parts, ...]; the key itself for a single microbatch."""
         if parts == 1 or not self.apart:
             return jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
         keys = (
@@ -118,14 +116,14 @@ class Fold:
         return folded if self.dtype is None else jax.random.key_data(folded)
 
 
-#: Dim of the rows of each array of a batch, by path: None where it has none, a `Fold` for a key of
+#: Dim of the rows of each array of a batch, by path: None if it has none, a `Fold` for a key of
 #: the whole batch.
 BatchDims = Mapping[str, int | Fold | None]
 
 
 def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
-    """The batch dim of every array of a batch, by path, with `Fold` in the place of None for the
-    keys of the whole batch.
+    """The batch dim of every array of a batch, by path, with a `Fold` for keys of the whole
+    batch.
     """
     paths = [batch_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     paths_by_number = {
@@ -172,7 +170,7 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
 
 
 def of_the_whole(dims: BatchDims) -> BatchDims:
-    """The same where all parts are given the keys of the whole batch."""
+    """Batch dims with the keys of the whole batch passed to all microbatches."""
     return {
         path: replace(dim, apart=False) if isinstance(dim, Fold) else dim
         for path, dim in dims.items()
@@ -180,8 +178,8 @@ def of_the_whole(dims: BatchDims) -> BatchDims:
 
 
 def key_inputs(dims: BatchDims, jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
-    """Positions of the arrays of the batch without rows, keys and seeds for example, among the
-    inputs of a loss.
+    """Positions, among the inputs of a loss, of arrays of the batch without rows, such as keys and
+    seeds.
     """
     first = len(jaxpr.in_avals) - len(dims)
     return frozenset(
@@ -190,7 +188,7 @@ def key_inputs(dims: BatchDims, jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
 
 
 def _wrapped(program: Program, paths: dict[int, str], dtypes: dict[str, Any]) -> None:
-    """Adds the arrays among `paths` values that become keys, with the dtype of these."""
+    """Adds to `dtypes` the arrays among `paths` that become keys, with the dtype of these."""
     paths = dict(paths)
     for equation in program.equations:
         inside = {
@@ -218,9 +216,7 @@ def _wrapped(program: Program, paths: dict[int, str], dtypes: dict[str, Any]) ->
 
 
 def _bodies(equation: Equation) -> list[tuple[Program, int]]:
-    """Inner programs of an equation, and the position of the operand that is the first input of
-    each.
-    """
+    """Inner programs of an equation, each with the index of the operand that is its first input."""
     if equation.name == "cond":
         return [(flatten(branch), 1) for branch in equation.params["branches"]]
     if equation.name == "while":
@@ -231,11 +227,7 @@ def _bodies(equation: Equation) -> list[tuple[Program, int]]:
 
 
 def implementation(dtype: Any) -> Any:
-    """The generator of keys of a dtype.
-
-    Args:
-        dtype: of typed keys.
-    """
+    """The generator of typed keys of a dtype."""
     implementations: list[Any] = []
 
     def look(keys: Any) -> Any:

@@ -17,12 +17,12 @@ from shardlib.tracing.steps import TracedStep
 # --------------------------------------------------------------------------------------------------
 # Shardings of a step's state, and of the values of the step.
 #
-# Weights live as the plan says. What follows a weight, as moments do, has the same shape and the
-# same colours, and lives as the plan says of optimizer state. Activations and operands of
-# contractions are pinned as in a loss (`shardlib.propagation.contractions`); gradients, which are
-# values of the step here, as the plan says of them.
+# Weights have the plan's stored sharding. Arrays of state that follow a weight, such as moments,
+# have its shape and colours, and the plan's sharding of optimizer state. Activations and operands
+# of contractions are constrained as in a loss (`shardlib.propagation.contractions`), and gradients,
+# which are ordinary values of a step, to the plan's sharding of gradients.
 
-#: Of values by the path of what makes them, and the index of the result.
+#: Layouts of values, by the path of the equation that makes them and the index of the result.
 Pinned = Mapping[tuple[str, int], Layout]
 
 
@@ -31,9 +31,9 @@ class StepLayouts:
     """Layouts of a step.
 
     Attributes:
-        state: of each array of the state, between steps.
-        batch: of each array of the batch.
-        values: of values of the step, see `shardlib.propagation.contractions`.
+        state: stored layout of each array of the state.
+        batch: layout of each array of the batch.
+        values: layouts of values of the step, see `shardlib.propagation.contractions`.
     """
 
     state: tuple[Layout, ...]
@@ -78,7 +78,7 @@ def _follower(plan: Plan, names: LogicalAxes, shape: tuple[int, ...]) -> Layout:
 
 
 def _gradients(traced: TracedStep, plan: Plan) -> Pinned:
-    """The gradients of weights, where they are made."""
+    """The layouts of gradients of weights, at the equations that make them."""
     graph = traced.problem.forward
     producers = {
         value: (op.path, index) for op in graph.ops for index, value in enumerate(op.results)
@@ -91,7 +91,7 @@ def _gradients(traced: TracedStep, plan: Plan) -> Pinned:
 
 
 # --------------------------------------------------------------------------------------------------
-# The marked losses of a step, lowered in the places of their calls.
+# The marked losses of a step, lowered in place of their calls.
 
 #: Operands of a call -> value, auxiliary results, gradients of the trained leaves.
 InPlace = Callable[..., Sequence[Value]]
@@ -99,11 +99,11 @@ InPlace = Callable[..., Sequence[Value]]
 
 @dataclass(frozen=True, kw_only=True)
 class LoweredLosses:
-    """The marked losses of a step, lowered; none in a step that marks none.
+    """The marked losses of a step, lowered; empty if a step marks none.
 
     Attributes:
-        calls: what takes the place of each, by the path of its call.
-        findings: what the user should know about them.
+        calls: replacement of each call, by its path.
+        findings: findings of their lowering.
     """
 
     calls: Mapping[str, InPlace] = field(default_factory=dict[str, InPlace])

@@ -1,6 +1,6 @@
 """The protocol of programs that train: of a loss (`Program`), of a step of the user's own
-(`StepProgram`), and of several islands. Training, checkpoints and verification know programs by it
-alone.
+(`StepProgram`), and of several islands. Training, checkpoints and verification use programs through
+it alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class TrainingProgram(Protocol):
-    """A program that trains. Implementations do not inherit from it: a dataclass would take its
-    properties for defaults.
+    """A program that trains. Implementations do not inherit from it: a dataclass would treat its
+    properties as defaults.
     """
 
     @property
     def plan(self) -> Plan:
-        """The decisions that it carries out."""
+        """The plan that it implements."""
         ...
 
     @property
@@ -65,14 +65,16 @@ class TrainingProgram(Protocol):
 
     @property
     def loss_program(self) -> Program | None:
-        """The program that has the model, the loss and the optimizer: of several islands the first;
-        None for a step of the user's own, which has all of them inside.
+        """The program with the model, the loss and the optimizer: the first one of several islands;
+        None for a step of the user's own, which contains all of them.
         """
         ...
 
     @property
     def metrics(self) -> Tree:
-        """Abstract metrics of a step; None where "loss" is always among them."""
+        """Abstract metrics of a step; None if they are not known, except that "loss" is among
+        them.
+        """
         ...
 
     def init(self, seed: Seed = 0) -> Any:
@@ -84,7 +86,7 @@ class TrainingProgram(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Compiles all that a step runs."""
+        """Compiles everything that a step runs."""
         ...
 
     def compiled(self) -> jax.stages.Compiled:
@@ -100,8 +102,8 @@ class TrainingProgram(Protocol):
         ...
 
     def learned(self, state: Any) -> Any:
-        """The state that evaluations and exports read: of islands that of one, with the outer
-        parameters.
+        """The state that evaluations and exports read: for islands, that of one of them, with the
+        outer parameters.
         """
         ...
 
@@ -114,27 +116,27 @@ _MEMBERS = ("plan", "state", "loss_program", "init", "step", "prepare", "learned
 
 
 def is_program(value: object) -> TypeIs[TrainingProgram]:
-    """Returns whether a value is a training program, by its type: properties may trace a loss."""
+    """True if a value is a training program, by its type: reading a property may trace a loss."""
     fields = getattr(type(value), "__dataclass_fields__", {})
     return all(hasattr(type(value), name) or name in fields for name in _MEMBERS)
 
 
 @runtime_checkable
 class SeveralStates(Protocol):
-    """The states of several programs as one, which a checkpoint stores in another form."""
+    """The states of several programs as one, which checkpoints store in another form."""
 
     def mapped(self, function: Callable[[TrainState], TrainState]) -> Any:
-        """The same with a function applied to each of the states."""
+        """The states after a function is applied to each."""
         ...
 
     def stored_form(self) -> Tree:
-        """A tree with the arrays as they are stored."""
+        """The arrays as a tree in their stored form."""
         ...
 
     def of_stored_form(self, form: Tree) -> Any:
-        """The states, like these, of such a tree."""
+        """The states from a tree in their stored form."""
         ...
 
     def is_stored_in(self, paths: Any) -> bool:
-        """Returns whether a checkpoint with these paths and shapes has states like these."""
+        """True if a checkpoint with these paths and shapes has states like these."""
         ...

@@ -1,17 +1,16 @@
-"""Ring attention (Liu et al., arXiv:2310.01889): keys and values go around the devices.
+"""Ring attention (Liu et al., arXiv:2310.01889): keys and values are passed around the devices.
 
 Every device keeps its queries. In each of N turns it attends to the keys and values that it has,
-and hands them to its neighbour: N - 1 messages a device forward. Going back, keys and values go
-around once more with their gradients, which come home with the N-th message. What a device holds
-does not grow with the number of devices.
+and sends them to its neighbour: N - 1 messages per device in the forward pass. In the backward pass
+keys and values go around once more with their gradients, which return with the N-th message. Memory
+per device does not grow with the number of devices.
 
-Under a causal mask and in zig-zag order, what comes from an earlier device (of lower number) is
-seen with its first run alone, by all queries; what comes from a later one is seen whole, by the
-queries of the second run alone. Either is half of a block, without a mask, so that all devices work
-equally in every turn.
+Under a causal mask and in zig-zag order, all queries attend to the first run alone of keys from an
+earlier device (of lower index); queries of the second run alone attend to all keys from a later
+one. Either is half of a block, without a mask, so that all devices have equal work in every turn.
 
-With a window that the program knows, turns in which no device sees anything are left out: keys and
-values go past those devices in one message.
+With a statically known window, turns in which no device attends to anything are skipped: keys and
+values are sent past those devices in one message.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ from shardlib.lowering.context.block import (
 )
 from shardlib.lowering.context.sequence_partition import Cut
 
-#: (which of the own queries, which of the keys, which of these they see) -> anything.
+#: (slice of own queries, slice of keys, mask) -> anything.
 Work = Callable[[slice, slice, Sight], Any]
-#: (how far keys and values have come, what stays, what goes around) -> what stays and what goes
-#: around.
+#: (distance in devices, local state, arrays passed around) -> (local state, arrays passed around).
 Turn = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
 EVERY = slice(None)
 
@@ -55,10 +53,10 @@ class Ring:
     """Attention around a ring.
 
     Attributes:
-        cut: the sequence over the mesh axis.
-        scores: how scores are made, in blocks of which size.
-        causal: whether a query sees no later position.
-        window: how far a query sees, as in `Sight`; 0 for all.
+        cut: the partition of the sequence.
+        scores: how scores are computed.
+        causal: whether later positions are masked.
+        window: static window, as in `Sight`; 0 for none.
     """
 
     cut: Cut
@@ -82,8 +80,8 @@ class Ring:
         Args:
             query: [B, S / N, H, D].
             key, value: [B, S / N, G, D] and [B, S / N, G, V], with H a multiple of G.
-            segments: number of the document of every position, [B, S / N]: a query sees its own
-                alone. None where there is one.
+            segments: index of the document of every position, [B, S / N]: a query attends to its
+                own document alone. None for a single document.
 
         Returns:
             [B, S / N, H, V], of the dtype of the values.
@@ -96,7 +94,7 @@ class Ring:
     def forward(
         self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
     ) -> Part:
-        """The same as a part, before it is cast."""
+        """Attention as a `Part`, before it is cast."""
         ring, local = replace(self, cut=self.cut.beside(query)), query.shape[1]
 
         def turn(number: Index, part: Part, goes: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
@@ -131,7 +129,7 @@ class Ring:
         inputs: Given,
         incoming: Incoming,
     ) -> tuple[Value, ...]:
-        """Gradients of queries, keys and values, and of what distances add, in float32."""
+        """Gradients of queries, keys and values, and of the distance biases, in float32."""
         ring, local = replace(self, cut=self.cut.beside(query)), query.shape[1]
         arrays = () if inputs.offsets is None else (inputs.offsets.array,)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (key, value, query, *arrays))
@@ -172,8 +170,8 @@ class Ring:
         return stays[0], *home, *stays[1:]
 
     def turns(self, local: int) -> tuple[int, ...]:
-        """Returns how far keys and values have come in every turn in which some device sees some of
-        them, of `local` positions a device.
+        """Distances in devices of the turns in which some device attends to some keys, for `local`
+        positions per device.
         """
         return tuple(
             number
@@ -185,9 +183,7 @@ class Ring:
         )
 
     def _met(self, device: int, owner: int, local: int) -> bool:
-        """Returns whether any query of a device sees any key of another, by the runs that they
-        have.
-        """
+        """True if any query of a device attends to any key of another, given their runs."""
         length = local // self.cut.runs
         distances = [
             query_run - key_run
@@ -203,7 +199,7 @@ class Ring:
     def _around(
         self, turn: Turn, stays: Any, goes: tuple[Any, ...], local: int
     ) -> tuple[Any, tuple[Any, ...]]:
-        """All turns, with a message between each and the next."""
+        """All turns, with a message after each but the last."""
         turns = self.turns(local)
 
         def step(
@@ -228,15 +224,15 @@ class Ring:
         )
 
     def _tokens(self, number: Index, local: int, segments: Value | None = None) -> Tokens:
-        """Returns where the tokens stand that have come `number` devices far."""
+        """Positions and documents of the tokens that come from `number` devices away."""
         return Tokens(
             position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local),
             document=segments,
         )
 
     def _turn(self, number: Index, local: int, inputs: Given, work: Work, before: Any) -> Any:
-        """The work on what has come `number` devices far, itself a number where the program knows
-        it; `before` where no query sees any of it.
+        """The work on keys from `number` devices away (an integer or traced); `before` if no query
+        attends to any of them.
         """
         within = inputs.sight(self.window, causal=False)
         if not self.causal:
@@ -244,7 +240,7 @@ class Ring:
         if isinstance(number, int) and not number:
             return work(EVERY, EVERY, replace(within, causal=True))
         here, half = self.cut.device(), local // 2
-        # The device that it comes from: it has not gone past the first one.
+        # The device of origin: the keys have not wrapped around past device 0.
         earlier = number <= here
         if self.cut.zigzag:
             return jax.lax.cond(
@@ -256,13 +252,13 @@ class Ring:
 
 
 def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
-    """Arrays that go around."""
+    """The arrays that are passed around."""
     return (key, value) if segments is None else (key, value, segments)
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention of arrays that one device has, with a backward pass that makes scores again: nothing of
-# their size is kept.
+# Attention of arrays on one device, with a backward pass that recomputes scores: nothing of their
+# size is saved.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +266,9 @@ class Local:
     """Attention on one device.
 
     Attributes:
-        scores: how scores are made.
-        causal: whether a query sees no later position.
-        window: how far it sees, as in `Sight`; 0 for all.
+        scores: how scores are computed.
+        causal: whether later positions are masked.
+        window: static window, as in `Sight`; 0 for none.
     """
 
     scores: Scores
@@ -300,7 +296,7 @@ class Local:
         inputs: Given,
         incoming: Incoming,
     ) -> tuple[Value, ...]:
-        """Gradients of queries, keys and values, and of what distances add, in float32."""
+        """Gradients of queries, keys and values, and of the distance biases, in float32."""
         arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
         return attend_back(arrays, self._sight(inputs), self.scores, incoming)
 
@@ -320,10 +316,10 @@ def attention(
     """Attention of queries to keys, with gradients.
 
     Args:
-        scores: how scores are made, in blocks of which size.
+        scores: how scores are computed.
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V], with H a multiple of G.
-        rows, columns: where queries and keys stand.
-        sight: which keys a query sees.
+        rows, columns: positions of queries and keys.
+        sight: the mask.
 
     Returns:
         [B, Q, H, V], of the dtype of the values.
@@ -343,7 +339,8 @@ def _with_gradients(
 
 def _forward(method: Ring | Local, *operands: Any) -> tuple[Any, Any]:
     part = method.forward(*operands)
-    # What follows often keeps it as well, so that it is held once.
+    # The cast result is saved, too: later operations often save it anyway, so that it is stored
+    # once.
     result = part.result.astype(operands[2].dtype)
     return result, (*operands, result, part.total)
 
