@@ -30,12 +30,12 @@ from shardlib.tracing.rewriting import IN_PIECES, Together
 # Matmuls of a loss that gather their activation along the sequence, or scatter their result, over
 # the tensor axis.
 #
-# A matmul gathers where its weight is sharded over tensor along columns, its activation along
-# another dim (the sequence, beside the norms), and its result no longer there. It scatters where
-# tensor shards what is summed over and the result along such a dim. Matmuls of one activation are
-# one group: it is gathered once for all of them.
+# A matmul gathers if tensor shards its weight along columns, its activation along another dim (the
+# sequence, as next to norms), and its result no longer along that dim. It scatters if tensor shards
+# the contracted dim and the result along such a dim. Matmuls of one activation form a group: it is
+# gathered once for all of them.
 
-#: The mesh axis that cuts weights in use.
+#: The mesh axis that shards weights in use.
 TENSOR = "tensor"
 
 
@@ -44,9 +44,9 @@ class Matmul:
     """A matmul of a weight.
 
     Attributes:
-        use: how it uses the weight.
-        activation: what the activation is, equal for equal ones.
-        source: what makes it; None for inputs of the loss.
+        use: its use of the weight.
+        activation: an identifier of the activation, equal for equal activations.
+        source: the source of the activation; None for inputs of the loss.
     """
 
     use: Use
@@ -55,25 +55,24 @@ class Matmul:
 
     @property
     def path(self) -> str:
-        """Returns where it stands."""
+        """The path of the equation."""
         return self.use.equation.path
 
     @property
     def key(self) -> Source:
-        """Returns where placements have the layout of the activation."""
+        """The key of the activation's layout in placements."""
         return f"{self.path}/operand", 1 - self.use.operand
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A matmul that a loop can take the place of.
+    """A matmul that a loop can replace.
 
     Attributes:
-        matmul: the matmul.
         gathers: whether its activation is gathered; otherwise its result is scattered.
-        dims: which dims are matched.
+        dims: the correspondence of its dims.
         activation, result: layouts of both.
-        rows: the dim of the activation and that of the result which one of them has in shards.
+        rows: the dim of the activation and that of the result, of which one is sharded.
     """
 
     matmul: Matmul
@@ -95,7 +94,7 @@ def matmuls(loss: LossReading) -> tuple[Matmul, ...]:
 
 
 def operands(matmuls_read: Sequence[Matmul]) -> dict[Source, Source]:
-    """Returns where placements have the layouts of activations -> what makes them."""
+    """The keys in placements of the layouts of activations -> their sources."""
     return {matmul.key: matmul.source for matmul in matmuls_read if matmul.source is not None}
 
 
@@ -113,7 +112,7 @@ def _matmul(step: Step) -> Matmul | None:
 
 
 def _same(program: Program, number: int) -> tuple[Any, ...]:
-    """A value by what it is cast from: layers cast their input anew for each matmul."""
+    """An identifier of a value before casts: layers cast their input anew for each matmul."""
     for equation in program.equations:
         if number in equation.outputs and equation.name == "convert_element_type":
             return (*_same(program, equation.inputs[0]), str(program.avals[number].dtype))
@@ -123,8 +122,8 @@ def _same(program: Program, number: int) -> tuple[Any, ...]:
 def found_in(
     matmul: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], size: int
 ) -> Found | None:
-    """Returns how a loop can take the place of a matmul under a plan; None where its operands and
-    result are sharded otherwise.
+    """The loop that can replace a matmul under a plan; None if its operands and result are sharded
+    otherwise.
     """
     activation, result = placements.get(matmul.key), placements.get((matmul.path, 0))
     if activation is None or result is None:
@@ -179,9 +178,7 @@ def found_in(
 
 
 def _whole_elsewhere(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
-    """Returns whether nothing but its own dims, and the one that the weight is sharded along, is
-    sharded.
-    """
+    """True if only its own dims, and the one that the weight is sharded along, are sharded."""
     return not any(
         layout[dim] for dim in range(len(layout)) if dim not in set(own_dims) and dim != sharded
     )
@@ -190,8 +187,8 @@ def _whole_elsewhere(layout: Layout, own_dims: Any, sharded: int | None) -> bool
 def groups(
     matches: Sequence[Found], candidates: Sequence[Matmul], placements: Mapping[Source, Layout]
 ) -> list[tuple[Found, ...]]:
-    """Matmuls that go in one loop: those that gather the same activation, unless another one needs
-    it gathered all the same; those that scatter, each on its own.
+    """Matmuls that share a loop: those that gather the same activation, unless another operation
+    needs it gathered anyway; those that scatter, each on its own.
     """
     paths = {match.matmul.path for match in matches}
     barred = {
@@ -213,14 +210,13 @@ def groups(
 
 
 # --------------------------------------------------------------------------------------------------
-# Pieces of an array passed around the devices of the tensor axis, with a computation on each.
+# Shards of an array passed around the devices of the tensor axis, with a computation on each.
 #
-# The functions run inside of a region that is manual over the axis. All loops are written out, so
-# that a compiler sees which messages and which products do not depend on each other: the message
-# of the next turn is on its way while the piece of this turn is multiplied (Wang et al., "Overlap
-# Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS
-# 2023). Pieces go both ways around: a link of a torus carries as much in either direction at once,
-# and while sums of one direction are on their way, products for the other are made.
+# The functions run inside of a region that is manual over the axis. All loops are unrolled, so that
+# the compiler sees which messages and which matmuls are independent: the message of the next turn
+# is in flight while the shard of this turn is multiplied. Shards are passed in both directions: a
+# link of a torus has full bandwidth in each direction at once, and while sums of one direction are
+# in flight, products for the other are computed.
 
 Made = TypeVar("Made")
 
@@ -231,7 +227,7 @@ class Ring:
 
     Attributes:
         axis: names of the axis in the mesh, the major one first.
-        order: number of the device at every place of the ring.
+        order: index of the device at every place of the ring.
         in_turn: whether a matmul waits for the one before it, see `after`.
     """
 
@@ -241,8 +237,8 @@ class Ring:
 
     @staticmethod
     def along(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> Ring:
-        """A ring on which neighbours are neighbours along one part of the axis; of the ends only
-        where the major part is a ring itself, or of two.
+        """A ring whose neighbours are neighbours along one part of the axis; its two ends only if
+        the major part is a ring itself, or has size 2.
         """
         return Ring(axis=axis, order=snake(sizes), in_turn=in_turn)
 
@@ -253,18 +249,16 @@ class Ring:
 
     @property
     def hops(self) -> tuple[int, int]:
-        """Turns in which pieces go forwards, and in which they go backwards."""
+        """Numbers of turns in which shards are passed forward and backward."""
         return self.ways // 2, (self.ways - 1) // 2
 
     def folded(
         self, array: jax.Array, work: Callable[[Made | None, jax.Array, jax.Array], Made]
     ) -> Made:
-        """Returns what is made of the pieces of all devices, one after the other, the own one
-        first.
+        """A fold over the shards of all devices, the own one first.
 
         Args:
-            work: (what is made so far, None at first; number of a device; its piece) -> what is
-                made then.
+            work: (result so far, None at first; index of a device; its shard) -> next result.
         """
         place, (forth, back) = self._place(), self.hops
         result, coming = work(None, self._device(place), array), {1: array, -1: array}
@@ -279,11 +273,11 @@ class Ring:
     def summed(
         self, arrays_for: Callable[[jax.Array], Tree], product: Callable[[Tree], jax.Array]
     ) -> jax.Array:
-        """The sum over all devices of what they have for this one.
+        """The sum over all devices of their products for this one.
 
         Args:
-            arrays_for: number of a device -> arrays.
-            product: the arrays for a device -> what this device adds to the sum of that one.
+            arrays_for: index of a device -> arrays.
+            product: the arrays for a device -> this device's term of that device's sum.
         """
         place, (forth, back) = self._place(), self.hops
         turns = [
@@ -305,12 +299,12 @@ class Ring:
         return _plus(sums[-1], _plus(sums[1], next(products)))
 
     def after(self, arrays: Tree, ready: Tree) -> tuple[Tree, Tree]:
-        """Both as they are; what is computed from the first waits for the second, where matmuls
-        come in turn.
+        """Both arguments unchanged; with `in_turn`, computations from the first wait for the
+        second.
 
-        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one
+        XLA's compiler for GPUs would otherwise merge matmuls of one weight into a single one
         (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last
-        message. That for TPUs joins none, and adds sums inside of matmuls where nothing stands
+        message. The compiler for TPUs merges none, and fuses sums into matmuls if nothing is
         between the two.
         """
         return jax.lax.optimization_barrier((arrays, ready)) if self.in_turn else (arrays, ready)
@@ -326,15 +320,15 @@ class Ring:
         yield result
 
     def _place(self) -> jax.Array:
-        """The place of this device."""
+        """The place of this device on the ring."""
         return jnp.asarray(np.argsort(self.order), jnp.int32)[jax.lax.axis_index(self.axis)]
 
     def _device(self, place: jax.Array) -> jax.Array:
-        """The device at a place, counted around."""
+        """The device at a place, modulo the size of the ring."""
         return jnp.asarray(self.order, jnp.int32)[place % self.ways]
 
     def _passed(self, array: jax.Array, far: int) -> jax.Array:
-        """Returns what the neighbour has."""
+        """The array of a neighbour."""
         return jax.lax.ppermute(
             array,
             self.axis,
@@ -350,7 +344,7 @@ def _plus(total: jax.Array | None, part: jax.Array) -> jax.Array:
 
 
 def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of the places of a grid, row-major, in an order in which neighbours differ by one
+    """Indices of the places of a grid, row-major, in an order in which neighbours differ by one
     step along one dim (a reflected Gray code).
 
     >>> snake((2, 2, 2)), snake((2, 3)), snake((4,))
@@ -369,24 +363,23 @@ def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The computation of one device, where the sequence is gathered for its matmuls, or their results
-# are scattered.
+# The computation of one device, if the sequence is gathered for its matmuls, or their results are
+# scattered.
 #
-# The functions run inside of a region that is manual over all axes; arrays are what one device
-# has. The gradient of a matmul that gathers is one that scatters, and the other way around; the
-# gradient of a weight is added up over pieces in float32. A matmul waits for the one before it
-# where that hides more (`Ring.after`).
+# The functions run inside of a region that is manual over all axes; arrays are one device's shards.
+# The gradient of a matmul that gathers is one that scatters, and vice versa; the gradient of a
+# weight is accumulated over shards in float32. A matmul waits for the one before it where that
+# hides more communication (`Ring.after`).
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A matmul of an activation and a weight in which one dim of both activation and result is the
-    sequence.
+    """A matmul in which one dim of both activation and result is the sequence.
 
     Attributes:
         parts: the matmul in a manual region.
-        activation: that dim of the activation.
-        result: that dim of the result.
+        activation: sequence dim of the activation.
+        result: sequence dim of the result.
     """
 
     parts: ManualContraction
@@ -397,7 +390,7 @@ class Product:
 def gathering(
     products: Sequence[Product], ring: Ring, activation: jax.Array, weights: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Products of an activation of which every device has a piece."""
+    """Products of an activation that is sharded along the sequence."""
 
     def work(results: Any, device: Any, piece: Any) -> list[Any]:
         return [
@@ -421,8 +414,8 @@ def gathering_back(
     weights: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Gradients of `gathering`: of the own piece of the activation, and of the weights from this
-    device's examples.
+    """Gradients of `gathering`: of the device's own shard of the activation, and of the weights
+    from this device's examples.
     """
 
     def given(device: Index) -> list[jax.Array]:
@@ -458,7 +451,7 @@ def gathering_back(
 
 
 def scattering(product: Product, ring: Ring, activation: jax.Array, weight: jax.Array) -> jax.Array:
-    """A product that is a sum over devices, each of which is to have a piece."""
+    """A product that is a sum over devices, reduce-scattered along the sequence."""
     return ring.summed(
         lambda device: piece_of(activation, product.activation, device, ring.ways),
         lambda piece: product.parts.op(piece, weight),
@@ -496,20 +489,20 @@ def scattering_back(
 
 
 def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
-    """A sum of parts of a gradient, at least in float32.
+    """A sum of parts of a gradient, in float32 at least.
 
     Args:
-        total: the sum so far; None for nothing.
+        total: the sum so far; None at the start.
     """
     part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
     return part if total is None else total + part
 
 
 def put(array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size: int) -> jax.Array:
-    """The array with the shard of a device in its place; an array is begun where there is none.
+    """The array with the shard of a device written to its place.
 
     Args:
-        array: the array; None for none yet.
+        array: the array; None for a new array of zeros.
     """
     begun: jax.Array = (
         jax.lax.empty(
@@ -528,14 +521,13 @@ def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# The program that takes the place of matmuls that gather the sequence, or scatter their result
-# along it.
+# The program that replaces matmuls that gather the sequence, or scatter their result along it.
 #
-# One program for a group of matmuls of one activation: in place of an all-gather before them,
-# pieces go around the tensor axis and each is multiplied by all weights while the next is on its
-# way; in place of a reduce-scatter after a matmul, sums go around while the next part of them is
-# made. The backward pass is made of the same loops. Weights that are stored sharded are gathered,
-# and their gradients reduced over the batch, as everywhere (`lowering/weights.py`).
+# One program per group of matmuls of one activation: instead of an all-gather before them, shards
+# are passed around the tensor axis and each is multiplied by all weights while the next is in
+# flight; instead of a reduce-scatter after a matmul, sums are passed around while the next terms
+# are computed. The backward pass consists of the same loops. Weights that are stored sharded are
+# gathered, and their gradients reduced over the batch, as everywhere (`lowering/weights.py`).
 
 
 def loops(
@@ -544,7 +536,7 @@ def loops(
     placements: Mapping[Source, Layout],
     machine: Machine,
 ) -> dict[str, Together]:
-    """Returns what runs in place of matmuls, by path of each."""
+    """Replacements of matmuls, by path of each."""
     size = machine.ways((TENSOR,))
     if size == 1:
         return {}
@@ -581,11 +573,11 @@ class Member:
     """A matmul in a loop.
 
     Attributes:
-        product: what one device does.
-        weight: which operand the weight is.
-        gather: the weight as it rests -> in use.
-        weight_spec: how the weight is sharded in use.
-        result: how the result is sharded.
+        product: the computation of one device.
+        weight: position of the weight among the operands.
+        gather: the weight in its stored sharding -> in its compute sharding.
+        weight_spec: compute sharding of the weight.
+        result: sharding of the result.
     """
 
     product: Product
@@ -600,11 +592,9 @@ class Loop:
     """A loop over the devices of the tensor axis.
 
     Attributes:
-        ring: the devices.
-        machine: where it runs.
-        members: the matmuls; one where it scatters.
+        members: the matmuls; a single one if it scatters.
         gathers: whether it gathers the activation; otherwise it scatters the result.
-        activation: how the activation is sharded.
+        activation: sharding of the activation.
     """
 
     ring: Ring

@@ -88,7 +88,7 @@ def constrained(
     *,
     loose: bool = False,
 ) -> jax.Array:
-    """A value pinned to a layout; loosely, only along the dims that it shards."""
+    """A value constrained to a layout; with `loose`, only along the dims that the layout shards."""
     try:
         layout.local_shape(value.shape, plan.mesh)
     except LayoutError as error:
@@ -107,7 +107,7 @@ def constrained(
 
 
 def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
-    """The axes that are manual in the region around."""
+    """The axes that are manual in the surrounding region."""
     return frozenset(
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -116,7 +116,7 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
 
 
 def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
-    """A value that the automatic axes of a region do not shard."""
+    """A value that is replicated over the automatic axes of a region."""
     return (
         jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
         if jnp.ndim(value)
@@ -125,7 +125,7 @@ def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
 
 
 def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
-    """A sharding in a region where some axes of the mesh are manual: there, they shard nothing."""
+    """A sharding without the axes that are manual in the surrounding region."""
     manual = manual_axes(mesh)
     if not manual:
         return sharding
@@ -153,7 +153,7 @@ def one_layer(stacked: NamedSharding) -> NamedSharding:
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
 #: aborts the process on those of arrays that two automatic axes shard (seen on CPU with JAX 0.12:
-#: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on whole
+#: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on replicated
 #: arrays.
 INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 
@@ -161,7 +161,7 @@ INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 def on_this_mesh(
     equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
 ) -> list[jax.Array] | None:
-    """The results of an operation that must run otherwise; None for all others."""
+    """The results of an operation that is replaced on this mesh; None for all others."""
     if is_element_lookup(equation):
         return by_elements(equation, operands)
     if equation.name in INDEXED and manual_axes(mesh):
@@ -179,17 +179,14 @@ class Placing:
     """Layouts of the values of a traced loss.
 
     Attributes:
-        plan: the decisions.
-        mesh: the mesh of the program.
         placements: layouts of activations.
         compute, gradient: shardings of each parameter in use, and of its gradient.
-        order: position of each parameter's layout in the plan.
-        loss: what is known of the loss.
+        order: index of each parameter's layouts in the plan.
+        loss: facts about the loss.
         uses: operations that use parameters, in the dtypes of the plan.
         reductions: how gradients are reduced.
-        matmuls: matmuls of weights that loops over the tensor axis may take the place of; none
-            where the plan has no such loops.
-        interleaving: what the loss does otherwise where fused dims are interleaved.
+        matmuls: matmuls of weights that collective matmuls may replace; empty if the plan has none.
+        interleaving: operations that change where fused dims are interleaved.
     """
 
     plan: Plan
@@ -205,22 +202,20 @@ class Placing:
     interleaving: Interleaving = AS_WRITTEN
 
     def machine(self, mesh: Mesh | AbstractMesh) -> Machine:
-        """Returns where regions of a mesh run, and how partial sums of gradients are exchanged
-        there.
-        """
+        """The machine of regions of a mesh, with the exchange of partial sums."""
         return machine_of(self.plan, mesh, self.reductions.exchange)
 
     def start(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """The parameters as the loss takes them; those with a slice a layer as they rest."""
+        """The parameters as the loss reads them; stacked ones in their stored sharding."""
         return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
 
     def enter(self, parameter: int, leaf: jax.Array) -> jax.Array:
-        """One parameter as the loss takes it."""
+        """One parameter as the loss reads it."""
         if parameter in self.loss.slices.values():
             return leaf
         kernels, tables = self._whole(self._at_rest)
-        # Rows looked up in a table that is sharded along both dims make XLA replicate the result:
-        # the table is gathered first.
+        # XLA replicates the rows looked up in a table that is sharded along both dims: the table is
+        # gathered first.
         gathered = parameter in tables or leaf.shape in kernels
         used = self._used(
             parameter, leaf, gathered, self.compute[parameter], self.gradient[parameter]
@@ -237,8 +232,8 @@ class Placing:
         gathered: bool,
         mesh: Mesh | AbstractMesh,
     ) -> jax.Array:
-        """A parameter, or a layer of it, with its fused dims interleaved; moved in the dtype in
-        which it is read.
+        """A parameter, or a layer of it, with its fused dims interleaved; communicated in the dtype
+        in which it is read.
         """
         if not orders:
             return value
@@ -267,8 +262,9 @@ class Placing:
         use: NamedSharding,
         back: NamedSharding,
     ) -> jax.Array:
-        """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
-        one as stored, or in that in which it is read, where no matmul, lookup or slice moves it.
+        """A parameter, or a layer of it, in the traced dtype. It is communicated in the narrower of
+        the traced and the stored dtype, or, if no matmul, lookup or slice gathers it, in the dtype
+        in which it is read.
         """
         dtype, added = self.loss.dtypes[parameter], parameter in self._added and leaf.ndim > 1
         read = self.loss.narrowed.get(parameter, dtype) if added else dtype
@@ -277,8 +273,8 @@ class Placing:
 
     @cached_property
     def _added(self) -> frozenset[int]:
-        """Matrices that are only added to activations, or multiplied by them element by element:
-        the positions of a vision transformer.
+        """Matrices that are only added to activations, or multiplied by them element by element,
+        such as the positions of a vision transformer.
         """
         adding = [use for path, use in self.loss.added.items() if path in self._at_rest]
         uses = *self.uses.values(), *self.loss.sliced.values(), *adding
@@ -288,14 +284,14 @@ class Placing:
 
     @cached_property
     def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
-        """Returns what runs in place of operations outside of manual regions."""
+        """Replacements of operations outside of manual regions."""
         return self._functions(self.mesh)
 
     def deferral(
         self, path: str, mesh: Mesh | AbstractMesh, *, lookups: bool = False
     ) -> Deferred | None:
-        """The operation at a path, if its gradient can be reduced after several runs; of lookups
-        where they are asked for.
+        """The operation at a path, if its gradient can be reduced after several runs; lookups only
+        with `lookups`.
         """
         if (path, 0) not in self.placements:
             return None
@@ -304,8 +300,8 @@ class Placing:
     def _laid_out(
         self, path: str, mesh: Mesh | AbstractMesh
     ) -> tuple[Use, Layout, ParameterLayout]:
-        """The use of a parameter in the layouts that the plan has for the operation, the layout of
-        its result, and those of the parameter.
+        """The use of a parameter in the plan's layouts for the operation, the layout of its result,
+        and the layouts of the parameter.
         """
         use = self.uses[path]
         pins = Pins.of(use.equation, self.placements, mesh)
@@ -317,17 +313,15 @@ class Placing:
 
     @cached_property
     def _finds_gathered(self) -> bool:
-        """True if backward passes find activations gathered. XLA for GPUs makes one of the gathers
-        of an activation by itself, and keeps less.
+        """True if backward passes read activations gathered. On GPUs XLA itself merges the
+        all-gathers of an activation, and saves less.
         """
         plan = self.plan
         every_layer = not plan.remat_layers and not plan.remat_classes
         return every_layer and plan.remat != "none" and self.machine(self.mesh).torus
 
     def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
-        """Layouts of a parameter, in a region where some axes of the mesh are manual: there, they
-        shard nothing.
-        """
+        """Layouts of a parameter, without the axes that are manual in the surrounding region."""
         manual = manual_axes(mesh)
         gone = {
             axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual
@@ -337,8 +331,8 @@ class Placing:
     def _whole(
         self, functions: Mapping[str, Any]
     ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
-        """Returns what is gathered at once: shapes of kernels, and tables, without those that some
-        function gathers.
+        """Shapes of kernels, and tables, that are gathered at once, without those that a replaced
+        operation gathers.
         """
         uses_by_path = {**self.uses, **self.loss.sliced, **self.loss.added}
         uses = [uses_by_path[path] for path in functions]
@@ -348,9 +342,9 @@ class Placing:
         )
 
     def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
-        """Returns what runs instead of the operations that use parameters, by path.
+        """Replacements of operations that use parameters, by path.
 
-        Nothing where the compiler is left to reduce gradients (`GradientReductions.explicit`).
+        Empty if the compiler reduces gradients (`GradientReductions.explicit`).
         """
         if not self.reductions.explicit:
             return {}
@@ -366,8 +360,8 @@ class Placing:
         return replacements | self._slices(mesh, machine) | self._sums(mesh, machine)
 
     def _sums(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
-        """Returns what runs instead of additions of matrices that nothing else uses, where the
-        batch alone shards activations.
+        """Replacements of additions of matrices that nothing else uses, if the batch alone shards
+        activations.
         """
         batch = {layout[0] for _, layout in self.plan.batch_layouts if len(layout)}
         if manual_axes(mesh) or len(batch) != 1:
@@ -386,9 +380,7 @@ class Placing:
         return {path: function for path, function in reductions.items() if function is not None}
 
     def _slices(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
-        """Returns what runs instead of slices of parameters, of which all slices can be taken
-        so.
-        """
+        """Replacements of slices of parameters all of whose slices can be replaced."""
         uses = self.loss.sliced
         gathers = {
             path: gathered_slice(use, self._parameter(use.view.parameter, mesh), machine)
@@ -411,7 +403,7 @@ class Placing:
         interleaving: Interleaving | None = None,
         exchange: GradientExchange | None = None,
     ) -> Placing:
-        """Lays a traced loss out.
+        """Finds the layouts of a traced loss.
 
         Args:
             exchange: how partial sums of gradients are exchanged; by default as the plan says.
@@ -446,7 +438,7 @@ class Placing:
         )
 
     def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
-        """A walk that lays out every value that the plan places."""
+        """A walk that constrains every value that has a layout in the plan."""
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)
         functions = {} if loose else self._functions(mesh)
@@ -493,7 +485,7 @@ class Placing:
     def _layer(
         self, path: str, value: jax.Array, kernel: bool, mesh: Mesh | AbstractMesh
     ) -> jax.Array:
-        """The slice of a stacked parameter that one layer uses, laid out."""
+        """The slice of a stacked parameter that one layer uses, in its layout."""
         i = self.loss.slices[path]
         compute, gradient = (
             within(mesh, one_layer(shardings[i])) for shardings in (self.compute, self.gradient)
@@ -504,7 +496,7 @@ class Placing:
     def _operands(
         self, equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
     ) -> list[jax.Array]:
-        """Operands of a custom call, laid out where the plan says how."""
+        """Operands of a custom call, constrained to their layouts in the plan."""
         layouts = [
             self.placements.get((f"{equation.path}/operand", index))
             for index in range(len(operands))
@@ -524,7 +516,7 @@ class Placing:
         )
 
     def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
-        """Returns what runs in place of custom calls, by path, with results laid out as planned."""
+        """Replacements of custom calls, by path, with results constrained to the plan's layouts."""
         machine = self.machine(mesh)
         substitutes = {
             path: self._substitute(site, mesh, machine) for path, site in self.loss.calls.items()
@@ -538,8 +530,8 @@ class Placing:
     def _substitute(
         self, site: Site, mesh: Mesh | AbstractMesh, machine: Machine
     ) -> Callable[..., Sequence[jax.Array]] | None:
-        """A program for many devices with the results of a call; None where its equations are left
-        to automatic partitioning.
+        """A program for many devices in place of a call; None if its equations are left to
+        automatic partitioning.
         """
         if isinstance(site.call.form, Attention):
             return around_devices(site, self.plan, self.placements, machine)
@@ -580,12 +572,12 @@ def _looped(
 
 
 def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
-    """Uses of parameters in the dtypes of a plan: its products are those of real numbers in loops
-    over layers.
+    """Uses of parameters in the dtypes of a plan: matmuls of real numbers in loops over layers use
+    those of `products`.
     """
 
     def product(use: Use) -> Any:
-        # Products in 8 bits are those that run in 16, and not the router.
+        # 8-bit matmuls are those that run in 16 bits otherwise, without the router.
         widest = 2 if is_eight_bit(precision.products) else 8
         real = all(
             is_real(variable.aval) and variable.aval.dtype.itemsize <= widest

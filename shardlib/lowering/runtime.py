@@ -29,7 +29,7 @@ from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import bind, needed
 
 # --------------------------------------------------------------------------------------------------
-# Batches put on the devices of a program.
+# Transfers of batches to the devices of a program.
 
 
 def shapes_of_batch(batch: Tree) -> Tree:
@@ -38,20 +38,20 @@ def shapes_of_batch(batch: Tree) -> Tree:
 
 
 def placed(batch: Tree, target: Tree) -> Tree:
-    """A batch on the devices; arrays that are in place already are passed on.
+    """A batch on the devices; arrays that are in place already are unchanged.
 
     Args:
-        batch: arrays of the asked shapes and dtypes.
+        batch: arrays of the required shapes and dtypes.
     """
     return jax.tree.map(_placed, batch, target)
 
 
 def given(batch: Tree, target: Tree) -> Tree:
-    """A batch for the call of one compiled program: as `placed`, but arrays of NumPy are left to
-    the call, which puts them for less than half of what it costs to put them one by one.
+    """A batch for the call of one compiled program: as `placed`, except that NumPy arrays are left
+    to the call, which transfers them for less than half the cost of transferring them one by one.
 
     Args:
-        batch: arrays of the asked shapes and dtypes.
+        batch: arrays of the required shapes and dtypes.
     """
     if jax.process_count() > 1:  # a call takes arrays that are alike in all processes, and compares
         return placed(batch, target)
@@ -65,8 +65,8 @@ def given(batch: Tree, target: Tree) -> Tree:
 
 
 def _placed(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """A whole array as the step expects it. Several processes take each what its devices hold;
-    `jax.device_put` would have them compare all of it first, every step.
+    """A host array as the step expects it. With several processes, each transfers the shards of its
+    devices; `jax.device_put` would have them compare the whole array first, in every step.
     """
     if isinstance(leaf, jax.Array) and leaf.sharding == target.sharding:
         return leaf
@@ -85,7 +85,7 @@ def _placed(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Checksums that detect a flipped bit on any mesh: two sums over the bits that do not depend on the
+# Checksums that detect a flipped bit on any mesh: two sums over the bits, independent of the
 # layout.
 #
 # The bit patterns of the elements, as unsigned integers, are summed modulo 2**32 with weights that
@@ -106,8 +106,8 @@ def sums(
 
 
 def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
-    """The sums of an array by those of its pieces. In automatic partitioning a reduction of two
-    arrays at once would gather them.
+    """The sums of an array, from those of its shards. Under automatic partitioning, a reduction of
+    two arrays at once would gather them.
     """
     if (
         not isinstance(sharding, NamedSharding)
@@ -138,8 +138,8 @@ def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
 
 
 def _sums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
-    """The sums of a piece of an array of some shape, whose first element is at `offsets`; dims
-    beyond those begin at 0.
+    """The sums of a shard of an array with a global shape; its first element is at `offsets`, and
+    at 0 for further dims.
     """
     bits = _bits(piece)
     index = _flat_index(bits.shape, (*shape, *bits.shape[piece.ndim :]), offsets)
@@ -204,20 +204,19 @@ def by_path(arrays: Mapping[str, jax.Array], rows: np.ndarray) -> dict[str, tupl
 
 
 # --------------------------------------------------------------------------------------------------
-# Donated states. A step donates the state that it is given: its buffers become those of the next
-# state.
+# Donated states. A step donates its input state, whose buffers are reused for the next state.
 
 _IS_DELETED = methodcaller("is_deleted")
-#: Leaves that an error names.
+#: Number of leaves listed in an error.
 NAMED = 3
 
 
 def require_present(caller: str, state: Tree) -> None:
-    """Refuses a state whose arrays were donated or deleted; a compiled program would read what is
-    no longer there, which kills the process on simulated devices.
+    """Raises if arrays of a state were donated or deleted; a compiled program would read freed
+    memory, which kills the process on simulated devices.
     """
     try:
-        # Hundreds of leaves at every step: some tens of microseconds.
+        # Hundreds of leaves in every step: some tens of microseconds.
         gone = any(map(_IS_DELETED, jax.tree.leaves(state)))
     except (AttributeError, jax.errors.JAXTypeError):  # arrays of NumPy, or traced ones
         gone = any(map(_deleted, jax.tree.leaves(state)))
@@ -245,8 +244,8 @@ def _deleted(leaf: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 # A compiled function of arrays that neither reads unused arguments nor returns its arguments.
 #
-# What a pass forward remembers is in part what it was given: such arrays are kept by whoever
-# called, not copied by the program. The same goes for a result that is asked for twice.
+# The residuals of a forward pass are in part its arguments: these are kept by the caller, not
+# copied by the program. The same applies to duplicate results.
 
 #: Arrays in some order.
 Arrays = list[Any]
@@ -259,10 +258,11 @@ class Draft:
     Attributes:
         program: its jaxpr.
         equations: those that its results need.
-        inputs: abstract arrays that it takes, with their shardings.
-        reads: positions of those that it reads.
-        made: positions of results that it makes, each result once.
-        sources: for every result, (whether it is made, its position in `made` or among the inputs).
+        inputs: abstract arguments, with their shardings.
+        reads: positions of the arguments that it reads.
+        made: positions of results that it computes, without duplicates.
+        sources: for every result, (whether it is computed, its position in `made` or among the
+            inputs).
     """
 
     program: Program
@@ -282,7 +282,7 @@ class Draft:
 
     @staticmethod
     def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> Draft:
-        """Of what has been traced: those of its equations that its outputs need."""
+        """A traced program, without equations that its outputs do not need."""
         positions = {number: k for k, number in enumerate(program.inputs)}
         fresh = list(dict.fromkeys(number for number in program.outputs if number not in positions))
         places = {number: place for place, number in enumerate(fresh)}
@@ -307,12 +307,12 @@ class Draft:
 
     @property
     def on_host(self) -> tuple[bool, ...]:
-        """Of all results, whether they are in host memory."""
+        """For each result, whether it is in host memory."""
         avals = [self.program.avals[number] for number in self.program.outputs]
         return tuple(aval.memory_space == jax.memory.Space.Host for aval in avals)
 
     def without(self, dropped: Collection[int]) -> Draft:
-        """The same function without inputs that it does not read."""
+        """The function without inputs that it does not read."""
         left = [k for k in range(len(self.inputs)) if k not in dropped]
         place = {k: position for position, k in enumerate(left)}
         return replace(
@@ -334,7 +334,7 @@ class Draft:
         """Compiles it.
 
         Args:
-            shardings: of the results that have to have one; None leaves one to the compiler.
+            shardings: required shardings of results; None leaves one to the compiler.
         """
         requested = [*shardings, *[None] * (len(self.sources) - len(shardings))]
 
@@ -372,11 +372,11 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Executable:
-    """A compiled program.
+    """A compiled `Draft`.
 
     Attributes:
-        call: the program.
-        run: what runs it.
+        call: the compiled program.
+        run: the function that calls it.
         reads, sources, draft: see `Draft`.
     """
 
@@ -387,7 +387,7 @@ class Executable:
     draft: Draft
 
     def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
-        """Results, for all inputs; those that are not read may be anything."""
+        """The results for all inputs; inputs that are not read may be placeholders."""
         results = self.run(*[inputs[k] for k in self.reads])
         return [results[k] if fresh else inputs[k] for fresh, k in self.sources]
 
@@ -406,20 +406,20 @@ class Executable:
 
 
 # --------------------------------------------------------------------------------------------------
-# Shards of the arrays of a tree, in treescope's picture (`treescope.render_array_sharding`).
+# Shards of the arrays of a tree, drawn by treescope (`treescope.render_array_sharding`).
 #
-# Values are neither shown nor read, so that nothing is computed or fetched, whatever the size of
-# an array and wherever its shards are.
+# Values are neither shown nor read, so that nothing is computed or transferred, whatever the size
+# of an array and wherever its shards are.
 
-#: Arrays and devices beyond which no tree is drawn: a picture has a colour for each device.
+#: Most arrays and devices for which a tree is drawn: the drawing has a colour per device.
 _ARRAYS, _DEVICES = 200, 64
-#: Lines up to which the tree is unfolded.
+#: Number of lines up to which the tree is expanded.
 _LINES = 100
 
 
 def sharding_tree(parts: Mapping[str, Tree]) -> str:
-    """HTML that fetches nothing; empty without treescope, where arrays have been donated, and where
-    there are too many arrays or devices to look at.
+    """HTML that transfers nothing; empty without treescope, with donated arrays, and with too many
+    arrays or devices to look at.
     """
     arrays = [leaf for leaf in jax.tree.leaves(dict(parts)) if isinstance(leaf, jax.Array)]
     if not 0 < len(arrays) <= _ARRAYS or any(leaf.is_deleted() for leaf in arrays):
@@ -438,7 +438,7 @@ def _drawn(parts: dict[str, Tree]) -> str:
         return ""
 
     def shown(value: Any, path: str | None) -> Any:
-        """The picture of an array in place of its values."""
+        """The drawing of an array in place of its values."""
         if not isinstance(value, jax.Array):
             return None
         figure: Any = treescope.render_array_sharding(value)
@@ -461,13 +461,13 @@ def _without_keys(leaf: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Arrays of a state as a card in a notebook: shape, dtype, and shard per device.
 
-#: Arrays that are listed, the largest first.
+#: Number of arrays listed, the largest first.
 _MOST = 40
 _HEAD = ("array", "shape", "dtype", "sharded over", "a device")
 
 
 def state_card(title: str, parts: Mapping[str, Tree]) -> str:
-    """The arrays of a state as HTML; nothing is fetched from devices."""
+    """The arrays of a state as HTML; nothing is transferred from devices."""
     rows: list[tuple[int, tuple[str, ...]]] = []
     lines: list[str] = []
     for name, tree in parts.items():
@@ -488,7 +488,7 @@ def state_card(title: str, parts: Mapping[str, Tree]) -> str:
 
 
 def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:
-    """Bytes that a device has of an array, and its row."""
+    """Bytes per device of an array, and its row."""
     sharding = getattr(leaf, "sharding", None)
     shape = tuple(leaf.shape)
     local = sharding.shard_shape(shape) if sharding is not None else shape
@@ -505,11 +505,11 @@ def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
-    """State that guards carry from step to step (`shardlib.lowering.step`); None for each that is
-    not carried.
+    """State of the guards, carried from step to step (`shardlib.lowering.step`); None for guards
+    that are not used.
 
     Attributes:
-        scale: the loss is multiplied by it before gradients are taken, float32 scalar.
+        scale: scale of the loss, float32 scalar.
         good: steps since the scale changed, int32 scalar.
         limit: a step whose loss is above it is skipped, float32 scalar.
     """
@@ -525,13 +525,13 @@ class TrainState:
     """A pytree with everything that a step reads and writes; a step donates it.
 
     Attributes:
-        step: number of steps done, int32 scalar; skipped ones count.
+        step: number of steps done, including skipped ones, int32 scalar.
         params: trained and frozen arrays, nested dicts.
-        model_state: what the model itself updates (random streams, batch statistics).
+        model_state: state that the model itself updates (random streams, batch statistics).
         opt_state: the optimizer's state.
-        guard: what guards carry; None without guards.
-        exchange: what devices keep of partial sums of gradients, by the path of the operation that
-            makes them (`shardlib.lowering.collectives`); None where they keep nothing.
+        guard: state of the guards; None without guards.
+        exchange: partial sums of gradients that devices keep, by the path of the operation that
+            computes them (`shardlib.lowering.collectives`); None if they keep nothing.
     """
 
     step: Any
@@ -564,14 +564,12 @@ class TrainState:
 
     @property
     def inference(self) -> dict[str, Tree]:
-        """Returns what an evaluation needs, parameters and model state."""
+        """The parts that an evaluation needs: parameters and model state."""
         return {"params": self.params, "model_state": self.model_state}
 
     @property
     def inputs(self) -> Tree:
-        """Model state as the loss takes it: with the scale of the loss beside it where there is
-        one.
-        """
+        """Model state as the loss takes it, with the scale of the loss if there is one."""
         return (
             self.model_state
             if self.guard is None or self.guard.scale is None
@@ -586,10 +584,10 @@ class Gradients:
 
     Attributes:
         params: gradients of the trained parameters, a tree like them, sharded as the optimizer
-            reads them. With a scale of the loss they are multiplied by it.
+            reads them; multiplied by the scale of the loss, if there is one.
         loss: of the batch.
         metrics: the user's own, by name.
-        model_state: what the model itself has updated.
+        model_state: updated by the model itself.
         exchange: see `TrainState.exchange`.
     """
 
@@ -601,5 +599,5 @@ class Gradients:
 
 
 def scaled_state(model_state: Tree, scale: Leaf) -> dict[str, Tree]:
-    """Model state with the scale of the loss beside it."""
+    """Model state together with the scale of the loss."""
     return {"model": model_state, "scale": scale}

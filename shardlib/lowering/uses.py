@@ -39,18 +39,16 @@ from shardlib.tracing.program import (
 
 # --------------------------------------------------------------------------------------------------
 # Parameters that are stacks of layers, tables of lookups, kernels of convolutions, or used in a
-# narrower dtype.
+# narrower dtype, each found by the operations that read it:
 #
-# Each of the four is found by what reads it:
-#
-#     scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer a slice
+#     scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer per slice
 #     table[tokens], table[:length]             a table: read by lookups and slices alone
-#     conv(x, kernel)                           a kernel, known by its shape
+#     conv(x, kernel)                           a kernel, identified by its shape
 #     x @ weight.astype(bfloat16)               a weight in bfloat16, if nothing else reads it
 
 
 def _of_rows(program: Program, equation: Equation) -> bool:
-    """Returns whether an equation takes some rows of an array, and all that these have."""
+    """True if an equation takes whole rows of an array."""
     if equation.name not in ("slice", "dynamic_slice"):
         return False
     before, after = (program.avals[n].shape for n in (equation.inputs[0], equation.outputs[0]))
@@ -58,10 +56,10 @@ def _of_rows(program: Program, equation: Equation) -> bool:
 
 
 def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
-    """Shapes of the kernels of all convolutions among JAX equations, and in what they call.
+    """Shapes of the kernels of all convolutions among JAX equations and inside of them.
 
-    A kernel that is stored sharded is gathered, and its gradient reduced, in the layout of use:
-    where the gradient of a kernel is sharded over tensor and fsdp while the batch is sharded over a
+    A kernel that is stored sharded is gathered, and its gradient reduced, in its compute sharding:
+    if the gradient of a kernel is sharded over tensor and fsdp while the batch is sharded over a
     third axis, XLA's partitioner gives wrong numbers (seen on CPU with JAX 0.10.2).
     """
     shapes: set[tuple[int, ...]] = set()
@@ -78,8 +76,8 @@ def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
 
 
 def narrowed(program: Program, parameters: int) -> dict[int, np.dtype]:
-    """The dtype to which a parameter, or every layer of it, is cast by the one operation that reads
-    it, where that is a narrower floating one. Its gradient has no more digits either.
+    """The narrower floating dtype to which a parameter, or every layer of it, is cast, if the cast
+    is all that reads it. Its gradient has no more precision either.
     """
     dtypes: dict[int, np.dtype] = {}
     _find_casts(
@@ -109,7 +107,7 @@ def _find_casts(
 
 
 def _entered(equation: Equation) -> Program | None:
-    """Returns what runs in an equation whose operands are the inputs of that, one by one."""
+    """The body of an equation whose operands are the body's inputs, one by one."""
     if equation.name in REMAT:
         return equation.inside()
     if equation.name == "scan":
@@ -122,6 +120,7 @@ def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
 
     Returns:
         Path under which a slice reaches `place` -> index of the parameter; only for parameters that
+        nothing else reads.
     """
     slices: dict[str, int] = {}
     reads: Counter[int] = Counter()
@@ -167,8 +166,8 @@ def _find_slices(
 # Operations that use a parameter, with the correspondence of their dims.
 #
 # A parameter is followed through casts, transpositions and reshapes, and into the layers of a
-# scan, to the matmul, convolution, lookup or slice that uses it. There its gradient comes about,
-# so there it can be reduced (`lowering/weights.py`).
+# scan, to the matmul, convolution, lookup or slice that uses it. Its gradient is computed there,
+# and so can be reduced there (`lowering/weights.py`).
 
 #: An operation that adds a parameter to an activation.
 ADDITION = "add"
@@ -187,7 +186,7 @@ def weight_uses(walked: Iterable[Step]) -> Mapping[str, Use]:
         their operands are left out.
     """
     uses: dict[str, Use] = {}
-    # Matrices that have got more dims, which casts may follow before the addition they are for.
+    # Matrices broadcast to more dims, which may be cast before they are added.
     spread: dict[tuple[int, int], View] = {}
     for step in walked:
         equation, using, program = step.equation, step.operands, id(step.program)
@@ -214,7 +213,7 @@ def weight_uses(walked: Iterable[Step]) -> Mapping[str, Use]:
 
 
 def _with_more_dims(step: Step) -> View | None:
-    """The view of a matrix that gets more dims, of one element each; None for anything else."""
+    """The view of a matrix that is broadcast to more dims of size 1; None for anything else."""
     params, view, aval = step.equation.params, step.views[0], step.equation.eqn.invars[0].aval
     if view is None or len(step.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
         return None
@@ -231,11 +230,10 @@ def _with_more_dims(step: Step) -> View | None:
 
 
 def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
-    """Returns what the result of an equation is a view of, for views of its operands; None where it
-    is none.
+    """The view of a parameter that the result of an equation is, or None.
 
     Args:
-        operands: views of its operands; None where one is none.
+        operands: views of its operands; None for those that are not views.
     """
     if len(operands) != 1 or operands[0] is None:
         return None
@@ -244,8 +242,8 @@ def seen_through(equation: Equation, operands: list[View | None], program: Progr
 
 
 def _cast(program: Program, equation: Equation) -> Any:
-    """The narrower floating dtype that is all that becomes of what a lookup or slice takes; None
-    where there is more.
+    """The narrower floating dtype to which the result of a lookup or slice is cast, if nothing else
+    reads it; otherwise None.
     """
     if equation.name not in ("gather", *SLICES) or equation.outputs[0] in program.outputs:
         return None
@@ -266,7 +264,7 @@ def _cast(program: Program, equation: Equation) -> Any:
 def _dims(
     equation: Equation, dims: tuple[int | None, ...], shape: tuple[int, ...]
 ) -> tuple[int | None, ...] | None:
-    """The dims of a result that rearranges its one operand; None where it does anything else."""
+    """The dims of the result of an equation that only rearranges its operand; otherwise None."""
     params: dict[str, Any] = equation.params
     if equation.name in _SAME:
         return dims
@@ -282,8 +280,8 @@ def _dims(
 def _reshaped(
     dims: tuple[int | None, ...], before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[int | None, ...]:
-    """The dims after a reshape: those that begin at the same stride, where one is a multiple of the
-    other, share their major part.
+    """The dims after a reshape: dims that begin at the same stride, where one size is a multiple of
+    the other, share their major part.
 
     >>> _reshaped((0, 1), (8, 12), (8, 3, 4)), _reshaped((0, 1, 2), (8, 3, 4), (24, 4))
     ((0, 1, None), (0, 2))
@@ -312,11 +310,11 @@ def _reshaped(
 # --------------------------------------------------------------------------------------------------
 # Custom calls of a loss, and the layouts of their operands.
 #
-# A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
-# place of the equations of its call. For that, it must be known how the plan shards the operands,
-# and which of them are parameters, that come as they rest.
+# A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices replaces
+# the equations of its call. This needs the layouts of the operands, and which of them are
+# parameters, which enter in their stored sharding.
 
-#: (path of an equation, index of its result), as `place` is told them.
+#: (path of an equation, index of its result), the arguments of `place`.
 Source = tuple[str, int]
 
 
@@ -325,12 +323,12 @@ class Site:
     """A custom call.
 
     Attributes:
-        call: the call.
         avals: abstract values of its operands.
         results: abstract values of its results.
-        makers: what makes each result, where the call runs as it is written; None for constants.
-        sources: what makes each operand, or which input of the loss it is; None for constants.
-        views: for each operand the parameter that it is, or a layer of it; None for others.
+        makers: the source of each result in the call's own equations; None for constants.
+        sources: the source of each operand, an equation or an input of the loss; None for
+            constants.
+        views: for each operand, the parameter that it is, or is a layer of; None for others.
     """
 
     call: Call
@@ -341,21 +339,20 @@ class Site:
     views: tuple[View | None, ...]
 
     def key(self, operand: int) -> Source:
-        """Returns where placements have the layout of an operand."""
+        """The key of an operand's layout in placements."""
         return f"{self.call.path}/operand", operand
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An equation on the way through a loss.
+    """An equation of a loss.
 
     Attributes:
-        program: the program that it stands in: the loss, the body of a loop, or what is
-            rematerialised.
-        equation: the equation.
-        sources: what makes each operand; None where nothing is known.
-        views: for each operand the parameter that it is, or a layer of it; None for others.
-        site: the custom call that begins with the equation; None where none does.
+        program: the program that contains it: the loss, the body of a loop, or a rematerialised
+            function.
+        sources: the source of each operand; None if unknown.
+        views: for each operand, the parameter that it is, or is a layer of; None for others.
+        site: the custom call that begins with the equation, or None.
     """
 
     program: Program
@@ -366,15 +363,15 @@ class Step:
 
     @property
     def operands(self) -> tuple[tuple[int, View], ...]:
-        """The operands that are parameters, or layers of them: (position, which one)."""
+        """(position, parameter) of the operands that are parameters, or layers of them."""
         return tuple(
             (position, view) for position, view in enumerate(self.views) if view is not None
         )
 
 
 def steps(program: Program, parameters: int) -> Iterator[Step]:
-    """The equations of a loss in order, those of bodies of scans and under rematerialisation
-    too.
+    """The equations of a loss in order, including those in bodies of scans and under
+    rematerialisation.
     """
     return _steps(
         program,
@@ -423,7 +420,7 @@ def _begun(
     views: Mapping[int, View],
     begun: set[str],
 ) -> Site | None:
-    """The call that begins with an equation, which is then among those that have begun."""
+    """The call that begins with an equation, if any; adds it to `begun`."""
     call = equation.call
     if call is None or call.path in begun:
         return None
@@ -439,7 +436,7 @@ def _begun(
 
 
 def _makers(program: Program, call: Call) -> tuple[Source | None, ...]:
-    """Returns what makes the results of a call."""
+    """The sources of the results of a call."""
     makers = {
         number: result_path(equation, index)
         for equation in program.equations
@@ -485,12 +482,12 @@ def _inside(
 
 
 # --------------------------------------------------------------------------------------------------
-# A traced loss, read once: its parameter uses, custom calls, loops and tables.
+# Facts about a traced loss: its parameter uses, custom calls, loops and tables.
 #
 #     reading = LossReading(program=flatten(jaxpr), parameters=3)
-#     reading.uses["4/body/7"]        the matmul that uses a parameter, and how
+#     reading.uses["4/body/7"]        the use of a parameter by a matmul
 #     reading.calls["9"]              a custom call, such as attention
-#     reading.slices["4/enter/0"]     the stacked parameter of which a scan takes one layer a time
+#     reading.slices["4/enter/0"]     the stacked parameter that a scan slices layer by layer
 #
 # Every fact is computed once, at its first use.
 
@@ -501,7 +498,7 @@ class LossReading:
 
     Attributes:
         program: the loss, flattened.
-        parameters: how many of its first inputs are parameters.
+        parameters: number of parameters, which are its first inputs.
     """
 
     program: Program
@@ -509,7 +506,7 @@ class LossReading:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """Its equations in order, those of layers and under rematerialisation too."""
+        """Its equations in order, including those of layers and under rematerialisation."""
         return tuple(steps(self.program, self.parameters))
 
     @cached_property
@@ -523,7 +520,7 @@ class LossReading:
 
     @cached_property
     def sliced(self) -> Mapping[str, Use]:
-        """The slices that are taken of parameters, by path."""
+        """The slices of parameters, by path."""
         return {path: use for path, use in self._all_uses.items() if use.equation.name in SLICES}
 
     @cached_property
@@ -538,8 +535,8 @@ class LossReading:
 
     @cached_property
     def calls(self) -> Mapping[str, Site]:
-        """The custom calls, by path; in bodies of scans and under rematerialisation too, but not in
-        other loops and branches.
+        """The custom calls, by path; including those in bodies of scans and under
+        rematerialisation, but not in other loops and branches.
         """
         return {step.site.call.path: step.site for step in self.steps if step.site is not None}
 
@@ -550,11 +547,11 @@ class LossReading:
 
     @cached_property
     def tables(self) -> frozenset[int]:
-        """The parameters that are read by lookups or slices of rows and nothing else. Their
-        gathered form is not needed for the backward pass.
+        """The parameters that only lookups or slices of rows read. Their gathered form is not
+        needed for the backward pass.
 
-        A slice of rows of which devices have shards makes XLA's partitioner permute rows between
-        devices, with pairs of devices that GPUs refuse (JAX 0.10.2).
+        A slice of sharded rows makes XLA's partitioner permute rows between devices, with pairs of
+        devices that GPUs reject (JAX 0.10.2).
         """
         tables: set[int] = set()
         others: set[int] = set(self.program.outputs)
@@ -572,7 +569,7 @@ class LossReading:
 
     @cached_property
     def narrowed(self) -> Mapping[int, np.dtype]:
-        """The parameters of which all that is read is in a narrower dtype -> that dtype."""
+        """The parameters that are only read in a narrower dtype -> that dtype."""
         return narrowed(self.program, self.parameters)
 
     @cached_property
@@ -583,11 +580,11 @@ class LossReading:
 
     @cached_property
     def call_operands(self) -> dict[Source, Source]:
-        """Returns where placements have the layouts of operands of custom calls, and of results of
-        attention -> what makes them.
+        """The keys in placements of the layouts of operands of custom calls, and of results of
+        attention -> their sources.
 
-        Results of attention come laid out by heads; what reads them, and keeps them for the
-        backward pass, has them as the plan does.
+        Results of attention are sharded by heads; operations that read them, and save them for the
+        backward pass, have them in the plan's layout.
         """
         read = {
             site.key(k): source
@@ -605,9 +602,9 @@ class LossReading:
 
     @cached_property
     def operands(self) -> Mapping[Source, Source]:
-        """The same, with the operands of functions with a derivative of their own that multiply
-        matrices. Such a function runs as it is, with rules that no layout can be given inside; so
-        it gets its operands as the plan has them in use.
+        """`call_operands`, with the operands of functions with custom derivatives that contain
+        matmuls. Such a function runs as a whole, without layouts inside, so it gets its operands in
+        the plan's compute shardings.
         """
         return self.call_operands | {
             (f"{step.equation.path}/operand", k): source
@@ -640,9 +637,7 @@ class LossJaxpr:
         return flatten(self.closed_jaxpr)
 
     def read(self, parameters: int) -> LossReading:
-        """Returns what is known of the loss, whose first inputs are so many parameters; read
-        once.
-        """
+        """Facts about the loss, whose first `parameters` inputs are parameters; computed once."""
         return self._readings.setdefault(
             parameters, LossReading(program=self.program, parameters=parameters)
         )
@@ -660,7 +655,7 @@ def trace_loss(
     *,
     what: str = "one microbatch,",
 ) -> LossJaxpr:
-    """Traces a loss, without the layouts that it brings along."""
+    """Traces a loss, without its own layouts."""
 
     def traced(loss: PureLoss) -> tuple[jex.ClosedJaxpr, Tree]:
         with no_mesh():
@@ -692,9 +687,7 @@ def trace_loss(
 
 
 def same_program(first: LossJaxpr, second: LossJaxpr) -> bool:
-    """Returns whether two traces have the same equations in the same places, whatever their
-    shapes.
-    """
+    """True if two traces have the same equations in the same places, whatever their shapes."""
     return [(e.path, e.name) for e in first.program.equations] == [
         (e.path, e.name) for e in second.program.equations
     ]

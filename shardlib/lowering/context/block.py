@@ -1,18 +1,15 @@
-"""Attention of one block of queries to one block of keys, in parts that can be added up, and its
-gradient.
+"""Attention of one block of queries to one block of keys, and its gradient, as partial results.
 
 A part is the result of attention to some of the keys and, for every query, the logarithm of the sum
-of exponentials that it was divided by. Two parts make one (online softmax, Milakov and Gimelshein,
-arXiv:1805.02867); with the logarithm over all keys known, every part of the backward pass can be
-made on its own (FlashAttention, arXiv:2205.14135, algorithm 4).
+of exponentials that normalises it (log-sum-exp). Two parts combine into one (online softmax,
+Milakov and Gimelshein, arXiv:1805.02867); given the log-sum-exp over all keys, the backward pass of
+every part is independent (FlashAttention, arXiv:2205.14135, algorithm 4).
 
 Queries are [B, Q, H, D], keys and values [B, K, G, D] and [B, K, G, V], where each of the G groups
 has H / G heads of the queries; all arithmetic is in float32.
 
-Masks and biases by distance:
-
-Masks are made from positions and documents, for the queries and keys that are at hand: no array has
-a side for all of the queries and one for all of the keys.
+Masks and distance biases are computed from the positions and documents of one block of queries and
+keys: no array has a dim for all queries and one for all keys.
 
 >>> import jax.numpy as jnp
 >>> tokens = Tokens(position=jnp.arange(4))
@@ -38,7 +35,7 @@ from shardlib.functions.attention import BiasForm
 from shardlib.graph import BLOCK
 from shardlib.jax_types import Index, Value
 
-#: Farther than any two positions.
+#: Larger than any distance between two positions.
 FAR = 2**30
 
 
@@ -49,8 +46,8 @@ class Tokens:
 
     Attributes:
         position: in the sequence, [S].
-        document: number of the document, [B, S]; None where there is one.
-        real: false for tokens that only fill a block, [S]; None where all are real.
+        document: index of the document, [B, S]; None for a single document.
+        real: false for padding tokens, [S]; None without padding.
     """
 
     position: Value
@@ -70,22 +67,22 @@ class Offsets:
     """Biases that depend on distance, added to scores.
 
     Attributes:
-        form: how.
-        array: of slopes or buckets, of the heads at hand.
+        form: the form of the bias.
+        array: slopes or buckets, of the heads on this device.
     """
 
     form: BiasForm
     array: Value
 
     def of(self, query: Tokens, key: Tokens) -> Value:
-        """Returns what is added to scores, [N, Q, K] float32."""
+        """The biases, [N, Q, K] float32."""
         return self.form.of(self.array, key.position[None, :] - query.position[:, None])
 
     def back(self, query: Tokens, key: Tokens, cotangent: Value) -> Value:
         """The gradient of the array, float32.
 
         Args:
-            cotangent: of what is added, [N, Q, K].
+            cotangent: of the biases, [N, Q, K].
         """
         distance = key.position[None, :] - query.position[:, None]
         pull = jax.vjp(lambda array: self.form.of(array, distance), self.array.astype(jnp.float32))
@@ -97,14 +94,14 @@ jax.tree_util.register_dataclass(Offsets, data_fields=["array"], meta_fields=["f
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """The mask of attention: which keys a query sees.
+    """The mask of attention: the keys that a query attends to.
 
     Attributes:
-        causal: whether it sees no later position.
-        window: it sees positions that are less than this far: the last `window` of them, itself
-            included, where it is causal, and as many to the other side where it is not. A number or
-            a traced scalar; 0 or None for all.
-        offsets: what distances add to scores; None for nothing.
+        causal: whether later positions are masked.
+        window: largest distance plus one: a causal query attends to the last `window` positions,
+            itself included, any other to as many on either side. A number or a traced scalar; 0 or
+            None for no window.
+        offsets: distance biases of scores; None for none.
     """
 
     causal: bool = True
@@ -112,27 +109,27 @@ class Sight:
     offsets: Offsets | None = None
 
     def added(self, query: Tokens, key: Tokens) -> Value | None:
-        """Returns what is added to scores, [N, Q, K]; None for nothing."""
+        """The distance biases, [N, Q, K], or None."""
         return None if self.offsets is None else self.offsets.of(query, key)
 
     def offsets_back(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
-        """The gradient of what distances add, if they add anything.
+        """The gradient of the array of distance biases, if there are any.
 
         Args:
-            cotangent: of what is added, [N, Q, K].
+            cotangent: of the biases, [N, Q, K].
         """
         return () if self.offsets is None else (self.offsets.back(query, key, cotangent),)
 
     @property
     def reach(self) -> Value | None:
-        """The window as a distance; None where all is seen whatever the program is given."""
+        """The window as a distance; None if there is statically none."""
         if self.window is None or (isinstance(self.window, int | np.integer) and not self.window):
             return None
         return jnp.where(self.window > 0, self.window, FAR)
 
     def seen(self, query: Tokens, key: Tokens) -> Value | None:
-        """The mask of keys that are seen, [Q, K], or [B, Q, K] where there are documents; None
-        where all are.
+        """The mask of visible keys, [Q, K], or [B, Q, K] with documents; None if all are
+        visible.
         """
         far = query.position[:, None] - key.position[None, :]
         conditions = [far >= 0] if self.causal else []
@@ -145,8 +142,8 @@ class Sight:
         return reduce(operator.and_, conditions) if conditions else None
 
     def some(self, query: Tokens, key: Tokens) -> Value | None:
-        """A scalar that is false only where none of the queries sees any of the keys; None where
-        nothing can be told. It looks at the ends alone, so that a block of scores can be left out.
+        """A scalar that is false only if no query attends to any key, so that the block can be
+        skipped; None if nothing is known. Only the ends of the blocks are compared.
         """
         first = query.position.min() - key.position.max()
         last = query.position.max() - key.position.min()
@@ -164,7 +161,7 @@ class Sight:
 
     @property
     def split(self) -> tuple[int, Given]:
-        """The window, where the program knows it and 0 else, and what the program is given."""
+        """(the window if it is static, otherwise 0; the traced inputs of the mask)."""
         if self.window is None or isinstance(self.window, int | np.integer):
             return int(self.window or 0), Given(offsets=self.offsets)
         return 0, Given(window=jnp.asarray(self.window, jnp.int32), offsets=self.offsets)
@@ -173,10 +170,10 @@ class Sight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Arrays of a mask that a program takes as arguments.
+    """Traced inputs of a mask.
 
     Attributes:
-        window: see `Sight`; None where the program knows it.
+        window: see `Sight`; None if it is static.
         offsets: see `Sight`.
     """
 
@@ -184,7 +181,7 @@ class Given:
     offsets: Offsets | None = None
 
     def sight(self, window: int, *, causal: bool) -> Sight:
-        """The sight."""
+        """The mask with these inputs."""
         return Sight(
             causal=causal,
             window=window if self.window is None else self.window,
@@ -192,7 +189,7 @@ class Given:
         )
 
     def cotangent(self, *gradient: Value) -> Given | None:
-        """Its cotangent."""
+        """The cotangent of these inputs."""
         if self.offsets is None:
             return None
         array = gradient[0].astype(self.offsets.array.dtype)
@@ -202,18 +199,18 @@ class Given:
 ALL_BEFORE = Sight()
 
 
-#: The logarithm of the sum over no keys: finite, so that differences of two of them are not NaN.
+#: Log-sum-exp over no keys: finite, so that differences of two of them are not NaN.
 NOTHING = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Scale, cap and mask of scores.
+    """Scale and soft cap of scores.
 
     Attributes:
-        scale: what products of queries and keys are multiplied by.
+        scale: factor of products of queries and keys.
         softcap: scores become cap * tanh(scores / cap); 0 leaves them.
-        block: the most queries, and the most keys, whose scores are made at a time.
+        block: the most queries, and the most keys, of a block of scores.
     """
 
     scale: float
@@ -239,7 +236,7 @@ class Scores:
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
     def back(self, scores: Value, cotangent: Value) -> Value:
-        """The cotangent of products of queries and keys, for that of scores."""
+        """The cotangent of products of queries and keys, from that of scores."""
         return cotangent * (1 - (scores / self.softcap) ** 2 if self.softcap else 1.0) * self.scale
 
 
@@ -249,8 +246,8 @@ class Part:
     """Attention to some keys.
 
     Attributes:
-        result: [B, Q, H, V] in float32; zeros where no key is seen.
-        total: logarithm of the sum of exponentials, [B, Q, H].
+        result: [B, Q, H, V] in float32; zeros for queries without visible keys.
+        total: log-sum-exp, [B, Q, H].
     """
 
     result: Any
@@ -271,7 +268,7 @@ class Incoming:
     """The cotangent of queries' attention to all keys.
 
     Attributes:
-        total: logarithm of the sum of exponentials, [B, Q, H].
+        total: log-sum-exp, [B, Q, H].
         cotangent: of the result, [B, Q, H, V].
         inner: product of cotangent and result, summed over V: [B, Q, H], float32.
     """
@@ -282,11 +279,11 @@ class Incoming:
 
     @classmethod
     def of(cls, result: Value, total: Value, cotangent: Value) -> Incoming:
-        """Returns what comes back for a result.
+        """The cotangent together with the values of the forward pass that gradients need.
 
         Args:
             result: of attention to all keys, [B, Q, H, V].
-            total: logarithm of the sum of exponentials, [B, Q, H].
+            total: log-sum-exp, [B, Q, H].
         """
         return cls(
             total=total,
@@ -295,7 +292,7 @@ class Incoming:
         )
 
     def map(self, change: Callable[[Value], Value]) -> Incoming:
-        """The same for other queries: all arrays changed alike."""
+        """All arrays changed by one function, for other queries."""
         return Incoming(
             total=change(self.total),
             cotangent=change(self.cotangent),
@@ -305,7 +302,7 @@ class Incoming:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Queries, keys and values, and where they stand.
+    """Queries, keys and values with their positions.
 
     Attributes:
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V].
@@ -319,7 +316,7 @@ class Inputs:
     columns: Tokens
 
     def taken(self, rows: slice, columns: slice) -> Inputs:
-        """Some of the queries, and some of the keys and values."""
+        """A slice of the queries, and a slice of the keys and values."""
         return Inputs(
             query=self.query[:, rows],
             key=self.key[:, columns],
@@ -348,7 +345,7 @@ def attend_block(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
     added = sight.added(inputs.rows, inputs.columns)
     seen = sight.seen(inputs.rows, inputs.columns)
     values = _hidden(_more(scores.of(query, inputs.key), added), seen)
-    # Where nothing is seen, all exponentials are to be zeros.
+    # For queries without visible keys, all exponentials must be zeros.
     largest = jnp.maximum(values.max(-1), NOTHING / 2)
     shares = jnp.exp(values - largest[..., None])
     total = shares.sum(-1)
@@ -368,9 +365,9 @@ def attend_block(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
 def attend_back_block(
     inputs: Inputs, sight: Sight, scores: Scores, incoming: Incoming
 ) -> tuple[Value, ...]:
-    """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
-    array of what distances add, if they do, in float32; operands of products are of the dtype of
-    queries, keys and values.
+    """Gradients of queries, keys and values from attention to these keys, and of the array of
+    distance biases, if there are any, in float32; operands of matmuls have the dtypes of queries,
+    keys and values.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     rows, columns = inputs.rows, inputs.columns
@@ -422,8 +419,8 @@ def _hidden(scores: Value, seen: Value | None) -> Value:
 # Attention over blocks of queries and keys: only the scores of one block of queries and one of keys
 # are in memory at a time.
 #
-# Blocks of which no query sees any key are left out. Sequences that no block divides are filled up
-# with tokens that nobody sees.
+# Blocks without visible keys are skipped. Sequences that no block divides are padded with tokens
+# that are masked.
 
 T = TypeVar("T")
 
@@ -442,16 +439,12 @@ class Blocks:
 
     @classmethod
     def of(cls, length: int, limit: int) -> Blocks:
-        """As few blocks of at most `limit` positions as there can be, as short as they can be.
+        """The fewest blocks of at most `limit` positions, and the shortest such blocks.
 
         >>> Blocks.of(10, 4)
         Blocks(length=10, size=4)
         >>> Blocks.of(9, 4).size, Blocks.of(3, 4).size, Blocks.of(9, 4).missing
         (3, 3, 0)
-
-        Args:
-            length: positions of the sequence.
-            limit: positions of a block.
         """
         return cls(length=length, size=-(-length // -(-length // limit)))
 
@@ -462,11 +455,11 @@ class Blocks:
 
     @property
     def missing(self) -> int:
-        """Positions that the last block lacks."""
+        """Number of padding positions in the last block."""
         return self.count * self.size - self.length
 
     def full(self, array: Value, dim: int = 1) -> Value:
-        """An array whose last block is filled up, with its last value."""
+        """An array whose last block is padded with its last value."""
         return (
             jnp.pad(
                 array,
@@ -478,7 +471,7 @@ class Blocks:
         )
 
     def full_tokens(self, tokens: Tokens) -> Tokens:
-        """The same for tokens; those that are added are not real."""
+        """Tokens whose last block is padded; padding is not `real`."""
         real = jnp.arange(self.count * self.size) < self.length if self.missing else None
         return Tokens(
             position=self.full(tokens.position, 0),
@@ -487,11 +480,11 @@ class Blocks:
         )
 
     def at(self, number: Index, array: Value, dim: int = 1) -> Value:
-        """The block of a number, of an array that is full."""
+        """One block of a padded array."""
         return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
 
     def tokens_at(self, number: Index, tokens: Tokens) -> Tokens:
-        """The same for tokens."""
+        """One block of padded tokens."""
         position = self.at(number, tokens.position, 0)
         real = None if tokens.real is None else self.at(number, tokens.real, 0)
         return Tokens(
@@ -501,10 +494,10 @@ class Blocks:
         )
 
     def added(self, number: Index, array: Value, more: Value) -> Value:
-        """A full array with a block added to.
+        """A padded array with an array added to one block.
 
         Args:
-            array: [B, positions, ...], whose last block is filled up.
+            array: [B, positions, ...], padded.
             more: [B, size, ...].
         """
         return jax.lax.dynamic_update_slice_in_dim(
@@ -518,7 +511,7 @@ class Blocks:
 
 
 def attend(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
-    """Attention of queries to keys."""
+    """Attention of queries to keys, block by block."""
     blocked = Blocked.of(inputs, scores.block)
     if blocked is None:
         return attend_block(_beside(inputs), sight, scores)
@@ -542,8 +535,8 @@ def attend(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
 def attend_back(
     inputs: Inputs, sight: Sight, scores: Scores, incoming: Incoming
 ) -> tuple[Value, ...]:
-    """Gradients of queries, keys and values that this part of the keys is the reason of, and of the
-    array of what distances add to scores, if they do, in float32.
+    """Gradients of queries, keys and values from attention to these keys, and of the array of
+    distance biases, if there are any, in float32.
     """
     blocked = Blocked.of(inputs, scores.block)
     if blocked is None:
@@ -586,7 +579,7 @@ class Blocked:
     """Inputs of attention in blocks of queries and of keys.
 
     Attributes:
-        inputs: with their last blocks filled up.
+        inputs: padded.
         rows, columns: the blocks.
     """
 
@@ -596,7 +589,7 @@ class Blocked:
 
     @staticmethod
     def of(inputs: Inputs, limit: int) -> Blocked | None:
-        """Inputs in blocks of at most `limit` positions; None where one block has all."""
+        """Inputs in blocks of at most `limit` positions; None if a single block is enough."""
         rows = Blocks.of(inputs.query.shape[1], limit)
         columns = Blocks.of(inputs.key.shape[1], limit)
         if rows.count == columns.count == 1:
@@ -623,8 +616,8 @@ class Blocked:
 
 
 def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
-    """The same for queries whose last block is filled up: what fills it has a cotangent of zeros,
-    and adds nothing to gradients of keys.
+    """The cotangent for padded queries: padding has a cotangent of zeros, and so adds nothing to
+    gradients of keys.
     """
     cotangent, inner = (
         jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
@@ -634,8 +627,9 @@ def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
 
 
 def _beside(inputs: Inputs) -> Inputs:
-    """The same, with positions that seem to depend on queries: masks of known positions, of all
-    blocks together, would be taken out of a loop over layers, by JAX where it differentiates one.
+    """Inputs whose positions have a data dependence on queries: otherwise, when JAX differentiates
+    a loop over layers, the masks of all blocks together, which are constants, would be moved out of
+    it.
     """
     query, rows, columns = jax.lax.optimization_barrier((inputs.query, inputs.rows, inputs.columns))
     return replace(inputs, query=query, rows=rows, columns=columns)
@@ -646,5 +640,5 @@ def _zeros(*arrays: Value) -> Any:
 
 
 def _where_seen(seen: Value | None, work: Callable[[], T], unseen: T) -> T:
-    """The work, or what is there without it where no query sees any key."""
+    """The result of `work`, or `unseen` if no query attends to any key."""
     return work() if seen is None else jax.lax.cond(seen, work, lambda: unseen)

@@ -1,8 +1,7 @@
-"""Attention of a sequence that is sharded over a mesh axis: heads, kernels, and the exchange of
-keys and values.
+"""Attention of a sharded sequence: heads, kernels, and the exchange of keys and values.
 
-All of it is for functions that are manual over the axis (`jax.shard_map`): arrays are what one
-device holds. Every form is exact: results and gradients are those of attention on one device.
+All functions are manual over the axis (`jax.shard_map`): arrays are one device's shards. Every form
+is exact: results and gradients are those of attention on one device.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ from shardlib.propagation.contractions import returned, shared
 # --------------------------------------------------------------------------------------------------
 # The sharding of heads of a call of attention.
 #
-# Where no axis shards the heads of queries outside, those do that shard the sequence or the width
-# of a head there, inside of the region alone. Where there are fewer heads of keys than devices,
-# keys and values are read whole by each; if it is the width of heads that is sharded, they are
-# gathered as soon as projections have made them, since a rotation by positions pairs dims of a
-# head, and would move them once more. What is read by heads is rotated by heads, and so is its
-# gradient; it is exchanged when it is rounded again, and not as the float32 that the rotation
-# makes.
+# If no axis shards the heads of queries outside, those that shard the sequence or the width of a
+# head there shard the heads inside of the region. With fewer heads of keys than devices, keys and
+# values are replicated; if the width of heads is sharded, they are gathered right after their
+# projections, since rotary embeddings pair dims of a head, and would move them once more. Arrays
+# that are read sharded by heads are rotated sharded by heads, and so are their gradients; these are
+# exchanged after they are rounded, and not in the float32 of the rotation.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +48,8 @@ class Heads:
     Attributes:
         axes: mesh axes that shard the heads of queries.
         ways: their number of devices.
-        together: whether they shard the heads of keys and values too; those are whole on every
-            device otherwise, which picks the ones of its queries.
+        together: whether they shard the heads of keys and values too; otherwise these are
+            replicated, and every device picks those of its queries.
     """
 
     axes: tuple[str, ...]
@@ -60,18 +58,18 @@ class Heads:
 
     @staticmethod
     def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> Heads:
-        """Heads sharded over axes where that is possible, and whole otherwise."""
+        """Heads sharded over axes if that is possible, otherwise replicated."""
         which = shared(heads=heads, groups=groups, devices=size)
         if which == "none":
             return Heads(axes=(), ways=1, together=True)
         return Heads(axes=axes, ways=size, together=which == "all")
 
     def own(self, array: Value, heads: int) -> Value:
-        """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
-        inside of the region.
+        """Keys or values of this device's queries; inside of the region.
 
         Args:
             array: keys or values, [B, T, K, H].
+            heads: number of heads of all queries.
         """
         if self.together:
             return array
@@ -82,7 +80,7 @@ class Heads:
 
 
 def computed(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout]) -> bool:
-    """Returns whether a call of attention is computed by a program for many devices; else its
+    """True if a call of attention is replaced by a program for many devices; otherwise its
     equations are left to automatic partitioning.
     """
     exchanged = plan.context in ("ring", "ulysses")
@@ -97,10 +95,10 @@ def computed(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout
 def cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
     """The mesh axes that shard the heads of queries [B, S, N, H] inside of the region.
 
-    Where no axis shards the heads outside, those do that shard the sequence or the width of a head
-    there: that is one all-to-all each way, where else every device along them would need the whole
+    If no axis shards the heads outside, those that shard the sequence or the width of a head there
+    do: one all-to-all each way, where otherwise every device along them would need the whole
     sequence and compute the same attention. A context axis shards the sequence inside as well, and
-    an exchange over it needs the heads for itself.
+    an exchange over it shards the heads itself.
     """
     batch, rows, heads, width = queries
     if heads or (plan.context == "ulysses" and plan.mesh["context"] > 1):
@@ -114,9 +112,9 @@ def with_heads(
     sites: Iterable[Site],
     plan: Plan,
 ) -> dict[tuple[str, int], Layout]:
-    """Placements with what becomes of queries, keys and values that projections make sharded by the
-    width of heads: what attention reads whole is gathered as soon as it is made; of what it reads
-    by heads, the gradient comes back by heads.
+    """Placements with layouts for queries, keys and values whose projections shard the width of
+    heads: those that attention reads replicated are gathered right after their projections; the
+    gradients of those that it reads sharded by heads are sharded by heads, too.
     """
     layouts = dict(placements)
     makers = {(op.path, index): op for op in graph.ops for index in range(len(op.results))}
@@ -143,7 +141,7 @@ def with_heads(
 def _projections(
     graph: Graph, makers: Mapping[tuple[str, int], Any], source: tuple[str, int]
 ) -> list[tuple[str, int]]:
-    """The results of contractions that a value is made of without another contraction."""
+    """The results of contractions from which a value is computed without another contraction."""
     by_value = {makers[key].results[key[1]]: key for key in makers}
     results, seen = list[tuple[str, int]](), set[tuple[str, int]]()
     pending = [source]
@@ -161,13 +159,12 @@ def _projections(
 
 
 # --------------------------------------------------------------------------------------------------
-# Kernels of the vendors for attention of arrays that one device has, in the order of the sequence.
+# Vendors' kernels for attention of arrays on one device, in the order of the sequence.
 #
-# Which one (`shardlib.graph`) is for the caller to say: a program may be made for machines that
-# the process does not have.
+# The caller chooses the kernel (`shardlib.graph`): a program may be compiled for absent machines.
 
-#: The most positions of a block of splash attention; what it holds in a core's own memory grows
-#: with it.
+#: The most positions of a block of splash attention; its use of a core's local memory grows with
+#: it.
 BLOCKS = (512, 256, LANES)
 
 
@@ -177,7 +174,7 @@ class Kernels:
 
     Attributes:
         kind: one of `shardlib.graph`.
-        interpret: those of "splash" run as programs of any machine, slowly, for tests.
+        interpret: run "splash" in interpret mode on any machine, slowly, for tests.
     """
 
     kind: Kind = "blocks"
@@ -193,12 +190,12 @@ class Kernels:
         sight: Sight = ALL_BEFORE,
         documents: bool = False,
     ) -> str:
-        """Returns why a kernel cannot be used for arrays of these shapes and dtypes; empty where it
+        """The reason why a kernel cannot be used for arrays of these shapes and dtypes; empty if it
         can.
 
         Args:
             query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a
-                shape and a dtype; as many queries as keys, or all keys are seen.
+                shape and a dtype; as many queries as keys, or all keys are visible.
         """
         window = sight.window
         return Wanted(
@@ -224,7 +221,7 @@ class Kernels:
         scores: Scores,
         sight: Sight = ALL_BEFORE,
     ) -> Value:
-        """Attention, with gradients, where position i is the i-th; arguments as for `why_not`, and
+        """Attention, with gradients, for positions 0, 1, 2, ...; arguments as for `why_not`, and
         documents of queries and keys, [B, Q] and [B, K].
 
         Returns:
@@ -306,15 +303,15 @@ def _cudnn(
 
 
 def _widened(array: Value, width: int) -> Value:
-    """An array [..., width] whose heads are padded with zeros, which add nothing to scores, and
-    columns to the result that are cut off.
+    """An array [..., width] whose heads are padded with zeros, which add nothing to scores, and add
+    columns to the result that are dropped.
     """
     more = width - array.shape[3]
     return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, more))) if more else array
 
 
 def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:
-    # Imported where it is used: Pallas takes long to load, and few programs are for TPUs.
+    # Imported here: Pallas takes long to load, and few programs are for TPUs.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = queries, keys
@@ -365,8 +362,8 @@ def _splash(
 #
 # Gathered, every device has all keys and values for its own queries. Exchanged (DeepSpeed-Ulysses,
 # Jacobs et al., arXiv:2309.14509), every device has the whole sequence for its share of the heads:
-# four all-to-alls of a device's part of the activations, whatever the number of devices. Where
-# there are fewer groups of keys and values than devices, or devices do not divide them, groups are
+# four all-to-alls of a device's part of the activations, whatever the number of devices. If there
+# are fewer groups of keys and values than devices, or devices do not divide them, groups are
 # repeated first.
 
 ULYSSES_BLOCKS = Kernels()
@@ -374,13 +371,13 @@ ULYSSES_BLOCKS = Kernels()
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """Attention of a sequence that is sharded, on each of the devices.
+    """Attention of a sharded sequence without a ring.
 
     Attributes:
-        cut: the sequence over the mesh axis.
-        scores: how scores are made, in blocks of which size.
-        causal: whether a query sees no later position.
-        kernels: what computes it.
+        cut: the partition of the sequence.
+        scores: how scores are computed.
+        causal: whether later positions are masked.
+        kernels: the kernel.
     """
 
     cut: Cut
@@ -399,8 +396,8 @@ class Collected:
         offsets: Offsets | None = None,
     ) -> Value:
         """Attention of this device's queries to gathered keys; arguments and result as those of
-        `Ring.attention`. A kernel of a vendor applies where all keys are seen, for it knows no
-        position of a device.
+        `Ring.attention`. Vendors' kernels are used only if all keys are visible, since they do not
+        take positions.
         """
         sight = Sight(causal=self.causal, window=window, offsets=offsets)
         whole = self.cut.whole
@@ -427,8 +424,8 @@ class Collected:
         offsets: Offsets | None = None,
     ) -> Value:
         """Attention to the whole sequence for this device's share of the heads; arguments and
-        result as those of `Ring.attention`. For a kernel of a vendor, the sequence is put in its
-        order.
+        result as those of `Ring.attention`. For vendors' kernels, tokens are put in the order of
+        the sequence.
         """
         exchange = Exchange(cut=self.cut)
         sight = Sight(
@@ -457,17 +454,17 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Devices exchange parts of the sequence for heads.
+    """The exchange of parts of the sequence for heads.
 
     Attributes:
-        cut: the sequence over the mesh axis.
+        cut: the partition of the sequence.
     """
 
     cut: Cut
 
     def for_heads(self, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
-        """The whole sequence for a share of the heads: [B, S / N, H, D] -> [B, S, H / N, D]; so
-        keys and values, [B, S / N, G, D].
+        """The whole sequence for a share of the heads: [B, S / N, H, D] -> [B, S, H / N, D];
+        likewise keys and values, [B, S / N, G, D].
         """
         heads, groups, size = query.shape[2], key.shape[2], self.cut.ways
         if heads % size:
@@ -486,19 +483,19 @@ class Exchange:
         )
 
     def of_heads(self, offsets: Offsets) -> Offsets:
-        """Returns what distances add to the scores of this device's share of the heads."""
+        """The distance biases of this device's share of the heads."""
         each = offsets.array.shape[-1] // self.cut.ways
         first = jax.lax.axis_index(self.cut.axis) * each
         local = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
         return replace(offsets, array=local)
 
     def for_tokens(self, array: Value) -> Value:
-        """The reverse: own positions for all heads."""
+        """The reverse of `for_heads`: own positions for all heads."""
         return self._all_to_all(array, 1, 2)
 
     def ordered(self, array: Value) -> Value:
-        """The parts of all devices, one after the other, in the order of the sequence: all of the
-        first runs, then the second ones from the last device's to the first's.
+        """The concatenated parts of all devices, in the order of the sequence: the first runs of
+        all devices, then the second ones from the last device to the first.
         """
         if not self.cut.zigzag:
             return array
@@ -519,19 +516,19 @@ class Exchange:
 
 
 def _positions(cut: Cut, local: int) -> Value:
-    """Positions of what all devices have, one after the other."""
+    """Positions of the concatenated parts of all devices."""
     return jnp.concatenate([cut.positions(device, local) for device in range(cut.ways)])
 
 
 # --------------------------------------------------------------------------------------------------
-# A call of `shardlib.functions.attention`, over devices that have parts of the sequence each.
+# A call of `shardlib.functions.attention` with the sequence sharded.
 
 
 def around_devices(
     site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine
 ) -> Callable[..., Sequence[Value]] | None:
-    """Returns what takes the place of a call of attention; None where that is left to automatic
-    partitioning, which gathers keys and values.
+    """The replacement of a call of attention; None if it is left to automatic partitioning, which
+    gathers keys and values.
 
     Returns:
         Arrays of the call -> its results.
@@ -597,19 +594,18 @@ def around_devices(
 
 
 def _offset_spec(aval: Aval, heads: Heads) -> PartitionSpec:
-    """Of what distances add, whose last dim is that of the heads of queries."""
+    """The spec of distance biases, whose last dim is that of the heads of queries."""
     return PartitionSpec(*[None] * (aval.ndim - 1), heads.axes or None)
 
 
 def _exchanged(
     site: Site, placements: Mapping[tuple[str, int], Layout], heads: Heads, machine: Machine
 ) -> list[NamedSharding | None]:
-    """The layouts that operands come in of which devices exchange the sequence for heads; None for
-    others.
+    """The layouts of operands whose sequence is exchanged for heads; None for others.
 
-    Left to the partitioner, the gradient of queries may come back sharded by heads as far as a
-    rotation by positions in float32, and twice the bytes are exchanged. What is sharded by the
-    width of heads is exchanged by projections (`with_heads`).
+    Left to the partitioner, the gradient of queries may stay sharded by heads through rotary
+    embeddings in float32, and twice the bytes are exchanged. Operands that are sharded by the width
+    of heads are exchanged by projections (`with_heads`).
     """
     parts, taken = site.call.form.parts, set(heads.axes)
     by_heads = {*range(2 * parts + 1 if heads.together else parts)}
@@ -628,12 +624,12 @@ class Local:
     """The computation of one device.
 
     Attributes:
-        form: what is computed.
-        ring: whether keys and values go around.
-        along: how the sequence is sharded; None where it is whole.
-        heads: how heads are sharded.
-        count: heads of queries, of all devices.
-        kernels: what computes attention of what a device has; a ring has its own.
+        form: the form of attention.
+        ring: whether keys and values are passed around.
+        along: the partition of the sequence; None if it is not sharded.
+        heads: the sharding of heads.
+        count: number of heads of queries, of all devices.
+        kernels: the kernel for arrays on one device; a ring has its own.
     """
 
     form: Attention
@@ -644,7 +640,7 @@ class Local:
     kernels: Kernels
 
     def __call__(self, *arrays: Value) -> Value:
-        """Attention of the arrays of a marked call, as a device has them."""
+        """Attention of one device's shards of the arrays of a call."""
         operands_of_call = Operands.of(self.form, arrays)
         value = self.heads.own(operands_of_call.value, self.count)
         key = _joined([self._key(key, value.shape[2]) for key in operands_of_call.keys])
