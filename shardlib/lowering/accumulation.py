@@ -102,8 +102,8 @@ class Microbatches:
     def averages(
         self, values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree
     ) -> Tree:
-        """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading
-        dim, and of the last.
+        """(loss, (metrics, state)) of all microbatches, from those of all but the last, stacked,
+        and of the last.
         """
 
         def joined(earlier: jax.Array, latest: jax.Array) -> jax.Array:

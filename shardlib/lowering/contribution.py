@@ -51,7 +51,7 @@ _LOW = 0xFFFFFFFF
 def drawn(
     eqn: Eqn, keys: jax.Array, rows: jax.Array, draw: Draw, parts: int
 ) -> tuple[jax.Array, ...]:
-    """The results of a draw."""
+    """The results of a draw of random numbers."""
     shape = tuple(eqn.params["shape"])
     if eqn.primitive.name == "random_bits":
         return (bits(keys, rows, draw, shape=shape, parts=parts, width=eqn.params["bit_width"]),)

@@ -1057,7 +1057,7 @@ def _placed(
 def _axes_of_matrices(
     site: Site, up: ParameterLayout | None, machine: Machine
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The mesh axes that experts are shared out over, and those that shard their hidden width."""
+    """The mesh axes that shard the experts, and those that shard their hidden width."""
     view, shape = site.views[3], site.avals[3].shape
     if up is None or view is None:
         return (), ()

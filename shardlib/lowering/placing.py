@@ -72,9 +72,7 @@ from shardlib.tracing.rewriting import Together, Walk, bind
 def laid_out(
     value: jax.Array, gathered: bool, use: NamedSharding, back: NamedSharding
 ) -> jax.Array:
-    """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it
-    is needed whole.
-    """
+    """A parameter whose gradient is resharded for the optimizer; gathered at once if `gathered`."""
     same = returning(back)(value)
     return held(same, use) if gathered else same
 

@@ -175,7 +175,7 @@ _UNSIGNED = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 def _flat_index(
     local: tuple[int, ...], shape: tuple[int, ...], offsets: Sequence[Any]
 ) -> jax.Array:
-    """Flat indices, in an array of some shape, of a piece of it."""
+    """Flat indices of a shard's elements in the global array."""
     index = jnp.zeros(local, jnp.uint32)
     for dim in range(len(local)):
         stride = math.prod(shape[dim + 1 :]) % 2**32
