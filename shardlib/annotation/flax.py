@@ -527,7 +527,7 @@ class _Trees:
         """The user's loss as a pure function."""
 
         def called(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-            """The result of the loss, and its params afterwards."""
+            """The result of the loss, and the params after it."""
             module = self.rebuild(params, state)
             with _jax_compat.unsharded_variables():
                 value, metrics = loss_and_metrics(loss(module, batch))

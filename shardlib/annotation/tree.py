@@ -164,7 +164,7 @@ class _Whole:
         return tree, {}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
-        """The tree."""
+        """The tree, which has no other leaves."""
         return params
 
 

@@ -105,7 +105,7 @@ def tidy(place: Path, number: int) -> None:
 
 
 def file_name(number: int, kind: str = "json") -> str:
-    """Name of the file of an owner."""
+    """Name of a file of an owner, by its number."""
     return f"{number:06d}.{kind}"
 
 

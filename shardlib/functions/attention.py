@@ -449,7 +449,7 @@ class Operands:
 
     @staticmethod
     def of(form: Attention, arrays: Sequence[Operand]) -> Operands:
-        """Sorts the arrays of a custom call."""
+        """Assigns the arrays of a custom call to their names."""
         parts, extra = form.parts, list(arrays[2 * form.parts + 1 :])
         return Operands(
             queries=tuple(arrays[:parts]),

@@ -163,7 +163,7 @@ def of_one_member(jaxpr: AnyJaxpr, names: Collection[str]) -> AnyJaxpr:
 
 
 def _inside(value: Any, names: Collection[str]) -> Any:
-    """A parameter of an equation, with the jaxprs in it."""
+    """A parameter of an equation, with the same applied to the jaxprs in it."""
     if isinstance(value, (tuple, list)) and any(hasattr(item, "eqns") for item in value):
         return type(value)(_inside(item, names) for item in value)
     if not hasattr(value, "eqns"):

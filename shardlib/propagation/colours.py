@@ -72,7 +72,9 @@ def has(cut: Cut, kind: str) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def divisors(cut: Cut) -> tuple[bool, bool, bool, bool]:
-    """Whether batch, tensor, context and expert axes shard an array."""
+    """A flag for each of the batch, tensor, context and expert axes: True if they shard an
+    array.
+    """
     return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
 
 
@@ -211,8 +213,8 @@ class Choice:
 # Dims of the batch and of the sequence are excluded: a shard of two concatenated batches is not the
 # same shard of each.
 
-#: A dim is not fused if the greatest common divisor of its pieces is less than this fraction of it:
-#: a padded vocabulary, a shift by one.
+#: A dim is fused only if the greatest common divisor of its pieces is at least this part of it, one
+#: 64th; else it is a padded vocabulary or a shift by one.
 FINEST = 64
 
 
@@ -401,7 +403,7 @@ def _size(tag: str, op: Op, window: Window) -> int:
 
 
 def _tie_positions(same: Classes, tag: str, graph: Graph) -> None:
-    """Ties dims that an op gives the same index, position by position."""
+    """Ties dims that an op maps to the same index, position by position."""
     for op in graph.ops:
         members: dict[int, list[Hashable]] = defaultdict(list)
         for (result, position, axis), dim in op.rule.dims():
@@ -412,7 +414,7 @@ def _tie_positions(same: Classes, tag: str, graph: Graph) -> None:
 
 
 def _reach(spans: Iterable[tuple[int, int]]) -> int:
-    """Returns the end of the gapless range from 0 that spans cover.
+    """The end of the contiguous range from 0 that spans cover.
 
     >>> _reach([(0, 2), (4, 8), (2, 3)])
     3

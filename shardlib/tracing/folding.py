@@ -303,7 +303,7 @@ def _fold_scan(
 # of cotangents is then in the early loop and the weight gradients are in the late one (the split of
 # zero-bubble pipelines, arXiv:2401.10241).
 
-#: Ops whose result is a view of an operand of at least its size.
+#: Ops whose result is a view of an operand that is not larger than the result.
 _VIEWS = frozenset(
     {
         "reshape",

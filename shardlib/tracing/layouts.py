@@ -195,8 +195,8 @@ class _Setting:
             yield
 
     def after(self, error: Exception) -> _Setting | None:
-        """The setting with the axis or layout that caused the error added; None if the error has
-        another cause.
+        """The setting extended by the axis or input layout that the error reports as missing; None
+        for other errors.
         """
         if self.mesh.empty:
             return None

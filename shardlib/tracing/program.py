@@ -370,8 +370,8 @@ def called(jaxpr: Jaxpr) -> Iterator[tuple[Form, tuple[Aval, ...]]]:
 
 
 def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
-    """(path, index) of the graph's op that makes a result of an equation; None where the equation
-    only passes it on.
+    """(path, index) of the graph's op that makes a result of an equation; None if the equation only
+    forwards it.
     """
     path = equation.path
     if equation.name == "scan":
@@ -504,7 +504,7 @@ def picked(rows: Value, indices: Value, outside: float | None) -> Value:
 
 
 def by_elements(equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
-    """Runs a lookup of elements in rows as a sum over the row; None for any other equation."""
+    """Evaluates an element lookup as a masked sum over the row; None for any other equation."""
     if not is_element_lookup(equation):
         return None
     rows, indices = operands

@@ -332,7 +332,7 @@ def _manual_over_tensor(aval: Any) -> bool:
     )
 
 
-#: Name of slices read from a stack by index inside a loop: saving them would copy the stack.
+#: Name of slices read from a stack by index in a loop: not saved, since the stack is still there.
 READ = "shardlib: read from a stack"
 
 

@@ -924,8 +924,8 @@ def trace_step(
 
 
 def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, or of a number, as JAX takes it: 64-bit numbers of NumPy are 32
-    bits wide there.
+    """Shape and dtype of an array, or of a number, as JAX takes it: 64-bit numbers of NumPy become
+    32-bit.
     """
     array = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
     typed_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)

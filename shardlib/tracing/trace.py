@@ -178,8 +178,8 @@ def _by_convention(batch: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAx
 
 
 def _which_rows(batch: Tree, leaves: list[Any]) -> str:
-    """Hint that names the arrays of a batch with rows: for example those of the commonest leading
-    size.
+    """Suggestion for naming the row dims of a batch; takes the commonest leading size as that of
+    rows.
     """
     sizes = Counter(leaf.shape[0] for leaf in leaves if leaf.shape and not _is_raw_key(leaf))
     common_size = sizes.most_common(1)[0][0] if sizes else 0

@@ -5,7 +5,7 @@ callbacks.py     functions called during a run
 display.py       progress in a notebook, and text of the trained model
 fit.py           the training loop
 identity.py      digests of everything that determines the numbers of a run
-loggers.py       receivers of the numbers and events of a run, beside the JSON lines in its folder
+loggers.py       receivers of the numbers and events of a run
 measures.py      losses and metrics, and the load of the machine
 rates.py         learning rates scaled with the batch, and profiles
 run.py           the folder of a run

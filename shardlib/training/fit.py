@@ -135,10 +135,10 @@ def fit(
             the same when the run is resumed.
         tokens: tokens per batch, for the tokens per second on `console`; 0 if unknown.
         advice: suggestion in the error when the loss is no longer finite.
-        later: (first step, program) of programs that take over, in order: for batches that grow
-            (`shardlib.training.rates.Ramp`). States must have the same layout, as they do if
-            `mesh`, `rules` and `zero` are pinned to those of the first plan. A function of the step
-            returns batches of the size of its step.
+        later: (number of steps before it, program) of programs that take over, in order: for
+            growing batches (`shardlib.training.rates.Ramp`). States must have the same layout, as
+            they do if `mesh`, `rules` and `zero` are pinned to those of the first plan. A function
+            of the step returns batches of the size of its step.
 
     Returns:
         The last state, with the loss and the seconds of every step; also if the run was stopped

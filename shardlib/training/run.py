@@ -368,11 +368,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run.
-
-    Attributes:
-        path: where it is.
-    """
+    """The folder of a run."""
 
     path: Path
 

@@ -363,8 +363,8 @@ class Task:
     """The task of a run.
 
     Attributes:
-        programs: (first step, program), each of any kind, the first from step 0; all have the same
-            layout of states.
+        programs: (number of steps before it, program), each of any kind, the first with 0; all have
+            the same layout of states.
         data: a dataset, or a function of the step.
         steps: total number of steps.
         seed: of the initial state.
