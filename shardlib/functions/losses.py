@@ -158,10 +158,10 @@ def _computed(form: MarkedLoss, *operands: Any) -> tuple[Any, ...]:
 # --------------------------------------------------------------------------------------------------
 # A loss that is a ratio of two sums over the batch.
 #
-# def loss(model, batch):
-#     each = cross_entropy(model(batch["x"]), batch["y"])
-#     total = jnp.sum(each * batch["weight"])
-#     return shardlib.WeightedMean(total=total, weight=jnp.sum(batch["weight"]))
+#     def loss(model, batch):
+#         each = cross_entropy(model(batch["x"]), batch["y"])
+#         total = jnp.sum(each * batch["weight"])
+#         return shardlib.WeightedMean(total=total, weight=jnp.sum(batch["weight"]))
 
 
 @dataclass(frozen=True, kw_only=True)

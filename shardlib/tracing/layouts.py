@@ -498,7 +498,7 @@ class _Free:
             return [self.mark(*pair, eqn) for pair in zip(operands, requested, strict=True)]
         if name == "shard_map":
             return self.shard_map(eqn, operands, manual)
-        if name == "custom_vmap_call":  # of `_ragged_dot`, that no axis maps
+        if name == "custom_vmap_call":  # from `_ragged_dot`, not vmapped
             jaxpr, constants = open_jaxpr(params["call"])
             return self.run(jaxpr, constants, operands, manual)
         if name in _CALLS:

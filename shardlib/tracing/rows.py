@@ -642,7 +642,8 @@ _CALLS: Mapping[str, Callable[[Analysis, Step, list[Kind]], list[Kind]]] = {
 # --------------------------------------------------------------------------------------------------
 # The proof for the results of a loss.
 #
-# proof = prove(trace_at, arguments, sizes=(8, 16), names=...) proof.rows.loss.kind # "mean"
+#     proof = prove(first, second, inputs, names, rows)
+#     proof.rows.loss.kind    # "mean"
 
 
 @dataclass(frozen=True, kw_only=True)

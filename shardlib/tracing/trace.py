@@ -494,7 +494,7 @@ def served_problem(
 
 
 # --------------------------------------------------------------------------------------------------
-# Dependence of a loss on the rows of its batch, by tracing it again for another number of rows.
+# Dependence of a loss on the rows of its batch, from a trace for another number of rows.
 
 
 def proven_rows(

@@ -23,7 +23,7 @@ from shardlib.untrusted.data import Json, JsonMapping
 #         if moment.event == "validation" and moment.numbers["validation/loss"] < 0.1:
 #             moment.stop("good enough")
 #
-# Settings(callbacks=(shout,), validation=...)
+#     Settings(callbacks=(shout,), validation=...)
 #
 # Callbacks are called in all processes of a run, with the same numbers; their requests must be the
 # same in all of them.

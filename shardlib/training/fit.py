@@ -194,8 +194,8 @@ def fit(
 # --------------------------------------------------------------------------------------------------
 # Training of a byte-level transformer on real text, from the plan to a generated sample.
 #
-# result = train(TrainConfig(steps=100)) print(result.validation_loss, "against",
-# result.bigram_loss)
+#     result = train(TrainConfig(steps=100))
+#     print(result.validation_loss, "against", result.bigram_loss)
 
 #: Prompt of the sample.
 PROMPT = "def "

@@ -1,7 +1,7 @@
 """Loggers: receivers of the numbers and events of a run, in addition to the JSON lines in its
 folder.
 
-settings = Settings(run="runs/a", loggers=(TensorBoard(), WandB(project="a")))
+    settings = Settings(run="runs/a", loggers=(TensorBoard(), WandB(project="a")))
 """
 
 from __future__ import annotations

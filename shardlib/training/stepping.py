@@ -355,7 +355,7 @@ def in_order(by_step: Mapping[int, float]) -> tuple[float, ...]:
 # A run may have several programs, one after the other, for batches that grow:
 #
 #     task.at(0)      # the program of the first step
-#     task.at(900)    # the one that has taken over before step 900
+#     task.at(900)    # the one that takes over before step 900
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
