@@ -1,25 +1,13 @@
-"""Measured rates of this machine's simulated devices, and the cache that keeps them.
+"""Measured rates of this machine's simulated devices, and their cache.
 
-`measured_cpu` runs small programs on the local CPU devices, all of them at work at once, and
-returns a `Topology` with the measured figures in place of the catalogue's static ones. What devices
-share, cores and memory, is shared in the figures: N devices on C cores have together the FLOP/s of
-C cores, and a device that works alone has what XLA gives to one (`Topology.alone`).
+`measured_cpu` runs small programs on the local CPU devices, on all of them at once, and returns a
+`Topology` with the measured figures in place of the catalogue's. Figures are per device with all
+devices in use: N devices on C cores have together the FLOP/s of C cores, and a device that computes
+alone is as fast as XLA makes it (`Topology.alone`).
 
-It takes a few seconds once; the figures are kept as JSON in the user's cache folder
-(`SHARDLIB_CACHE_DIR` if set), one file for each processor, core count, JAX version and number of
+The measurement takes a few seconds; the figures are stored as JSON in the user's cache folder
+(`SHARDLIB_CACHE_DIR` if set), one file per processor, core count, JAX version and number of
 devices. Nothing runs, and JAX starts no backend, before the first call.
-
-Seconds are measured on a machine that others may use at the same time. Other work only ever slows a
-run down, so the fastest of several runs counts. Where a program keeps all cores busy, its processor
-time over the cores is what it takes without the others; where it does not, processor time says too
-little.
-
->>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=True)
-0.2
->>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=False)
-0.3
-
-Figures have names; they are per device, with all devices at work.
 
 >>> [name for name in figure_names(4) if name.startswith("all-reduce")]
 ['all-reduce.2.s', 'all-reduce.2.s_per_byte', 'all-reduce.4.s', 'all-reduce.4.s_per_byte']
@@ -56,25 +44,34 @@ from shardlib.processes.devices import let_collectives_wait
 from shardlib.processes.values import of_first
 from shardlib.untrusted.data import Limits, read_json
 
-#: Seconds for which a program is run again and again.
+#: Seconds for which a program is repeated.
 BUDGET_S = 0.15
-#: Runs at least, however long they take.
+#: Minimum number of runs, regardless of their time.
 RUNS = 3
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quiet_seconds(
     walls: Sequence[float], processor: Sequence[float], *, cores: int, all_busy: bool
 ) -> float:
-    """Seconds of a program without what others do.
+    """Seconds of a program without the influence of other processes.
+
+    Other processes only ever slow a run down, so the fastest of several runs counts. If a program
+    keeps all cores busy, its processor time over the cores is its time on an idle machine;
+    otherwise processor time is too low.
+
+    >>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=True)
+    0.2
+    >>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=False)
+    0.3
 
     Args:
         walls: seconds of each run.
-        processor: seconds that each run took of all cores together.
+        processor: processor seconds of each run, summed over the cores.
     """
     if not all_busy:
         return min(walls)
@@ -84,7 +81,7 @@ def quiet_seconds(
 def seconds_of(
     call: Callable[..., object], *operands: jax.Array, devices: int, budget_s: float = BUDGET_S
 ) -> float:
-    """Seconds of a call that has been made before, so that it is compiled."""
+    """Seconds of a call that is already compiled."""
     jax.block_until_ready(call(*operands))
     walls: list[float] = []
     processor: list[float] = []
@@ -97,16 +94,16 @@ def seconds_of(
     return quiet_seconds(walls, processor, cores=cores(), all_busy=devices >= cores())
 
 
-#: Version of the cached figures; a change of the method makes old files stale.
+#: Version of the cached figures; increased with the method, so that old files are ignored.
 FORMAT = 5
-#: Files of the cache are short.
+#: Maximum size of a cache file.
 CACHED = Limits(bytes=1 << 16, depth=4)
-#: Rates and times of kernels: what large matmuls and convolutions reach, forward and backward, and
-#: the depth of a matmul that takes as long as starting one of its blocks; the share of the former
-#: that many small matmuls of one kernel reach; how many times as fast as one core a device is;
-#: bytes that element-wise ops move, elements that they compute; bytes of memory that nobody has
-#: touched before, of an optimizer's update, and of gathers and scatters of rows; fixed seconds of
-#: an op and of a program; and how many times as fast a device is while the others idle.
+#: Rates and times of kernels: large matmuls and convolutions, forward and backward; the depth of a
+#: matmul that takes as long as starting one of its blocks; the share of the matmul rate that many
+#: small matmuls of one kernel reach; the speed-up of a device over one core; bytes and elements of
+#: element-wise ops; bytes of untouched memory, of an optimizer update, and of gathers and scatters
+#: of rows; fixed seconds of an op and of a program; and the speed-up of a device while the others
+#: idle.
 KERNELS: tuple[str, ...] = (
     "float32_flops_per_s",
     "bfloat16_flops_per_s",
@@ -127,7 +124,7 @@ KERNELS: tuple[str, ...] = (
 
 
 def measured_ways(devices: int) -> tuple[int, ...]:
-    """Participants of the collectives that are measured: two and all; those between lie between.
+    """Numbers of participants of the measured collectives: two and all; others are interpolated.
 
     >>> measured_ways(1), measured_ways(2), measured_ways(8), measured_ways(6), measured_ways(3)
     ((), (2,), (2, 8), (2, 6), (3,))
@@ -136,8 +133,8 @@ def measured_ways(devices: int) -> tuple[int, ...]:
 
 
 def exchange_names(kind: str, degree: int) -> tuple[str, str]:
-    """Names of the figures of a collective: seconds of the smallest, and of each byte of the full
-    array.
+    """Names of the figures of a collective: seconds of the smallest, and seconds per byte of the
+    full array.
 
     >>> exchange_names("all-gather", 8)
     ('all-gather.8.s', 'all-gather.8.s_per_byte')
@@ -146,7 +143,7 @@ def exchange_names(kind: str, degree: int) -> tuple[str, str]:
 
 
 def figure_names(local: int) -> tuple[str, ...]:
-    """Names of all figures of so many devices."""
+    """Names of all figures of `local` devices."""
     return KERNELS + tuple(
         name
         for kind in KINDS
@@ -156,7 +153,7 @@ def figure_names(local: int) -> tuple[str, ...]:
 
 
 def cache_path(devices: int, local: int) -> Path:
-    """The file that keeps the figures of `devices` devices measured on `local` ones."""
+    """The cache file of the figures of `devices` devices, measured on `local` devices."""
     folder = os.environ.get("SHARDLIB_CACHE_DIR") or platformdirs.user_cache_dir(
         "shardlib", appauthor=False
     )
@@ -165,7 +162,7 @@ def cache_path(devices: int, local: int) -> Path:
 
 
 def cpu_model() -> str:
-    """The processor, as the system names it."""
+    """The name of the processor according to the operating system."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -175,9 +172,7 @@ def cpu_model() -> str:
 
 
 def read_figures(path: Path, local: int) -> dict[str, float] | None:
-    """The figures of a cache file; None when there is none, or none that a run could have
-    written.
-    """
+    """The figures of a cache file; None if there is none, or if no run can have written it."""
     try:
         figures = read_json(path, "measured figures", TopologyError, limits=CACHED)
     except (MissingFileError, TopologyError):
@@ -196,7 +191,7 @@ def read_figures(path: Path, local: int) -> dict[str, float] | None:
 
 
 def write_figures(path: Path, figures: Mapping[str, float]) -> None:
-    """Writes a cache file; where that is not possible, nothing."""
+    """Writes a cache file; does nothing if that is not possible."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
@@ -208,21 +203,20 @@ def write_figures(path: Path, figures: Mapping[str, float]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Collectives of simulated devices: a meeting of threads, and copies through the memory that all
-# share.
+# Collectives of simulated devices: a rendezvous of threads, and copies through shared memory.
 #
-# A figure is of all devices at work: groups of two are measured with every device in one of them.
+# Figures are for all devices in use: groups of two are measured with every device in one of them.
 
 #: float32 elements of the full array of a large collective: 2 MiB.
 MESSAGE = 1 << 19
-#: Elements of a shard of the smallest.
+#: Elements of a shard of the smallest collective.
 SMALL = 16
-#: Collectives in one program, so that the dispatch of the program does not count.
+#: Collectives per program, so that the dispatch of the program does not matter.
 CHAIN = 8
 
 
 def exchange_figures(devices: Sequence[jax.Device]) -> dict[str, float]:
-    """Measures every kind of collective by participants."""
+    """The figures of every kind of collective, measured by number of participants."""
     figures: dict[str, float] = {}
     for degree in measured_ways(len(devices)):
         grid = np.array(devices).reshape(-1, degree)
@@ -234,8 +228,8 @@ def exchange_figures(devices: Sequence[jax.Device]) -> dict[str, float]:
 
 
 def line(small: float, large: float) -> tuple[float, float]:
-    """Seconds without bytes, and of each byte of the full array; a noisy small run does not make
-    bytes free.
+    """Seconds without bytes, and seconds per byte of the full array; at least some, even if the
+    small run was slow by noise.
 
     Args:
         small: seconds of the smallest collective.
@@ -244,7 +238,7 @@ def line(small: float, large: float) -> tuple[float, float]:
 
 
 def _seconds(mesh: Mesh, kind: str, elements: int) -> float:
-    """Seconds of one collective whose full array has so many elements."""
+    """Seconds of one collective whose full array has `elements` elements."""
     degree = mesh.shape["along"]
     step = _steps(degree)[kind]
 
@@ -265,7 +259,7 @@ def _seconds(mesh: Mesh, kind: str, elements: int) -> float:
 
 
 def _steps(degree: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """One collective of each kind, whose result has the shape of its operand again."""
+    """One collective of each kind, with a result of the shape of its operand."""
     ring = [(i, (i + 1) % degree) for i in range(degree)]
 
     def gather(a: jax.Array) -> jax.Array:
@@ -289,46 +283,46 @@ def _steps(degree: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
 # --------------------------------------------------------------------------------------------------
 # Programs whose seconds are the figures of kernels.
 #
-# Each runs under `shard_map`, the same on all devices at once, on arrays that a device's share of
-# a small model would have. Rates that a pass over memory is part of are found by difference.
+# Each runs under `shard_map`, the same on all devices at once, on arrays of the size of a device's
+# shard of a small model. Rates that include a pass over memory are found by difference.
 
 #: Rows, columns and depth of a matmul: large enough for the matmul library's best kernels.
 MATMUL = (512, 512, 256)
 #: Batch, height and width, and channels of a convolution, 3x3.
 IMAGES = (8, 16, 32)
-#: float32 elements that a device reads and writes: 2 MiB, about what a layer of a small model has.
+#: float32 elements that a device reads and writes: 2 MiB, about those of a layer of a small model.
 STREAM = 1 << 19
 #: Additions and multiplications of the longer of two chains over the same elements.
 PROGRAMS_CHAIN = 17
 PASSES = 6
-#: float32 elements of a chain that keeps one core busy.
+#: float32 elements of a chain that uses a single core.
 SHORT = 1 << 15
-#: Matmuls of one kernel, and rows, columns and depth of each.
+#: Matmuls per kernel, and rows, columns and depth of each.
 BATCHED = (16, 128, 128, 128)
-#: Depths, and rows, of the matmuls that say what the start of a block takes.
+#: Depths, and rows, of the matmuls that measure the start of a block.
 DEPTHS = (32, 256)
 TALL = 1024
-#: Bytes of memory that nobody has touched before; allocators map so many anew each time.
+#: Bytes of untouched memory; allocators map buffers of this size anew each time.
 FRESH = 40 << 20
-#: Rows of a table, elements of a row, and rows that are looked up.
+#: Rows of a table, elements of a row, and rows of a lookup.
 TABLE = (1024, 128, 1024)
 TINY_OPS = 256
 
 
 def local_program(mesh: Mesh, body: Callable[..., object]) -> Callable[..., object]:
-    """The jitted program in which every device runs `body` on its part of all operands."""
+    """The jitted program in which every device runs `body` on its shards of all operands."""
     return jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
     )
 
 
 def line_of(devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of one axis, "all"."""
+    """A mesh with the single axis "all"."""
     return Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
 
 
 def per_device(mesh: Mesh, *shape: int, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Numbers near one, of a shape on every device: their leading dim is sharded."""
+    """Numbers near one with this shape per device, sharded along the leading dim."""
     full = (mesh.size * shape[0], *shape[1:])
     return jax.jit(
         lambda: jnp.full(full, 0.9, dtype), out_shardings=NamedSharding(mesh, P("all"))
@@ -336,7 +330,7 @@ def per_device(mesh: Mesh, *shape: int, dtype: DTypeLike = jnp.float32) -> jax.A
 
 
 def kernel_figures(mesh: Mesh) -> dict[str, float]:
-    """Measures every figure of kernels but `alone`."""
+    """All figures of kernels except `alone`, measured."""
     memory = PASSES * 8 * STREAM / _passes(mesh, lambda a: a * 0.5 + 0.5)
     streamed = STREAM / memory * 8
     start = _matmul_start(mesh, memory)
@@ -365,8 +359,8 @@ def kernel_figures(mesh: Mesh) -> dict[str, float]:
 
 
 def speed_alone(devices: Sequence[jax.Device]) -> float:
-    """Speed of a device on a block of a model while the others idle, over its speed while all work:
-    between 1 and their number.
+    """Speed of a device on a block of a model while the others idle, over its speed while all
+    compute: between 1 and the number of devices.
     """
     together, alone = (
         seconds_of(
@@ -393,7 +387,7 @@ def _block(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _matmul(mesh: Mesh, dtype: DTypeLike, memory_bytes_per_s: float, start: float) -> float:
-    """FLOP/s of a product forward and backward, less the passes over its operands and result and
+    """FLOP/s of a matmul forward and backward, without the passes over its operands and result and
     the starts of its blocks.
     """
     rows, columns, depth = MATMUL
@@ -424,8 +418,8 @@ def _matmul_start(mesh: Mesh, memory_bytes_per_s: float) -> float:
 
 
 def start_of(depths: Sequence[int], seconds: Sequence[float]) -> float:
-    """Returns the depth below zero where the line through two (depth, seconds) meets zero; at least
-    one element, at most the smaller depth.
+    """The distance below zero at which the line through two (depth, seconds) points reaches zero;
+    at least one element, at most the smaller depth.
 
     >>> start_of((32, 256), (6.0, 34.0))
     16.0
@@ -436,7 +430,7 @@ def start_of(depths: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def _batched(mesh: Mesh, flops_per_s: float, memory_bytes_per_s: float, start: float) -> float:
-    """Share of a large product's FLOP/s that many small ones of one kernel reach, which some
+    """Share of a large matmul's FLOP/s that many small ones of one kernel reach, which some
     versions of XLA compute on one core (JAX 0.10.2) and others on all (0.12).
     """
     many, rows, columns, depth = BATCHED
@@ -475,20 +469,20 @@ def _chain(a: jax.Array) -> jax.Array:
 
 
 def _passes(mesh: Mesh, body: Callable[[jax.Array], jax.Array], elements: int = STREAM) -> float:
-    """Seconds of some passes over one buffer."""
+    """Seconds of `body` over one buffer."""
     loop = local_program(mesh, lambda a: jax.lax.fori_loop(0, PASSES, lambda _, b: body(b), a))
     return seconds_of(loop, per_device(mesh, elements), devices=mesh.size)
 
 
 def _fresh(mesh: Mesh, memory_bytes_per_s: float) -> float:
-    """Bytes a second of memory that the system has to map and to clear first."""
+    """Bytes per second of memory that the operating system first maps and clears."""
     write = local_program(mesh, lambda a: jnp.broadcast_to(a[:1], (FRESH // 4,)))
     seconds = seconds_of(write, per_device(mesh, 8), devices=mesh.size)
     return FRESH / max(seconds - FRESH / memory_bytes_per_s, seconds / 16)
 
 
 def _optimizer(mesh: Mesh) -> float:
-    """Bytes a second of an update by two moments: three arrays written, four read."""
+    """Bytes per second of an update with two moments: three arrays written, four read."""
 
     def body(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
@@ -499,8 +493,8 @@ def _optimizer(mesh: Mesh) -> float:
 
 
 def _gather(mesh: Mesh) -> float:
-    """Bytes a second of a lookup of rows and the scatter of their gradients: each reads and writes
-    the rows.
+    """Bytes per second of a lookup of rows and the scatter of their gradients: each reads and
+    writes the rows.
     """
     rows, width, looked_up = TABLE
 
@@ -519,7 +513,7 @@ def _gather(mesh: Mesh) -> float:
 
 
 def _tiny_ops(mesh: Mesh) -> float:
-    """Seconds of one op that has next to nothing to do: a step of a loop over 8x8 products."""
+    """Seconds of one op with next to no work: a step of a loop over 8x8 products."""
     loop = local_program(
         mesh, lambda a: jax.lax.fori_loop(0, TINY_OPS, lambda _, b: (b @ b) * 0.1, a)
     )
@@ -527,32 +521,31 @@ def _tiny_ops(mesh: Mesh) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# The topology of this machine's simulated devices, from what was measured.
+# The topology of this machine's simulated devices, from the measured figures.
 
 #: Rows, columns and share of the blocks of a matmul that a core computes in its registers.
 BLOCK = (8.0, 16.0, 1.0)
 #: Bytes that chains of element-wise ops, views and reductions move over those of perfectly fused
-#: chains: XLA:CPU clears and copies the stacks of loops, and reads operands again. And bytes that
-#: the transposed copies around a weight's gradient cost, as if they moved in order, for each byte
-#: of it. Both were chosen on the transformer of `benchmarks/hand_sharded.py`, with one and four
+#: chains: XLA:CPU clears and copies the stacks of loops, and reads operands again. And the bytes of
+#: the transposed copies around a weight gradient, as if they moved in order, per byte of the
+#: gradient. Both were chosen on the transformer of `benchmarks/hand_sharded.py`, with one and four
 #: microbatches on data 8, which take 2.51 and 2.93 s of two cores.
 UNFUSED, TRANSPOSED = 2.15, 30.0
 
 
 def measured_cpu(devices: int, refresh: bool = False) -> Topology:
-    """The topology of `devices` simulated CPU devices on this machine, as measured.
+    """The measured topology of `devices` simulated CPU devices on this machine.
 
-    Where JAX has fewer local CPU devices than asked for, those that exist are measured and their
-    compute and memory rates are divided among the devices asked for, since they share the same
-    cores. One device exchanges with nobody: the catalogue's static link figures stay. A cache
-    folder that cannot be written costs a measurement in every process. Of processes that have
-    joined each other, the first measures for all.
+    If JAX has fewer local CPU devices, those are measured and their compute and memory rates are
+    divided among `devices`, since they share the same cores. A single device has no collectives:
+    the catalogue's static link figures stay. If the cache folder cannot be written, every process
+    measures. In a multi-process run, the first process measures for all.
     """
     if devices < 1:
         raise TopologyError(f"measured_cpu(devices={devices}) needs at least one device")
     let_collectives_wait()
     local = jax.local_devices(backend="cpu")[:devices]
-    # Every process would measure a little differently, and then plan differently.
+    # Every process would measure slightly different figures, and then plan differently.
     figures = json.loads(
         of_first(f"figures of cpu:{devices}", lambda: json.dumps(_figures(devices, local, refresh)))
     )
@@ -569,7 +562,7 @@ def _figures(devices: int, local: Sequence[jax.Device], refresh: bool) -> dict[s
 
 
 def measure(devices: Sequence[jax.Device]) -> dict[str, float]:
-    """Runs every measurement on JAX devices."""
+    """The figures of JAX devices, from all measurements."""
     return {
         **kernel_figures(line_of(devices)),
         "alone": speed_alone(devices) if len(devices) > 1 else 1.0,
@@ -578,7 +571,7 @@ def measure(devices: Sequence[jax.Device]) -> dict[str, float]:
 
 
 def machine_of_figures(devices: int, local: int, figures: Mapping[str, float]) -> Topology:
-    """The topology of `devices` devices by the figures of `local` ones."""
+    """The topology of `devices` devices, from the figures of `local` ones."""
     share = local / devices
     sources = (
         f"measured on {cpu_model()}, {cores()} cores, {local} devices, JAX {jax.__version__}",
@@ -634,7 +627,7 @@ def _tier(
     figures: Mapping[str, float],
     sources: tuple[str, ...],
 ) -> Tier:
-    """The memory through which devices exchange."""
+    """The memory tier of the collectives between devices."""
     if local == 1:
         return static
     return replace(
@@ -655,7 +648,7 @@ def _tier(
 
 
 def _memory_bytes() -> int:
-    """Memory of the machine, or of the container where that is less."""
+    """Memory of the machine, or of the container if that is smaller."""
     sizes = (
         [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
         if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {})

@@ -1,17 +1,17 @@
 """Predicted cost of a step before anything is compiled: seconds and bytes of many candidate plans
 at once.
 
-Reading order: `terms` defines the words that costs are written in; `facts`, `layers`, `attention`
+Reading order: `terms` defines the vocabulary of costs; `facts`, `layers`, `attention`
 and `experts` read a traced step as kernels, loops and live ranges; `framework` and `activations`
 rewrite it as a framework profile runs it; `roofline` and `collectives` have the rates of chips and
 links; `items` and `memory` turn the step into separable terms; `tables` evaluates those for every
-shape; `pricing` puts them together; `estimate` is the value that comes out.
+shape; `pricing` puts them together; `estimate` is the result.
 
 activations.py    rewrites of a step for a framework profile: 8-bit and half-precision products,
-                  values kept for the backward pass
+                  values saved for the backward pass
 attention.py      fused attention: cores of attention as one kernel each
-collectives.py    seconds of a collective on the links that its mesh axes lie on
-communication.py  the collectives of one candidate, and how much of them compute hides
+collectives.py    seconds of a collective on the links of its mesh axes
+communication.py  the collectives of one candidate, and their exposed seconds
 estimate.py       the estimate of a step
 experts.py        experts with tokens routed between devices
 facts.py          facts of a traced step: kernels, loops over layers, live ranges
@@ -21,8 +21,8 @@ layers.py         layer groups: the loops of a step that run over the same layer
 memory.py         items of memory: gathered parameters, live buffers, stored parameters
 pricing.py        seconds and bytes of candidate plans from the tables
 roofline.py       rates that a machine reaches: rooflines, efficiencies, learned corrections
-stages.py         meshes with their places on the links, and pipeline stages, as arrays
-tables.py         the terms of many items added up for every shape of a space
-terms.py          the words that costs are written in: terms, items, shapes
-variants.py       prices of mixed remat policies, offload, loops over tensor, replicated compute
+stages.py         meshes with their placements, and pipeline stages, as arrays
+tables.py         tables of the terms of many items for every shape of a space
+terms.py          the vocabulary of costs: items, terms, shapes
+variants.py       prices of mixed remat policies, offloading, collective matmuls, replicated compute
 """

@@ -57,8 +57,8 @@ def causal_share(keys: int, block: int, window: int = 0) -> float:
 
 
 def head_size(op: Op) -> int:
-    """Contracted elements of a head in an attention kernel: the largest query-like operand of which
-    only the last dim must stay whole. 0 for other ops.
+    """Contracted elements of a head in an attention kernel: the largest last dim of the operands
+    and results in which only the last dim must stay whole. 0 for other ops.
     """
     if op.kind not in (FORWARD, BACKWARD):
         return 0

@@ -1,4 +1,4 @@
-"""Machines: chips, the links between them, and how a mesh lies on the links.
+"""Machines: chips, the links between them, and the placement of a mesh on the links.
 
 catalog.py   the catalogue of chips and links, each figure with its source
 chips.py     chips, tiers of links, and products of both

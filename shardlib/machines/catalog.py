@@ -1,6 +1,6 @@
-"""The catalogue: chips and links that shardlib knows, each figure with its source.
+"""The catalogue of chips and links, each figure with its source.
 
-Short names of the sources, with which every figure is marked:
+Short names of the sources:
 
 - book: jax-ml/scaling-book (`tpus.md`, `sharding.md`, `gpus.md`), "How to Scale Your Model".
 - google: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, key specifications.
@@ -10,7 +10,7 @@ Short names of the sources, with which every figure is marked:
   memory_bandwidth.
 - nvidia: data sheets of A100, H100, H200, HGX B200, GB200 NVL72; figures "with sparsity" halved.
 - stas: stas00/ml-engineering, compute/accelerator and network chapters.
-- nccl: NVIDIA/nccl src/graph/tuning.cc, hwLat (microseconds a step, ring, LL128 protocol).
+- nccl: NVIDIA/nccl src/graph/tuning.cc, hwLat (microseconds per step, ring, LL128 protocol).
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ CPU = Product(
 
 
 # --------------------------------------------------------------------------------------------------
-# GPUs, each figure with its source, whose short names `shardlib.machines.catalog` explains.
+# GPUs; for the short names of the sources see the docstring of this module.
 
-#: What large copies from or to pinned host memory reach in one direction, bytes/s. PCIe 4.0 and 5.0
-#: with 16 lanes carry 31.5 and 63 GB/s (16 and 32 GT/s a lane, 128b/130b; PCI-SIG base
+#: Rate of large copies from or to pinned host memory in one direction, bytes/s. PCIe 4.0 and 5.0
+#: with 16 lanes carry 31.5 and 63 GB/s (16 and 32 GT/s per lane, 128b/130b; PCI-SIG base
 #: specifications); NVIDIA/nvbandwidth host_to_device_memcpy_ce shows about 26 and 55 of them.
 PCIE_4 = 26e9
 PCIE_5 = 55e9
-#: The widest head of cuDNN's attention from Hopper on; it is 128 before (NVIDIA cuDNN, "Scaled
-#: Dot Product Attention"; jax.nn.dot_product_attention refuses wider ones).
+#: The widest head of cuDNN's attention from Hopper on; 128 before (NVIDIA cuDNN, "Scaled Dot
+#: Product Attention"; jax.nn.dot_product_attention rejects wider ones).
 HOPPER_HEAD = 256
 A100 = Product(
     chip=gpu(
@@ -185,15 +185,15 @@ GB200 = Product(
     dims=1,
     most=72,
 )  # nvidia GB200 NVL72: one NVLink domain of 72 GPUs
-#: All GPUs, in the order in which they are listed.
+#: All GPUs, in listing order.
 GPUS: tuple[Product, ...] = (A100, A100_40GB, H100, H200, B200, GB200)
 
 
 # --------------------------------------------------------------------------------------------------
-# Board power of chips, watts a JAX device, as published by their vendors.
+# Board power of chips, watts per JAX device, as published by their vendors.
 #
-# What a board may draw at most, its memory included; hosts, networks and cooling are not in it.
-# Chips without a published figure are not here: TPU v5e, v5p, v6e and TPU7x.
+# The maximum of a board including its memory, without hosts, networks and cooling. TPU v5e, v5p,
+# v6e and TPU7x have no published figure.
 
 #: Chip -> (watts, source).
 BOARD_POWER: Mapping[str, tuple[float, str]] = {
@@ -208,7 +208,7 @@ BOARD_POWER: Mapping[str, tuple[float, str]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# TPUs, each figure with its source, whose short names `shardlib.machines.catalog` explains.
+# TPUs; for the short names of the sources see the docstring of this module.
 
 V4 = Product(
     chip=tpu(
@@ -324,30 +324,30 @@ TPU7X = Product(
         ),
     ),
 )
-#: All TPUs, in the order in which they are listed.
+#: All TPUs, in listing order.
 TPUS: tuple[Product, ...] = (V4, V5E, V5P, V6E, TPU7X)
 
 
 # --------------------------------------------------------------------------------------------------
 # The catalogue as a table.
 
-#: Products by the first word of a topology's spelling, in the order in which they are listed.
+#: Products by the chip name in the spelling of a topology, in listing order.
 CATALOG: Mapping[str, Product] = {product.chip.name: product for product in (*TPUS, *GPUS, CPU)}
 
 
 # --------------------------------------------------------------------------------------------------
-# Slow links between machines that stand apart: clusters, sites.
+# Slow links between separate machines: clusters, sites.
 #
-# A link is one for all devices of a machine, so that each has its part of the rate. Of what
-# crosses, 1,448 bytes in 1,538 are payload: a frame of 1,500 bytes with the headers of IPv4 and
-# TCP with timestamps (RFC 9293, RFC 7323), and 38 bytes around it (IEEE 802.3).
+# All devices of a machine share one link, so each has a part of its rate. Of 1,538 bytes on the
+# wire 1,448 are payload: a frame of 1,500 bytes with the headers of IPv4 and TCP with timestamps
+# (RFC 9293, RFC 7323), and 38 bytes around it (IEEE 802.3).
 #
-# For comparison: many TCP connections at once reach 45 Gbit/s across Europe and 25 Gbit/s between
+# For comparison: many parallel TCP connections reach 45 Gbit/s across Europe and 25 Gbit/s between
 # Europe and America (PCCL, arXiv:2505.14065); light needs 5 ms for 1,000 km of fibre.
 
-#: Part of the rate that is payload.
+#: Share of the rate that is payload.
 PAYLOAD = 1448 / 1538
-#: Latency where none is said, milliseconds: 2,000 km of fibre.
+#: Default latency, milliseconds: 2,000 km of fibre.
 USUAL_MS = 10
 
 
