@@ -599,7 +599,7 @@ def machine_of_figures(devices: int, local: int, figures: Mapping[str, float]) -
         "batched_cores": min(max(1.0, busy * figures["batched"]), busy),
         "depth": figures["matmul_start"],
         "memory": 1.0,
-        "at_once": False,  # a core does one thing after another
+        "at_once": False,  # a core does not overlap kinds of work
         "unfused": UNFUSED,
         "transposed": TRANSPOSED,
         "vector": elements / figures["bfloat16_flops_per_s"],

@@ -1,11 +1,11 @@
 """Predicted cost of a step before anything is compiled: seconds and bytes of many candidate plans
 at once.
 
-Reading order: `terms` defines the vocabulary of costs; `facts`, `layers`, `attention`
-and `experts` read a traced step as kernels, loops and live ranges; `framework` and `activations`
-rewrite it as a framework profile runs it; `roofline` and `collectives` have the rates of chips and
-links; `items` and `memory` turn the step into separable terms; `tables` evaluates those for every
-shape; `pricing` puts them together; `estimate` is the result.
+Reading order: `terms` defines the vocabulary of costs; `facts`, `layers`, `attention` and `experts`
+read a traced step as kernels, loops and live ranges; `framework` and `activations` rewrite it as a
+framework profile runs it; `roofline` and `collectives` have the rates of chips and links; `items`
+and `memory` turn the step into separable terms; `tables` evaluates those for every shape; `pricing`
+puts them together; `estimate` is the result.
 
 activations.py    rewrites of a step for a framework profile: 8-bit and half-precision products,
                   values saved for the backward pass

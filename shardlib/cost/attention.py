@@ -52,7 +52,7 @@ def causal_share(keys: int, block: int, window: int = 0) -> float:
         return (n + 1) / (2 * n)
     before = [
         min(query, math.ceil((window - 1) / block)) for query in range(n)
-    ]  # blocks of keys before that of the diagonal
+    ]  # blocks of keys before the diagonal
     return sum(blocks + 1 for blocks in before) / n**2
 
 
@@ -83,7 +83,7 @@ def head_widths(op: Op) -> tuple[int, int] | None:
         return None
     forward, rule = op.kind == FORWARD, op.rule
     rows = [dim for dim in (rule.results if forward else rule.operands)[-1] if dim]
-    beside = [  # operands with the rows of queries, but for the statistic
+    beside = [  # operands with the rows of queries, except for the statistic
         dims[-1]
         for dims in rule.operands
         if dims and [dim for dim in dims[:-1] if dim] == rows and dims[-1]
@@ -536,7 +536,7 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     carried = {operand for ops in kernels.values() for op in ops for operand in op.operands}
     producers = graph.producers()
     gone = {*core.products, *core.chain, *core.sinks}
-    for value in carried:  # the way of the statistic out of one loop and into another stays
+    for value in carried:  # the exit and enter ops of the statistic stay
         while (maker := producers.get(value)) in core.chain and value not in results:
             gone.discard(maker)
             (value,) = graph.ops[maker].operands

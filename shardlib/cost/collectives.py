@@ -586,7 +586,7 @@ def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Arra
     """
     spans, starts = np.stack([[degrees[lie], strides[lie]] for lie in axes], axis=1)
     order = np.argsort(starts, axis=0, kind="stable")
-    lines = np.ones((2, spans.shape[1]), dtype=np.int64)  # the ways of the outermost, its stride
+    lines = np.ones((2, spans.shape[1]), dtype=np.int64)  # ways and stride of the outermost line
     for axis in order[:, None]:
         more, start = (np.take_along_axis(values, axis, axis=0)[0] for values in (spans, starts))
         separate = (more > 1) & (start != lines[0] * lines[1])
@@ -699,7 +699,7 @@ def _least(number: int, degree: int, topology: Topology) -> tuple[float, float]:
         hop * (degree - 1 if slot.role == "ring" else 1)
         if slot.kind == "collective-permute"
         else min(cost.latency_s for cost in costs)
-    )  # a ring of every second device closes in two hops
+    )  # a ring over every second device closes in two hops
     return latency, min(cost.seconds_per_byte for cost in costs)
 
 

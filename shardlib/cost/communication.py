@@ -231,7 +231,9 @@ def _runs(term: Transfer, slot: Slot, segment: int, stage: _Stage) -> float:
 
 
 def _times(slot: Slot, ends: bool, stage: _Stage) -> float | None:
-    """How often a stage gathers parameters or reduces gradients per step; None: per microbatch."""
+    """The number of times that a stage gathers parameters or reduces gradients per step; None: once
+    per microbatch.
+    """
     knobs, c, profile = stage.how, stage.candidate, stage.profile
     if ends:
         return None if passes_over_ends(knobs, c, profile)[0] > 1 else 1.0
@@ -290,7 +292,7 @@ def exposed(
             return _on_tpus(reduced, gathered, ring, constants.overlap * compute * micro, knobs)
         if in_the_last(
             profile, knobs
-        ):  # without stages, beside the backward pass of the last microbatch
+        ):  # without stages, during the backward pass of the last microbatch
             late = np.maximum(0.0, reduced - constants.overlap * compute) + np.maximum(
                 0.0, gathered + ring - constants.overlap * compute * (micro - 1)
             )
@@ -311,7 +313,7 @@ def exposed(
     )
     together = (
         gathered + reduced - max(gathers, reduces) * compute * micro
-    )  # nothing hides two of them at once
+    )  # two of them cannot hide at once
     return np.maximum(separate, together) + np.maximum(
         0.0, ring - constants.overlap * compute * micro
     )

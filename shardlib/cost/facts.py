@@ -413,7 +413,7 @@ def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
             maker is not None
             and maker.kind == "add_any"
             and carry in maker.operands
-            and readers[carry] == 2  # the addition, and the op that takes it out of the loop
+            and readers[carry] == 2  # the addition, and the op by which the sum leaves the loop
         ):
             added = maker.operands[maker.operands[0] == carry]
             first, last = extents[op.region]
@@ -712,7 +712,7 @@ class Facts:
 
     def _plain_cut(self, value: int, choice: Choice) -> Cut:
         last, cuts = self._of_last
-        if choice is not last:  # one choice is asked about many values, and hashing it takes time
+        if choice is not last:  # a choice is used for many values, and hashing it takes time
             cuts = self._cuts.setdefault(choice, {})
             self._of_last = choice, cuts
         axes = self.names[value]

@@ -604,7 +604,7 @@ class Knobs(Protocol):
 
     @property
     def gather(self) -> str:
-        """When a pipeline stage gathers sharded weights: at every "use", or "once" for all
+        """Gathers of sharded weights by a pipeline stage: at every "use", or "once" for all
         microbatches of a group.
         """
         ...

@@ -119,7 +119,7 @@ def route_items(facts: Facts) -> list[Item]:
     def item(index: int, value: int) -> Item:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
         size = facts.graph.values[value].bytes * facts.exchange.room
-        if capped is not None:  # of the rows of slots, as many as there are assignments are sent
+        if capped is not None:  # of the slots, only as many as there are assignments are sent
             size *= capped.assignments / slots_of(facts.graph, value)
 
         def terms(choice: Choice) -> tuple[Term, ...]:
@@ -155,7 +155,7 @@ def route_items(facts: Facts) -> list[Item]:
 
         colours = named(facts.names[value])
         if facts.sequence is not None:
-            colours |= {facts.sequence, *facts.widths_of(op.region)}  # what is sent depends on them
+            colours |= {facts.sequence, *facts.widths_of(op.region)}  # the rows sent depend on them
         return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
     return (
@@ -276,7 +276,7 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
         def terms(choice: Choice) -> tuple[Term, ...]:
             cut = facts.value_cut(value, choice)
             if facts.widths.intersection(facts.names[value][dim] for dim in dims):
-                return ()  # a kernel of attention reads it, so that it stays in order
+                return ()  # an attention kernel reads it, so it stays in order
             if not any(cut[dim] and has((cut[dim],), "tensor") for dim in dims):
                 return ()
             gradient_bytes = amount(size / trips, cut)
@@ -411,7 +411,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
             op = facts.graph.ops[index]
             if (
                 kind and axis == "context" and op.kind in KERNELS
-            ):  # around a ring for every kernel, in whole
+            ):  # around a ring for every kernel, unsharded
                 need(
                     (op.kind, "ring", op.region, False),
                     Transfer(
@@ -819,7 +819,7 @@ def sum_groups(facts: Facts) -> list[Summands]:
         if op.kind != "add_any":
             continue
         if op.results[0] in facts.gradients and not facts.traits.adds_first:
-            continue  # every use of a parameter reduces its part of the gradient where it is made
+            continue  # every use of a parameter reduces its own part of the gradient
         makers = [origin(value) for value in op.operands]
         summing = [m for m in makers if m is not None and (graph.ops[m].rule.summed or m in leader)]
         if len(summing) == len(op.operands):
@@ -865,7 +865,7 @@ def reduce_item(facts: Facts, summands: Summands) -> Item:
         and facts.sequence is not None
         and any(facts.graph.ops[i].kind in GROUPED for i in group)
     ):
-        colours |= {facts.sequence}  # how results come home depends on it
+        colours |= {facts.sequence}  # the combine depends on it
     return Item(
         colours=colours,
         terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, summands, choice)),
@@ -916,7 +916,7 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
                 (transfers.get(key, transfer), transfer), key=lambda pair: pair.bytes.total
             )
             if transfer.group == "gradient" and transfer.only != "whole" and key in transfers:
-                again = (*key[:2], index)  # each use scatters its own
+                again = (*key[:2], index)  # each use scatters its own gradient
                 transfers[again], makers[again] = replace(small, only="again"), [index]
             transfers[key] = large
             makers[key].append(index)
@@ -991,7 +991,7 @@ def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
     if facts.routes and op.kind in GROUPED and facts.exchange.sent == "whole":
         if "rematted_computation" in op.scope:
             return None  # the backward pass needs no sums
-        return size / facts.visits(value)  # a token's results are added up before
+        return size / facts.visits(value)  # the results of a token are summed before
     return size
 
 

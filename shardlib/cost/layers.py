@@ -81,7 +81,7 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
 
 
 def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> int:
-    """How often the same parameters are used outside of all layer groups, for example if a loss
+    """The number of uses of the same parameters outside of all layer groups, for example if a loss
     calls its model several times: the calls become one loop, or the parameters are stacked several
     times. 1 without repetition.
 

@@ -126,9 +126,9 @@ def gathered_bytes(facts: Facts, item: Gathered) -> float:
 
 
 def _times(facts: Facts, item: Gathered) -> int:
-    """How often a parameter is gathered in a region: per iteration, except for loop-invariant
-    computations of a forward loop (the matrix of a recurrence), which JAX moves before the loop
-    (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
+    """The number of times that a parameter is gathered in a region: once per iteration, except for
+    loop-invariant computations of a forward loop (the matrix of a recurrence), which JAX moves
+    before the loop (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
     """
     values, trips = facts.graph.values, facts.trips[item.region]
     if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):
@@ -379,7 +379,7 @@ def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
             op.kind != "convert_element_type"
             or op.results[0] not in facts.weights
             or facts.trips[op.region] <= 1
-            or len(op.operands) != 1  # a scale of the layer's own, so that the loop casts it
+            or len(op.operands) != 1  # a scale per layer, so the loop casts it
         ):
             continue
         (source,), (result,) = op.operands, op.results

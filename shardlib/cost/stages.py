@@ -407,8 +407,8 @@ _SLACK = 1 + 1e-12
 
 
 def passes_over_weights(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
-    """How often a stage gathers its weights and reduces their gradients per step, and the share of
-    them that is unsharded at a time.
+    """The gathers of its weights and the reductions of their gradients by a stage per step, and the
+    share of them that is unsharded at a time.
 
     With gathers at every "use": two gathers (forward, backward) and one reduction per microbatch.
     With "once": one of each, or two and one if all microbatches go through one chunk of layers
@@ -426,9 +426,9 @@ def passes_over_weights(knobs: Knobs, c: Candidates) -> tuple[Array, Array, floa
 
 
 def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """How often the parameters of embedding and head are gathered, and their gradients reduced, per
-    step of a pipeline whose stages all compute both: once if those of layers are (except with
-    rounds of chunks), otherwise per microbatch.
+    """The number of gathers of embedding and head, and of reductions of their gradients, per step
+    of a pipeline whose stages all compute both: once if those of layers are (except with rounds of
+    chunks), otherwise per microbatch.
     """
     assert ends_on_all_stages(profile)
     rounds = named(knobs.schedule).forward_first and knobs.virtual > 1
@@ -437,8 +437,8 @@ def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> 
 
 
 def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """How often a stage computes a microbatch per step; a pipeline in one program also computes
-    while it waits, and discards the result.
+    """The number of times per step that a stage runs its computation for a microbatch; a pipeline
+    in one program also computes while it waits, and discards the result.
     """
     if profile.pipeline != "lockstep":
         return np.asarray(c.micro, dtype=float)

@@ -60,7 +60,7 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards
         expert=False,
     )
     matmul = term.matmul
-    if matmul is not None:  # rows of the activation, or what is summed over
+    if matmul is not None:  # rows of the activation, or the contracted dim
         sharded = "depth" if side == 2 else ("columns", "rows")[side]
         matmul = replace(matmul, **{sharded: _part(getattr(matmul, sharded), shards)})
     return replace(
@@ -618,9 +618,7 @@ def _number(
     smallest, largest = np.ones_like(layers), layers - 1
     smallest = np.where(slope < 0, np.maximum(1.0, np.ceil(limit - 1e-9)), smallest)
     largest = np.where(slope > 0, np.minimum(largest, np.floor(limit + 1e-9)), largest)
-    smallest += (slope < 0) & (
-        few[1] + slope * smallest > space
-    )  # where rounding was on the wrong side
+    smallest += (slope < 0) & (few[1] + slope * smallest > space)  # if rounding went the wrong way
     largest -= (slope > 0) & (few[1] + slope * largest > space)
     return np.where(many[0] < few[0], largest, smallest)
 

@@ -54,7 +54,7 @@ CPU = Product(
         name="memory",
         kind="memory",
         bytes_per_s=1e9,
-        latency_s=1e-4,  # order of one meeting of eight threads on two cores
+        latency_s=1e-4,  # order of one rendezvous of eight threads on two cores
         sources=("rough static figure; not measured",),
     ),
     slow=Link(

@@ -262,7 +262,7 @@ def devices_of(value: object) -> list[Any] | None:
     if hasattr(value, "axis_names"):
         try:
             devices: object = getattr(value, "devices")  # noqa: B009
-        except ValueError:  # an abstract mesh says so
+        except ValueError:  # an AbstractMesh raises it
             devices = None
         if not isinstance(devices, np.ndarray):
             raise TopologyError(
@@ -1261,7 +1261,7 @@ def used_by(machine: Topology, islands: int, devices: int) -> Topology:
     outer = machine.tiers[0]
     if len(used) == len(machine.tiers):
         shapes = ((islands * used[0][0],), *used[1:])
-    else:  # an island has nothing of what joins them
+    else:  # islands do not contain the links between them
         shapes = ((islands,), *used)
     tiers = tuple(
         replace(tier, shape=shape, wrap=()) if tier.kind != "torus" or shape != tier.shape else tier
