@@ -294,9 +294,9 @@ class Efficiency:
         misaligned: share of its speed that a matmul keeps if its columns or depth are not a
             multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section
             3.1).
-        skew: coefficient of variation of the popularity of experts; every device waits for the
-            busiest (`load_factor`; typical values are below). None: every expert gets equally many
-            tokens.
+        skew: coefficient of variation of the popularity of experts, which sets the load of the
+            busiest device (`load_factor`; typical values are `BALANCED` and `FORCED`). None: every
+            expert gets equally many tokens.
         unfused: bytes that element-wise ops, views and reductions move over those of perfectly
             fused chains; 1 if the compiler fuses them, more if every op is a kernel of its own.
         fast, slow: share of `Tier.efficiency` that the collectives of this software reach inside
