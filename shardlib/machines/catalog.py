@@ -338,8 +338,8 @@ CATALOG: Mapping[str, Product] = {product.chip.name: product for product in (*TP
 # --------------------------------------------------------------------------------------------------
 # Slow links between separate machines: clusters, sites.
 #
-# All devices of a machine share one link, so each has a part of its rate. Of 1,538 bytes on the
-# wire 1,448 are payload: a frame of 1,500 bytes with the headers of IPv4 and TCP with timestamps
+# All devices of a machine share one link, so each has a part of its rate. Of 1,538 bytes that cross
+# it, 1,448 are payload: a frame of 1,500 bytes with the headers of IPv4 and TCP with timestamps
 # (RFC 9293, RFC 7323), and 38 bytes around it (IEEE 802.3).
 #
 # For comparison: many parallel TCP connections reach 45 Gbit/s across Europe and 25 Gbit/s between
