@@ -521,8 +521,8 @@ def alike(
     arguments: Sequence[PartitionSpec],
     result: PartitionSpec,
 ) -> Function:
-    """`Machine.manual` for a function whose devices along the axes that do not shard its result
-    compute the same from the same arrays.
+    """`Machine.manual` for a function that gives the same on all devices along the axes that shard
+    neither its arguments nor its result.
     """
     named = {name for spec in (*arguments, result) for name in _names(spec)}
     axes = tuple(

@@ -245,7 +245,7 @@ class Evaluation:
 
 
 def _at_once(plan: Plan) -> Plan:
-    """A plan for all rows at once: a single microbatch, and no rematerialisation."""
+    """A plan for all rows at once: one microbatch, one chunk per stage, no rematerialisation."""
     return replace(
         plan,
         microbatches=1,

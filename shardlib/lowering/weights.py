@@ -497,8 +497,8 @@ class OperandCuts:
 
 
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
-    """The compute sharding of a weight; None if the batch is sharded over the same axes as one of
-    its dims, or if a dim of the parameter is not a dim of the operand.
+    """The compute sharding of a weight; None if other axes than `WEIGHTS` shard it, or if it shards a
+    dim of the parameter that is not a dim of the operand.
     """
     weight_cuts: Cuts = {
         dim: parameter.compute[source]

@@ -528,8 +528,8 @@ class Pipeline:
 
 
 def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
-    """An average in the original dtype; integer and boolean values of a whole batch stay exact
-    integers.
+    """An average cast to a dtype; integers and booleans are rounded, since those of a whole batch are
+    whole numbers.
     """
     return (average if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(average)).astype(dtype)
 

@@ -253,7 +253,7 @@ class Work:
         )
 
     def _used(self, number: int, leaf: Any) -> Any:
-        """A value computed from parameters, with the shape in which the loss reads it."""
+        """A value computed from parameters, in the layout in which the loss reads it."""
         inputs = self.cut.program.inputs
         return self.placing.enter(inputs.index(number), leaf) if number in inputs else leaf
 
@@ -624,7 +624,7 @@ def _draft(function: Callable[..., Tree], arguments: tuple[Tree, ...], mesh: Mes
 
 
 def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """An abstract array in host memory, without a given sharding."""
+    """An abstract array in host memory, with a placeholder sharding."""
     sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
