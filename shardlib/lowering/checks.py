@@ -175,7 +175,7 @@ def _lies_elsewhere(leaf: Any, abstract: jax.ShapeDtypeStruct) -> bool:
         )
         return not actual.is_equivalent_to(expected, len(abstract.shape))
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
-        return False  # such arrays are put where the program wants them
+        return False  # such arrays are moved by the call
     return not leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
 
 

@@ -227,7 +227,7 @@ def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
         draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
-        lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # held as long as the process lives
+        lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # locked until the process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Other processes delete folders of this name whose lock is free.
         path = draft.rename(root / draft.name[1:])

@@ -82,7 +82,7 @@ class Grouped:
         # The kernel's output beyond the last group is undefined.
         real = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
         grouped_rows = jnp.where(real, rows, 0)
-        if weights.shape[0] == 1:  # libtpu 0.0.42 makes no program of a kernel for one group
+        if weights.shape[0] == 1:  # libtpu 0.0.42 cannot compile the kernel for one group
             return grouped_rows @ weights[0]
         return jnp.where(real, jax.lax.ragged_dot(grouped_rows, weights, sizes), 0)
 
@@ -525,7 +525,7 @@ def _dense(axes: Where, queue: Queue, number: Index) -> Round:
     there = jnp.where(
         place < queue.starts[local::local, None], jnp.take(queue.order, place, mode="clip"), -1
     ).reshape(-1)
-    device = queue.expert // local  # as many as there are devices, for what is dropped
+    device = queue.expert // local  # the number of devices for dropped assignments
     slot = queue.rank - jnp.take(first, device, mode="clip") - passed
     back = jnp.where(
         (slot >= 0) & (slot < rows_per_message) & (device < size),
@@ -565,7 +565,7 @@ def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
     from_to = queue.counts.reshape(axes.ways, axes.ways, local).sum(2)
     # Rows for the first devices are sent first.
     waiting = jnp.cumsum(from_to, axis=1) - from_to
-    arrivals = jnp.cumsum(from_to, axis=0) - from_to  # what the first devices send arrives first
+    arrivals = jnp.cumsum(from_to, axis=0) - from_to  # in the order of the senders
     start = jnp.clip(number * window - arrivals, 0, from_to)
     size = jnp.clip((number + 1) * window - arrivals, 0, from_to) - start
     first, landing = waiting + start, arrivals + start - number * window
@@ -1077,6 +1077,6 @@ def _grouped(plan: Plan, machine: Machine) -> Grouped:
     """The form of the grouped matmul: TPUs have a kernel for it."""
     try:
         tpu = topology(plan.topology).chip.vendor == "google"
-    except ShardlibError:  # a topology of the user's
+    except ShardlibError:  # a user-defined topology
         tpu = machine.torus
     return Grouped(kind="ragged" if tpu else "blocks")

@@ -76,7 +76,7 @@ def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
     """
     try:
         chip = None if topology is None else parse_topology(topology).chip
-    except ShardlibError:  # a topology of the user's
+    except ShardlibError:  # a user-defined topology
         return ()
     if chip is None or platform in PLATFORMS[chip.vendor]:
         return ()
@@ -216,7 +216,7 @@ def _ordered(
         return (
             all_devices[numbers]
             if numbers.max() < len(devices)
-            else first[np.argsort(np.argsort(numbers))]  # the devices of these places were given
+            else first[np.argsort(np.argsort(numbers))]  # the caller has chosen the devices
         )
     by_place = {tpu_place(device): device for device in devices}
     places = [] if topology is None else tpu_places(shape, topology, order)

@@ -613,7 +613,7 @@ def flatten(jaxpr: Any, prefix: str = "") -> Program:
         for index, eqn in enumerate(inner.eqns):
             inputs = list(map(read, eqn.invars))
             if str(eqn.params.get("name", "")).startswith("shardlib-layout-"):
-                outputs = inputs  # a mark where a layout stood
+                outputs = inputs  # the marker of a removed layout
             elif eqn.primitive.name in _INLINED and not _is_marked(eqn):
                 outputs = walk(_callee(eqn), inputs, f"{prefix}{index}/")
             else:

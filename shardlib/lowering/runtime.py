@@ -53,7 +53,7 @@ def given(batch: Tree, target: Tree) -> Tree:
     Args:
         batch: arrays of the required shapes and dtypes.
     """
-    if jax.process_count() > 1:  # a call takes arrays that are alike in all processes, and compares
+    if jax.process_count() > 1:  # a call compares host arrays between processes
         return placed(batch, target)
     return jax.tree.map(
         lambda leaf, aval: (
@@ -427,7 +427,7 @@ def sharding_tree(parts: Mapping[str, Tree]) -> str:
     if max(len(leaf.sharding.device_set) for leaf in arrays) > _DEVICES:
         return ""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # treescope asks NumPy for old names
+        warnings.simplefilter("ignore", DeprecationWarning)  # treescope uses deprecated NumPy names
         return _drawn(jax.tree.map(_without_keys, dict(parts)))
 
 

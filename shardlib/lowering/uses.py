@@ -671,7 +671,7 @@ def trace_loss(
                 closed_jaxpr, shapes = free()
         except ShardlibError:
             raise
-        except Exception:  # axes of a mesh where none is in force
+        except Exception:  # mesh axes without a mesh in context
             closed_jaxpr, shapes = free()
     except ShardlibError:
         raise

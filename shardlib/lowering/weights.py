@@ -497,8 +497,8 @@ class OperandCuts:
 
 
 def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
-    """The compute sharding of a weight; None if other axes than `WEIGHTS` shard it, or if it shards a
-    dim of the parameter that is not a dim of the operand.
+    """The compute sharding of a weight; None if other axes than `WEIGHTS` shard it, or if it
+    shards a dim of the parameter that is not a dim of the operand.
     """
     weight_cuts: Cuts = {
         dim: parameter.compute[source]
@@ -1019,7 +1019,7 @@ def _run(operation: Manual, cuts: PartitionSpec) -> Operation:
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
         read = operation.use.found_again(activation)
-        # of the array for the sums, the backward pass reads the dtype alone
+        # the backward pass reads only the dtype of this array
         return operation.op(read, weight), (read, weight, jnp.zeros((), sums.dtype))
 
     run.defvjp(forward, backward)

@@ -528,8 +528,8 @@ class Pipeline:
 
 
 def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
-    """An average cast to a dtype; integers and booleans are rounded, since those of a whole batch are
-    whole numbers.
+    """An average cast to a dtype; integers and booleans, which are whole numbers for a whole
+    batch, are rounded.
     """
     return (average if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(average)).astype(dtype)
 
@@ -755,7 +755,7 @@ class Ticks:
         }
         for start, stop, kinds in self.table.phases:
             if "forward" not in kinds:
-                carry.pop("hop", None)  # nothing goes forward any more
+                carry.pop("hop", None)  # no more forward work
 
             def tick(
                 carry: Carry,

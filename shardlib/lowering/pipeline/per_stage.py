@@ -1227,7 +1227,7 @@ def in_turn(
                 do(stage, task)
         if len(later) == len(left):
             stage, task = later.pop(0)
-            do(stage, task)  # asks for its parameters, and waits
+            do(stage, task)  # blocks until its parameters have arrived
         left = later
 
 
@@ -1415,7 +1415,7 @@ class Step:
     def _forward(self, chunk: int, micro: int) -> None:
         program, unit = self.programs.chunks[chunk], (chunk, micro)
         if program.forward is None:
-            return  # the backward pass does it
+            return  # done by the backward pass
         results = program.forward([*self._given(*unit), *self.entering.pop(unit, ())])
         left, self.saved[unit] = results[: len(program.left)], results[len(program.left) :]
         if chunk + 1 < len(self.programs.chunks):

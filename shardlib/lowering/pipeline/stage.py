@@ -276,7 +276,7 @@ class Stages:
             return array
         cuts = self._cuts(position, array.ndim)
         if self.outside[position] is None:
-            cuts[dim] = None  # there, a dim that the stages cut is one that the plan leaves whole
+            cuts[dim] = None  # the plan does not shard this dim inside of the pipeline
         return jax.lax.with_sharding_constraint(
             array, NamedSharding(self.mesh, PartitionSpec(*cuts))
         )
