@@ -1,11 +1,11 @@
-"""Traced programs: the order and the names of their equations, lookups of elements, and repeated
+"""Traced programs: the order and the names of their equations, element lookups, and repeated
 blocks.
 
-Graph, re-evaluation, repeats and folding all walk the same `Program`: a jaxpr with the calls of jit
-inlined, its values numbered, its literals among the constants. An equation's path is the chain of
-its positions, "3/12" for equation 12 of the jit call at position 3. Loops, branches, remat and
-custom derivatives stay equations here; whoever descends into them gives their inner program the
-path of the outer equation and one of these words:
+Graph, re-evaluation, repeats and folding all walk the same `Program`: a jaxpr with calls of jit
+inlined, values numbered, and literals stored as constants. An equation's path is the chain of its
+positions, "3/12" for equation 12 of the jit call at position 3. Loops, branches, remat and custom
+derivatives stay equations; the paths of their inner programs consist of the path P of the outer
+equation and a word:
 
     scan       P/body/...      boundary ops P/carry/k, P/enter/k, P/exit/k, P/final/k
     while      P/cond/...      P/body/...      boundary ops P/carry/k, P/final/k
@@ -15,9 +15,9 @@ path of the outer equation and one of these words:
 Element lookups in sharded rows:
 
 `jnp.take_along_axis(logits, targets[..., None], -1)` is a gather at computed positions, and its
-gradient a scatter-add into an array of zeros as large as the logits. A partitioner moves whole rows
-between devices for either. A masked sum over the row gives the element by element-wise ops, which
-work on a sharded row, and so does its gradient:
+gradient a scatter-add into an array of zeros as large as the logits. A partitioner gathers whole
+rows for either. A masked sum over the row gives the element by element-wise ops, which work on a
+sharded row, and so does its gradient:
 
 >>> import jax.numpy as jnp
 >>> picked(jnp.array([[5.0, 7.0]]), jnp.array([[1]]), None)
@@ -25,14 +25,14 @@ Array([[7.]], dtype=float32)
 
 Repeated blocks, such as layers unrolled by a Python loop:
 
-The equations of a program become tokens: equal tokens do the same thing to arrays of the same
-shape. Layers written one after the other are a stretch of the token list that repeats with some
-period L, that is token[i] == token[i + L]. The stretch with the largest coverage wins, the shortest
-period among equals; its wiring must repeat as well (each operand comes from the same place in the
-same repetition, from the same place in the previous one, or from outside). Where the stretch is
-longer than a whole number of periods, the block may start at several places; the one where the
-fewest bytes pass from one repetition to the next is taken, which is the residual stream between two
-layers. The equations before and after it are searched again: an encoder, then a decoder.
+The equations of a program become tokens: equal tokens are the same computation on arrays of the
+same shape. Unrolled layers are a stretch of the token list that repeats with some period L, that is
+token[i] == token[i + L]. The stretch with the largest coverage wins, the shortest period among
+equals; its wiring must repeat as well (each operand comes from the same place in the same
+repetition, from the same place in the previous one, or from outside). If the stretch is longer than
+a whole number of periods, the block may start at several places; the one with the fewest bytes
+passed between repetitions is chosen, which is the residual stream between two layers. The equations
+before and after it are searched again: an encoder, then a decoder.
 
 >>> tokens = Tokens(
 ...     kinds=(9, 1, 2, 1, 2, 1, 2, 8),

@@ -2,7 +2,7 @@
 
 `trace` calls the user's loss once on abstract arrays. The resulting jaxpr is the program that will
 run (`Traced.rewrite` evaluates it again, with constraints placed and layers rematerialised); its
-graph, and the graphs of value-and-gradient under each remat policy, are what is planned.
+graph, and the graphs of value-and-gradient under each remat policy, are the planning problem.
 """
 
 from __future__ import annotations

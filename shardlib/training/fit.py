@@ -88,7 +88,7 @@ class Fitted:
         stopped: why it ended before the last step: "SIGTERM", or the reason given by a callback; ""
             if it did not.
         validations: metrics of every known validation by name, by step.
-        busy: fraction of processor time used by other programs meanwhile; None if unknown.
+        busy: fraction of processor time used by other programs during the run; None if unknown.
     """
 
     state: TrainState
