@@ -1008,7 +1008,7 @@ def _noticed(
                 severity="info",
                 where=source.files.root,
                 message=(
-                    f"{manifest['empty_parts']:,} of {len(source.listed):,} files of {name} are no"
+                    f"{manifest['empty_parts']:,} of {len(source.listed):,} files of {name} are not"
                     " UTF-8 text and are left out"
                 ),
             )

@@ -167,7 +167,7 @@ def test_the_cost_of_a_run_is_told(shell):
     assert code == 0 and run["tokens"] == 3e11 and run["mtbf_seconds"] == 2 * 86400
     assert run["work_seconds"] == pytest.approx(3e11 / found["estimate"]["tokens_per_second"])
     assert run["money"] == pytest.approx(2 * run["device_hours"]) and run["every_seconds"] >= 300
-    for wrong, said in ((("--price", "2"), "--tokens"), (("--tokens", "many"), "no number")):
+    for wrong, said in ((("--price", "2"), "--tokens"), (("--tokens", "many"), "not a number")):
         code, _, err = shell(*words, *wrong)
         assert code == 2 and said in err
 
