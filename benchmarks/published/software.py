@@ -191,6 +191,8 @@ def _stack_name(row: Entry, vendor: str) -> str | None:
             if row["source"] in OF_2023
             else "maxtext-gpu"
         )
+    if found == "nanotron" and row["source"] == "nanotron_old_bench":
+        return "nanotron-2024"
     if found == "torchtitan" and row.get("compile") is False:
         return "torchtitan-eager"
     return (

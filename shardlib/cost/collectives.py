@@ -19,7 +19,10 @@ measured efficiency):
 - switch, network: gather or scatter takes V (n-1)/n / B; all-reduce is a reduce-scatter and an
   all-gather (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
   MPICH", 2005; scaling book, gpus.md). Latency is the smaller of the ring's n-1 steps and the
-  tree's ceil(log2 n) (recursive doubling, Bruck); both move the same bytes.
+  tree's ceil(log2 n) (recursive doubling, Bruck); both move the same bytes. Where a stack's
+  latency of a ring between nodes was measured (`Tier.ring`), gathers and scatters take its n-1
+  steps, each of which waits for the slowest link: NCCL has no other algorithm for them
+  (src/graph/tuning.cc).
 - mesh: as a switch, with the n - 1 links of each device that lead to the others of its group, of N
   - 1 in all; a permute takes one of them (NVIDIA DGX-1 with V100, whitepaper WP-08437, "hybrid
   cube-mesh"; AMD Instinct MI300X, seven links to seven devices).
@@ -157,10 +160,12 @@ def _cost(kind: str, spans: tuple[Span, ...], topology: Topology) -> LinearCost:
     if kind == "collective-permute":
         return _permute(tiers)
     gather = _through_all(tiers) if pipelined and len(tiers) > 1 else _gather(tiers, pipelined)
-    if kind == "all-gather":
-        return gather
     if kind == "all-reduce":
         return 2 * gather
+    if any(line.tier.ring for lines in tiers for line in lines):
+        gather = replace(gather, latency_s=_ring_latency(tiers))
+    if kind == "all-gather":
+        return gather
     return LinearCost(
         gather.latency_s,
         gather.seconds_per_byte * math.prod(line.ways for lines in tiers for line in lines),
@@ -230,6 +235,12 @@ def _through_all(tiers: list[list[_Line]]) -> LinearCost:
         slowest = max(slowest, (devices - 1) / devices / rate)
         inner *= math.prod(line.ways for line in lines)
     return LinearCost(_gather(tiers, True).latency_s, slowest)
+
+
+def _ring_latency(tiers: list[list[_Line]]) -> float:
+    """Latency of a ring through all devices: each of its steps waits for the slowest link."""
+    lines = [line for lines in tiers for line in lines]
+    return (math.prod(line.ways for line in lines) - 1) * max(line.tier.latency_s for line in lines)
 
 
 def _gather_per_byte(lines: list[_Line]) -> float:

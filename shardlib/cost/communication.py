@@ -304,7 +304,12 @@ def exposed(
         return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
     gathers, reduces = (
         constants.overlap if share is None else share
-        for share in (profile.gather_overlap, profile.reduce_overlap)
+        for share in (
+            profile.gather_overlap,
+            profile.reduce_overlap
+            if knobs.zero or profile.replicated_overlap is None
+            else profile.replicated_overlap,
+        )
     )
     beside = compute * micro if knobs.zero >= 3 else compute / 3
     backward = compute * (1 if once_a_step(profile, knobs) else micro) * 2 / 3

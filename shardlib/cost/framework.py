@@ -79,6 +79,7 @@ SHARES: tuple[str, ...] = (
     "tensor_overlap",
     "expert_overlap",
     "send_overlap",
+    "replicated_overlap",
 )
 
 
@@ -159,6 +160,11 @@ class FrameworkProfile:
         gather_overlap: share of compute time that can hide gathers of parameters; None as
             `Efficiency.overlap`.
         reduce_overlap: the same for reductions of gradients.
+        replicated_overlap: the same for gradients of an optimizer whose state is replicated
+            (ZeRO 0); None as `reduce_overlap`.
+        tensor_stall_s: seconds that a tensor-parallel collective stalls for every other rank of
+            its group, where pipeline stages lie on several nodes.
+        bucket_bytes: bytes that one gather or reduction moves; 0: every array on its own.
         tensor_overlap: share of the tensor-parallel collectives that hides under adjacent matmuls;
             None: nothing.
         expert_overlap: the same for the all-to-alls of experts.
@@ -209,6 +215,9 @@ class FrameworkProfile:
     pipeline: str = "lockstep"
     gather_overlap: float | None = None
     reduce_overlap: float | None = None
+    replicated_overlap: float | None = None
+    tensor_stall_s: float = 0.0
+    bucket_bytes: int = 0
     tensor_overlap: float | None = None
     expert_overlap: float | None = None
     exchange: str = "whole"

@@ -24,6 +24,7 @@ from shardlib.cost.stages import (
     Sums,
     bottleneck,
     chunks_of,
+    cut_by_work,
     in_the_last,
     on_stage,
     passes_over_weights,
@@ -413,16 +414,33 @@ def tick_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candida
     if key not in s.ticks:
         stages, virtual = c.stage, chunks_of(knobs, c)
         busy = s.kernels.compute + s.collectives.block + s.along(knobs)
-        layers = [busy[k] / count for k, count in enumerate(model.counts)]
-        if pricer.profile.embedding_and_head == "owners":
-            tick = slowest(layers, model.counts, busy[OUTSIDE_LAYERS], stages, virtual)
-        else:
-            tick = (
-                virtual * bottleneck(layers, model.counts, stages * virtual)
-                + busy[OUTSIDE_LAYERS] / stages
-            )
-        s.ticks[key] = tick + _passes(s, knobs, pricer, c) + _starved(s, busy, c)
+        s.ticks[key] = np.maximum(
+            _slowest_stage(busy, stages, virtual, model, pricer.profile),
+            _slowest_stage(s.kernels.host, stages, virtual, model, pricer.profile),
+        ) + _passes(s, knobs, pricer, c)
     return s.ticks[key]
+
+
+def _slowest_stage(
+    seconds: Array, stages: Array, virtual: Array, model: Model, profile: FrameworkProfile
+) -> Array:
+    """Seconds of the slowest stage in a microbatch.
+
+    Args:
+        seconds: of all layers of each class, and of embedding and head, [segments, candidates].
+    """
+    layers, ends = (
+        [seconds[k] / count for k, count in enumerate(model.counts)],
+        seconds[OUTSIDE_LAYERS],
+    )
+    if profile.embedding_and_head == "spread":
+        return virtual * bottleneck(layers, model.counts, stages * virtual) + ends / stages
+    tick = slowest(layers, model.counts, ends, stages, virtual)
+    if profile.balance == "layers" or len(layers) != 1:
+        return tick
+    most, last = cut_by_work(model.counts[0], model.head_layers, stages)
+    by_work = np.maximum(most * layers[0], last * layers[0] + ends)
+    return np.where((stages > 1) & (virtual == 1), by_work, tick)
 
 
 def _starved(s: Sums, busy: Array, c: Candidates) -> Array:

@@ -301,6 +301,8 @@ class Efficiency:
             fused chains; 1 if the compiler fuses them, more if every op is a kernel of its own.
         fast, slow: share of `Tier.efficiency` that the collectives of this software reach inside
             and between fast domains.
+        ring_step_s: seconds of a step of a ring between nodes, of which gathers and scatters take
+            n - 1; 0: the tier's latency, in a logarithm of steps.
         microbatch_s: fixed seconds per microbatch and stage: launches that the device waits for.
         dispatch_s: host seconds to launch one kernel; the device waits if they add up to more than
             the kernels take. 0 if one launch starts a whole program (XLA, CUDA graphs).
@@ -343,6 +345,7 @@ class Efficiency:
     unfused: float = 1.0
     fast: float = 1.0
     slow: float = 1.0
+    ring_step_s: float = 0.0
     microbatch_s: float = 0.0
     dispatch_s: float = 0.0
     gap_s: float = 0.0
@@ -385,6 +388,7 @@ class Efficiency:
             for name in (
                 "depth",
                 "step_s",
+                "ring_step_s",
                 "microbatch_s",
                 "dispatch_s",
                 "gap_s",
@@ -496,11 +500,16 @@ def linked(topology: Topology, constants: Efficiency) -> Topology:
     """The topology with link rates as the collectives of this software reach them; the same object
     if they are unchanged.
     """
-    if constants.fast == constants.slow == 1:
+    if constants.fast == constants.slow == 1 and not constants.ring_step_s:
         return topology
     tiers = (
         replace(
             tier,
+            **(
+                {"latency_s": constants.ring_step_s, "ring": True}
+                if constants.ring_step_s and tier.kind == "network"
+                else {}
+            ),
             efficiency=min(
                 1.0,
                 tier.efficiency * (constants.slow if tier.kind == "network" else constants.fast),
@@ -591,7 +600,7 @@ def evidence_of(stack: str) -> tuple[Curve, ...]:
     """The curves of a framework profile that were fitted to published runs, by chip.
 
     >>> [(one.chip, one.rows, len(one.fitted)) for one in evidence_of("nanotron")]
-    [('h100', 12, 1)]
+    [('h100', 373, 6)]
     """
     return tuple(curve for curve in curves().values() if curve.stack == stack and curve.rows)
 

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardlib.cost.collectives import SLOTS, Links, links, role_slots
+from shardlib.cost.collectives import SLOTS, Links, along, links, role_slots
 from shardlib.cost.framework import XLA, FrameworkProfile, Knobs, ends_on_all_stages
 from shardlib.cost.tables import BYTES, COUNTS, Collectives, Kernels, Point, Pricer, Q, StoredBytes
 from shardlib.cost.terms import OF_ALL, OUTSIDE_LAYERS, ArrayTable, Shapes, distinct_rows
-from shardlib.layout import BATCH_AXES, MESH_AXES, MeshShape
+from shardlib.layout import BATCH_AXES, MESH_AXES, TENSOR, MeshShape
 from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
 
@@ -216,6 +216,9 @@ def sums(
             model.reduction if name in ("reduce", "scatter") else 1.0
         )
         seconds = np.zeros((work.shape[0], len(c)))
+        if pricer.profile.bucket_bytes and name in ("gather", "reduce", "scatter"):
+            buckets = np.ceil(sizes.sum(0) / pricer.profile.bucket_bytes)
+            counts = counts * np.minimum(1.0, buckets / np.maximum(counts.sum(0), 1e-9))
         for i in used:
             seconds += factors[i] * (
                 counts[:, i][:, shape] * c.links.latency[slots[i]]
@@ -241,7 +244,7 @@ def sums(
         kernels=Kernels(
             compute=work[:, Q.COMPUTE][:, shape],
             weights=work[:, Q.WEIGHTS].sum(0)[shape],
-            host=work[:, Q.HOST][:, shape],
+            host=work[:, Q.HOST][:, shape] + _stalls(work, pricer, c),
             flops=work[:, Q.FLOPS].sum(0)[shape],
         ),
         collectives=Collectives(**by_role, routed=role("reduce", experts=True), **ends),
@@ -254,6 +257,18 @@ def sums(
             else pricer.corrected(stacks)[:, Q.SAVED][:, shape]
         ),
     )
+
+
+def _stalls(work: Array, pricer: Pricer, c: Candidates) -> Array:
+    """Seconds that the collectives over tensor of a microbatch stall (`tensor_stall_s`), by
+    segment and candidate.
+    """
+    stall = pricer.profile.tensor_stall_s
+    if not stall or len(pricer.topology.tiers) < 2:
+        return np.zeros((work.shape[0], len(c)))
+    slots = [COUNTS + slot for slot in role_slots("block") if SLOTS[slot].group == along(TENSOR)]
+    others = np.where(c.stage > 1, c.sizes["tensor"] - 1, 0)
+    return stall * work[:, slots].sum(1)[:, c.shape] * others
 
 
 def _context_buffer(work: Array, model: Model) -> Array:
@@ -360,10 +375,23 @@ def _most(
     if profile.balance == "layers":
         return equal
     return np.where(
-        (c.stage > 1) & (virtual == 1),
-        np.minimum(count, np.floor((count + model.head_layers) / c.stage) + 1),
-        equal,
+        (c.stage > 1) & (virtual == 1), cut_by_work(count, model.head_layers, c.stage)[0], equal
     )
+
+
+def cut_by_work(count: int, head: float, stages: Array) -> tuple[Array, Array]:
+    """Layers of the fullest stage and of the last one, which has the head, where a stage ends with
+    the layer in which an equal part of the work is passed.
+
+    Args:
+        head: work of the head, in layers.
+    """
+    part = (count + head) / stages
+
+    def passed(parts: Array) -> Array:
+        return np.minimum(count, np.ceil(parts * part - 1e-9))
+
+    return passed(np.ones_like(part)), count - np.where(stages > 1, passed(stages - 1), 0)
 
 
 def on_stage(quantity: Array, scale: Array) -> Array:

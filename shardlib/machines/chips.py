@@ -221,6 +221,7 @@ class Tier:
             a device in a mesh, otherwise of a device's port.
         latency_s: seconds of one hop or step without data.
         efficiency: share of the rate that large collectives reach.
+        ring: True if gathers and scatters go around a ring, with the latency in each step.
         exchanges: measured collectives among the devices of a "memory", which replace its rate and
             latency.
         sources: sources of the figures.
@@ -236,6 +237,7 @@ class Tier:
     latency_s: float = 0.0
     wrap: tuple[bool, ...] = ()
     efficiency: float = 1.0
+    ring: bool = False
     exchanges: tuple[Exchange, ...] = ()
     sources: tuple[str, ...] = ()
 

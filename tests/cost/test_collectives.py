@@ -24,10 +24,13 @@ from shardlib.cost.collectives import (
     slot_cost,
     stored,
 )
+from shardlib.cost.roofline import efficiency, linked
 from shardlib.layout import MESH_AXES, MeshShape
 from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Span, Topology, place, placements, topology
 
+#: A figure of a stack whose rings between nodes were measured.
+RING = {"ring_step_s": 5e-5}
 MACHINES = [
     "cpu:8",
     "4*h100:8",
@@ -501,3 +504,15 @@ def test_the_network_between_slices_carries_pieces(inside: str, both: str) -> No
 
     for kind in ("all-gather", "reduce-scatter"):
         assert cost(both, kind) == pytest.approx(cost(inside, kind) + network(both), rel=0.01)
+
+
+@pytest.mark.parametrize(("nodes", "inside"), [(2, 8), (4, 2), (16, 1)])
+def test_each_step_of_a_ring_between_nodes_waits_for_the_network(nodes: int, inside: int):
+    machine = linked(topology(f"{nodes}*h100:8"), efficiency("nvidia").with_values(RING))
+    spans = (Span(0, 0, nodes), *((Span(1, 0, inside),) if inside > 1 else ()))
+    for kind in ("all-gather", "reduce-scatter"):
+        assert collective_cost(kind, spans, machine).latency_s == pytest.approx(
+            (nodes * inside - 1) * RING["ring_step_s"]
+        )
+    inner = collective_cost("all-gather", (Span(1, 0, 8),), machine)
+    assert inner == collective_cost("all-gather", (Span(1, 0, 8),), topology("4*h100:8"))
