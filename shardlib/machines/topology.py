@@ -22,7 +22,7 @@ describes any other cluster:
     kind = "network"            # "torus", "mesh", "switch", "network" or "memory"
     shape = [13]
     bytes_per_s = 25e9          # per device, one direction; for a torus, per link in one dim
-    latency_s = 5e-6            # optional, as are efficiency, wrap (torus) and sources
+    latency_s = 5e-6            # optional, as are efficiency, ring, wrap (torus), sources
     [[tiers]]
     name = "NVLink"
     kind = "switch"

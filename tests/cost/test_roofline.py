@@ -331,10 +331,12 @@ def test_a_fitted_figure_rests_on_three_runs() -> None:
 
 
 def test_figures_of_frameworks_are_in_physical_ranges() -> None:
+    # an eager layer launches some 60 kernels, in 4.4 ms; a step of a ring crosses a network
+    ranges = {**RANGES, "dispatch_s": (0.0, 1e-4), "ring_step_s": (1e-6, 1e-4)}
     for one in curves().values():
         for name, value in one.values:
             if name in (*one.fitted, *one.pooled):
-                low, high = RANGES[name]
+                low, high = ranges[name]
                 assert low <= value <= max(high, 1.0), (one.chip, one.stack, name)
 
 
