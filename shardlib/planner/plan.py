@@ -514,8 +514,7 @@ class Plan(Decisions):
 
         Returns:
             The constraints, the most expensive first, with the step time without each; `print`
-                shows them
-            as text.
+            shows them as text.
 
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
@@ -563,8 +562,7 @@ class Plan(Decisions):
 
         Returns:
             The new plan, and for every array the bytes that each device receives; `print` shows it
-                as
-            text.
+            as text.
 
         Raises:
             PlanError: the plan was read from a file and does not carry its model.
