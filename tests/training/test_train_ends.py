@@ -331,7 +331,8 @@ def test_hangs_for_ever_have_the_code_of_a_hang(tmp_path: Path):
     assert supervised(tmp_path, "hang", at=0, once=False, restarts=0)[0] == HUNG
 
 
-def test_a_stop_is_passed_on(tmp_path: Path):
+def _supervisor(tmp_path: Path) -> tuple[RunFolder, subprocess.Popen[bytes]]:
+    """A supervisor in a process of its own, whose run waits after its fifth step."""
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
     program = (
@@ -339,7 +340,7 @@ def test_a_stop_is_passed_on(tmp_path: Path):
         " from shardlib.training.run import RunFolder;sys.exit(supervise(sys.argv[2:],"
         " RunFolder(Path(sys.argv[1]))))"
     )
-    process = subprocess.Popen(
+    return folder, subprocess.Popen(
         [
             sys.executable,
             "-c",
@@ -354,6 +355,10 @@ def test_a_stop_is_passed_on(tmp_path: Path):
             "once",
         ]
     )
+
+
+def test_a_stop_is_passed_on(tmp_path: Path):
+    folder, process = _supervisor(tmp_path)
     end = time.monotonic() + 60
     while not (folder.path / "done").exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -372,28 +377,7 @@ def test_what_is_passed_on_is_what_came():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
 def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.Signals):
-    folder = RunFolder(tmp_path / "run")
-    folder.open({"model": "none"})
-    program = (
-        "import sys; from pathlib import Path; from shardlib.training.supervisor import supervise;"
-        " from shardlib.training.run import RunFolder;sys.exit(supervise(sys.argv[2:],"
-        " RunFolder(Path(sys.argv[1]))))"
-    )
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            program,
-            str(folder.path),
-            sys.executable,
-            "-c",
-            RUN,
-            str(folder.path),
-            "wait",
-            "5",
-            "once",
-        ]
-    )
+    folder, process = _supervisor(tmp_path)
     end = time.monotonic() + 60
     while not ((folder.path / "done").exists() and folder.heartbeats()) and time.monotonic() < end:
         time.sleep(0.05)
