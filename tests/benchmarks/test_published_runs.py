@@ -146,18 +146,14 @@ def test_a_row_becomes_pins() -> None:
         "schedule": "1f1b",
         "gather": "use",
     }
-    assert (
-        case.config.vocab_size == 1000
-        and case.config.param_dtype == "float16"
-        and case.config.norm == "layer"
-        and case.peak_bytes == 2 * GIB
-    )
+    assert case.config.vocab_size == 1000
+    assert case.config.param_dtype == "float16"
+    assert case.config.norm == "layer"
+    assert case.peak_bytes == 2 * GIB
     interleaved = the_case(parallel={**PLAN, "vpp": 2, "zero_stage": 1})
     assert interleaved.pins["schedule"] == "interleaved" and interleaved.pins["virtual_stages"] == 2
-    assert (
-        interleaved.pins["mesh"] == {"stage": 2, "fsdp": 4, "tensor": 2}
-        and interleaved.pins["zero"] == 1
-    )
+    assert interleaved.pins["mesh"] == {"stage": 2, "fsdp": 4, "tensor": 2}
+    assert interleaved.pins["zero"] == 1
 
 
 def test_experts_are_folded_over_the_batch_axes() -> None:
@@ -195,16 +191,12 @@ def test_alpa_heuristic_is_tensor_parallelism_of_experts_too() -> None:
         num_chips=4,
         micro_batch_size=16,
     )
-    assert (
-        case.pins["mesh"] == {"tensor": 4}
-        and case.pins["zero"] == 0
-        and case.pins["microbatches"] == 1
-        and case.assumed == ("largest dims of weights over all ranks",)
-    )
-    assert (
-        case.software.stack.collected == "apart"
-        and the_case(framework="Alpa").software.stack.collected == "together"
-    )
+    assert case.pins["mesh"] == {"tensor": 4}
+    assert case.pins["zero"] == 0
+    assert case.pins["microbatches"] == 1
+    assert case.assumed == ("largest dims of weights over all ranks",)
+    assert case.software.stack.collected == "apart"
+    assert the_case(framework="Alpa").software.stack.collected == "together"
     rules = Bench().plan(case, case.pins, boundless(case.topology)).rules
     for name in ("expert_mlp", "mlp", "kv_heads", "vocab"):
         assert rules.resolve((name,), (512,), MeshShape(tensor=4)).layout == Layout("tensor"), name
@@ -246,10 +238,8 @@ def test_rows_that_cannot_be_priced_say_why(changes: dict[str, Any], why: str) -
 
 def test_what_a_row_does_not_say_is_assumed_and_listed() -> None:
     case = the_case(micro_batch_size=None, recompute="unknown")
-    assert (
-        case.assumed == ("micro-batch size", "remat none for 'unknown'")
-        and case.pins["microbatches"] == 16
-    )
+    assert case.assumed == ("micro-batch size", "remat none for 'unknown'")
+    assert case.pins["microbatches"] == 16
 
 
 def test_recomputation_as_rows_name_it() -> None:
@@ -310,20 +300,16 @@ def test_machines() -> None:
 
 def test_software_of_a_row() -> None:
     plain = software(row(), "nvidia")
-    assert (
-        plain is not None
-        and plain.stack.name == "megatron-2021"
-        and (plain.param_dtype, plain.state_bytes) == ("float16", 12)
-    )
+    assert plain is not None
+    assert plain.stack.name == "megatron-2021"
+    assert (plain.param_dtype, plain.state_bytes) == ("float16", 12)
     assert plain.stack.runtime_bytes == 0 and plain.runtime.runtime_bytes > 0
     eight = software(
         row(framework="torchtitan", precision="fp8", optimizer="adamw, bf16 mu"), "nvidia"
     )
-    assert (
-        eight is not None
-        and eight.stack.matmul_dtype == "float8_e4m3fn"
-        and (eight.param_dtype, eight.state_bytes) == ("float32", 6.0)
-    )
+    assert eight is not None
+    assert eight.stack.matmul_dtype == "float8_e4m3fn"
+    assert (eight.param_dtype, eight.state_bytes) == ("float32", 6.0)
     selective = software(row(recompute="selective"), "nvidia")
     assert selective is not None and selective.stack.attention == "rematerialised"
     splash = [
@@ -335,10 +321,8 @@ def test_software_of_a_row() -> None:
         )
     ]
     assert [found.stack.attention_block for found in splash if found] == [512, 2048, 1024]
-    assert (
-        software(row(precision="nvfp4"), "nvidia") is None
-        and software(row(framework=None), "nvidia") is None
-    )
+    assert software(row(precision="nvfp4"), "nvidia") is None
+    assert software(row(framework=None), "nvidia") is None
 
 
 def test_releases_and_settings_of_a_framework_have_stacks_of_their_own() -> None:
@@ -379,10 +363,8 @@ def test_what_megascale_added_adds_up() -> None:
     """arXiv:2402.15627, table 3: every entry has all of those before it."""
     found = [software(row(framework="megascale", ablation=entry), "nvidia") for entry in MEGASCALE]
     stacks = [one.stack for one in found if one is not None]
-    assert (
-        len(stacks) == len(MEGASCALE)
-        and [one.name for one in stacks] == ["megatron-2021"] * 6 + ["megatron-flash"] * 3
-    )
+    assert len(stacks) == len(MEGASCALE)
+    assert [one.name for one in stacks] == ["megatron-2021"] * 6 + ["megatron-flash"] * 3
     hidden = [
         (
             one.tensor_overlap or 0.0,
@@ -392,14 +374,12 @@ def test_what_megascale_added_adds_up() -> None:
         )
         for one in stacks
     ]
-    assert (
-        all(
-            one <= two
-            for before, after in itertools.pairwise(hidden)
-            for one, two in zip(before, after, strict=True)
-        )
-        and hidden[0] == (0, 0, 0, 0) < hidden[-1]
+    assert all(
+        one <= two
+        for before, after in itertools.pairwise(hidden)
+        for one, two in zip(before, after, strict=True)
     )
+    assert hidden[0] == (0, 0, 0, 0) < hidden[-1]
     whole = software(row(framework="megascale"), "nvidia")
     assert whole is not None and whole.stack == stacks[-1]
 
@@ -416,11 +396,9 @@ def test_attention_is_fused_where_transformer_engine_runs() -> None:
         )
         for engine in (False, True)
     )
-    assert (
-        without is not None
-        and beside is not None
-        and (without.stack.attention, beside.stack.attention) == ("traced", "fused")
-    )
+    assert without is not None
+    assert beside is not None
+    assert (without.stack.attention, beside.stack.attention) == ("traced", "fused")
 
 
 def test_a_mesh_of_links_has_fewer_of_them_where_fewer_devices_run() -> None:
@@ -460,26 +438,20 @@ def test_memory_counts_what_the_measurement_counts() -> None:
 @pytest.mark.long
 def test_cases_are_priced_whether_they_fit_or_not() -> None:
     bench = Bench()
-    case, lost = (
-        the_case(),
-        the_case(
-            global_batch_size=262144,
-            micro_batch_size=65536,
-            recompute="none",
-            measured={"oom": True},
-        ),
+    case = the_case()
+    lost = the_case(
+        global_batch_size=262144,
+        micro_batch_size=65536,
+        recompute="none",
+        measured={"oom": True},
     )
     found, broken = bench.predict(case), bench.predict(lost)
-    assert (
-        dict(found.plan.mesh) == {"stage": 2, "data": 4, "tensor": 2}
-        and found.plan.microbatches == 8
-        and found.plan.schedule == "1f1b"
-    )
+    assert dict(found.plan.mesh) == {"stage": 2, "data": 4, "tensor": 2}
+    assert found.plan.microbatches == 8
+    assert found.plan.schedule == "1f1b"
     assert found.fits and not broken.fits and broken.step_s > 100 * found.step_s
-    assert (
-        found.step_s == found.plan.estimate.step_seconds
-        and found.arrays == found.plan.estimate.device_bytes.peak
-    )
+    assert found.step_s == found.plan.estimate.step_seconds
+    assert found.arrays == found.plan.estimate.device_bytes.peak
     quote = bench.quote(case)
     assert quote.seconds({}) == pytest.approx(found.step_s), "the price without memory is the same"
     assert quote.seconds({"matmul": 0.4}) > quote.seconds({"matmul": 0.8})
@@ -520,17 +492,13 @@ def test_summary() -> None:
         result("e", 9.0, None, fits=(True, False)),
     ]
     found = summary(rows)
-    assert (
-        found["step_time_median_error"] == pytest.approx(0.1)
-        and found["step_time_signed_median"] == pytest.approx(0)
-        and found["rows"] == 5
-    )
-    assert (
-        found["step_time_p90_error"] == pytest.approx(0.18)
-        and found["oom_right"] == 0.5
-        and found["fits_right"] == 1
-        and found["memory_median_error"] is None
-    )
+    assert found["step_time_median_error"] == pytest.approx(0.1)
+    assert found["step_time_signed_median"] == pytest.approx(0)
+    assert found["rows"] == 5
+    assert found["step_time_p90_error"] == pytest.approx(0.18)
+    assert found["oom_right"] == 0.5
+    assert found["fits_right"] == 1
+    assert found["memory_median_error"] is None
     other = [result("f", 1.5, 1.0, source="t")]
     both = overall({"s": found, "t": summary(other)}, [*rows, *other])
     assert both["step_time_median_error"] == pytest.approx(0.3), (
@@ -579,11 +547,9 @@ def test_command(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     found = json.loads(run.stdout)
-    assert (
-        found["summary"]["rows"] == 2
-        and found["summary"]["counts"]["rank"][1] == 1
-        and found["left_out"] == {"three": "analytic, not measured"}
-    )
+    assert found["summary"]["rows"] == 2
+    assert found["summary"]["counts"]["rank"][1] == 1
+    assert found["left_out"] == {"three": "analytic, not measured"}
     assert [one["id"] for one in found["rows"]] == ["one", "two"] and all(
         one["error"] == pytest.approx(one["predicted_s"] / one["measured_s"] - 1)
         for one in found["rows"]

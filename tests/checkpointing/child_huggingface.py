@@ -22,11 +22,9 @@ def run(number: int, count: int, port: str, where: str) -> None:
     folder = Path(where)
     jax.distributed.initialize(f"localhost:{port}", count, number)
     program = program_of(CONFIGS["mixtral-8x7b"], folder / f"config-{number}", (count, 2))
-    whole, read, read_part = (
-        sum(leaf.size for leaf in jax.tree.leaves(program.state.params)),
-        0,
-        huggingface.read_part,
-    )
+    whole = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
+    read = 0
+    read_part = huggingface.read_part
 
     def counted(*arguments: Any) -> np.ndarray:
         nonlocal read

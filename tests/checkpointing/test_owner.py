@@ -150,11 +150,9 @@ def test_one_that_cannot_be_looked_at_is_watched(tmp_path: Path, changed: dict[s
     said: list[str] = []
     begin = time.monotonic()
     held = claim(tmp_path, silent_seconds=1.0, say=said.append)
-    assert (
-        time.monotonic() - begin >= 1.0
-        and len(said) == 1
-        and "cannot be looked at from here: waiting up to 1 s for a sign of life" in said[0]
-    )
+    assert time.monotonic() - begin >= 1.0
+    assert len(said) == 1
+    assert "cannot be looked at from here: waiting up to 1 s for a sign of life" in said[0]
     held.release()
 
 
@@ -258,11 +256,9 @@ def test_a_second_writer_of_checkpoints_touches_nothing(tmp_path: Path):
 
 def test_a_process_is_known_by_more_than_its_number():
     me = this_process()
-    assert (
-        kin.lives(me) is True
-        and kin.lives(replace(me, started="1")) is False
-        and kin.lives(replace(me, boot="another")) is None
-    )
+    assert kin.lives(me) is True
+    assert kin.lives(replace(me, started="1")) is False
+    assert kin.lives(replace(me, boot="another")) is None
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     one = replace(me, pid=child.pid, started=kin._started(child.pid) or "0")
     end = time.monotonic() + 60

@@ -181,11 +181,9 @@ def test_damage_is_said_and_the_one_before_is_used(good: Path, tmp_path: Path, d
         restored = checkpoints.restore(target)
         assert_same(restored.state, state(1))
         (finding,) = restored.findings
-        assert (
-            finding.code == "checkpoint-damaged"
-            and "step 2" in finding.message
-            and finding.where.endswith("2.damaged")
-        )
+        assert finding.code == "checkpoint-damaged"
+        assert "step 2" in finding.message
+        assert finding.where.endswith("2.damaged")
         assert (folder / "2.damaged" / "about").is_dir() and checkpoints.steps() == (1,)
 
 
@@ -243,11 +241,9 @@ def test_a_copy_under_the_name_of_another_step_is_none_of_that_step(good: Path, 
         Checkpoints(folder, read_only=True).restore(target, 9)
     with Checkpoints(folder, Keep(newest=2)) as checkpoints:
         restored = checkpoints.restore(target)
-        assert (
-            restored.step == 2
-            and [finding.code for finding in restored.findings] == ["checkpoint-damaged"]
-            and (folder / "9.damaged").is_dir()
-        )
+        assert restored.step == 2
+        assert [finding.code for finding in restored.findings] == ["checkpoint-damaged"]
+        assert (folder / "9.damaged").is_dir()
         shutil.copytree(folder / "2", folder / "1000")  # which counts for no rule of what stays
         checkpoints.save(3, placed(state(3), mesh(8, 1), ROWS), plan=None, wait=True)
         assert checkpoints.steps() == (2, 3, 1000)
@@ -280,11 +276,9 @@ def test_another_model_is_said_in_full(good: Path):
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(good, read_only=True).restore(abstract(other, mesh(8, 1), WHOLE))
     text = str(caught.value)
-    assert (
-        "of another model" in text
-        and "params.bias is not in the checkpoint" in text
-        and "params.scale is in the checkpoint alone" in text
-    )
+    assert "of another model" in text
+    assert "params.bias is not in the checkpoint" in text
+    assert "params.scale is in the checkpoint alone" in text
     assert "params.embedding is float32[64, 32] in the checkpoint, float32[32, 64] here" in text
 
 
@@ -338,11 +332,9 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path):
 
 def test_the_description_is_plain_json(good: Path):
     data = json.loads((good / "2" / "about" / "metadata").read_text())["content"]
-    assert (
-        data["step"] == 2
-        and data["arrays"]["params.kernel"]["dtype"] == "bfloat16"
-        and data["arrays"]["model_state.streams"]["key"] == "rbg"
-    )
+    assert data["step"] == 2
+    assert data["arrays"]["params.kernel"]["dtype"] == "bfloat16"
+    assert data["arrays"]["model_state.streams"]["key"] == "rbg"
 
 
 @pytest.mark.parametrize(

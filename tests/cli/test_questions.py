@@ -69,11 +69,9 @@ def test_explain_alternatives_and_sensitivity(shell, made: Path):
     }
     assert data["constraints"]["step_seconds"] == plan.estimate.step_seconds
     code, text, _ = shell("explain", str(made), "--alternatives")
-    assert (
-        code == 0
-        and text.startswith("Alternatives, by predicted time\n")
-        and "What holds the plan back" in text
-    )
+    assert code == 0
+    assert text.startswith("Alternatives, by predicted time\n")
+    assert "What holds the plan back" in text
 
 
 def test_evidence_of_another_plan_does_not_stand_beside_it(shell, plan_file: Path, tmp_path: Path):
@@ -187,10 +185,8 @@ def test_scale_strong_and_weak(shell, shallow: Path, tmp_path: Path):
         json.loads(shell("plan", str(shallow), "--topology", f"h100:{n}", *words[6:], "--json")[1])
         for n in (1, 2)
     )
-    assert (
-        strong["points"][0]["digest"] == first["digest"]
-        and strong["points"][1]["step_seconds"] <= second["estimate"]["step_seconds"]
-    )
+    assert strong["points"][0]["digest"] == first["digest"]
+    assert strong["points"][1]["step_seconds"] <= second["estimate"]["step_seconds"]
     assert all(
         b["step_seconds"] <= a["step_seconds"] for a, b in itertools.pairwise(strong["points"])
     )
@@ -243,10 +239,8 @@ def test_timeline_draws_a_plan_with_stages(shell, tmp_path: Path, plan_file: Pat
     assert shell(*words, "--out", str(plan))[0] == 0
     code, out, _ = shell("timeline", str(plan), "--svg", str(picture), "--perfetto", str(trace))
     assert code == 0 and "4 stages, 1f1b, 8 microbatches, in lockstep" in out and "0>>" in out
-    assert (
-        picture.read_text().startswith("<svg ")
-        and len(json.loads(trace.read_text())["traceEvents"]) > 64
-    )
+    assert picture.read_text().startswith("<svg ")
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 64
     data = json.loads(shell("timeline", str(plan), "--json")[1])
     assert len(data["slices"]) == 64 and data["step_seconds"] == pytest.approx(
         json.loads(plan.read_text())["estimate"]["step_seconds"]
@@ -284,11 +278,9 @@ def test_edge_spreads_a_model_over_devices_of_a_file(shell, card: Path, tmp_path
     code, out, _ = shell(*words)
     assert code == 0 and "stage  device" in out and "before the layers" in out
     data = json.loads(shell(*words, "--json")[1])
-    assert (
-        data["examples"] == 2
-        and data["throughput"] == pytest.approx(2 / data["seconds"])
-        and data["stages"][0]["first"] == 0
-    )
+    assert data["examples"] == 2
+    assert data["throughput"] == pytest.approx(2 / data["seconds"])
+    assert data["stages"][0]["first"] == 0
     code, out, _ = shell(
         "edge", str(card), "--devices", str(tmp_path / "none.toml"), "-b", "2", "-s", "16", "--json"
     )
@@ -306,9 +298,9 @@ def test_replan_for_a_machine_that_lost_a_host(shell, made: Path, tmp_path: Path
     )
     assert (code, err) == (0, "")
     data, new = json.loads(out), Plan.from_json(out_file.read_text())
-    assert (
-        data["plan"]["digest"] == new.digest and new.topology == "h100:2" and new.mesh.devices <= 2
-    )
+    assert data["plan"]["digest"] == new.digest
+    assert new.topology == "h100:2"
+    assert new.mesh.devices <= 2
     assert len(data["moved_bytes_per_device"]) == 2
     assert data["slowdown"] == pytest.approx(
         new.estimate.step_seconds / Plan.from_json(made.read_text()).estimate.step_seconds

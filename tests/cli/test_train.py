@@ -53,10 +53,8 @@ def test_train_on_a_text_of_ones_own(tmp_path: Path, card: Path):
     assert {"validation_loss", "bigram_loss", "tokens_per_second", "predicted", "measured"} <= set(
         data
     )
-    assert (
-        Plan.from_json(json.dumps(data["plan"])).mesh["fsdp"] == 8
-        and data["plan"]["topology"] == "cpu:8"
-    )
+    assert Plan.from_json(json.dumps(data["plan"])).mesh["fsdp"] == 8
+    assert data["plan"]["topology"] == "cpu:8"
 
 
 def test_train_refuses_nonsense(shell):

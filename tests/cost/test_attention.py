@@ -61,11 +61,9 @@ def test_no_array_as_large_as_the_scores_is_left(name: str, policy: str) -> None
     step = fused(traced)
     check(step.graph)
     assert largest_made(traced.graph) >= scores_elements(name) > largest_made(step.graph)
-    assert (
-        step.graph.values == traced.graph.values
-        and step.graph.outputs == traced.graph.outputs
-        and step.gradients == traced.gradients
-    )
+    assert step.graph.values == traced.graph.values
+    assert step.graph.outputs == traced.graph.outputs
+    assert step.gradients == traced.gradients
 
 
 @pytest.mark.long
@@ -167,10 +165,8 @@ def test_attention_without_a_mask_computes_all_blocks() -> None:
 def test_kernels_read_and_write_no_more_than_queries_keys_values_and_statistics() -> None:
     config = CONFIGS["llama"]
     graph = fused(plain("llama").steps["none"]).graph
-    query, key = (
-        BATCH * SEQ * config.heads * config.head_dim,
-        BATCH * SEQ * config.kv_heads * config.head_dim,
-    )
+    query = BATCH * SEQ * config.heads * config.head_dim
+    key = BATCH * SEQ * config.kv_heads * config.head_dim
     rows = BATCH * SEQ * config.heads
 
     def elements(values: tuple[int, ...]) -> list[int]:

@@ -478,10 +478,8 @@ def test_the_bound_is_reached_where_an_axis_is_alone() -> None:
     mesh = MeshShape(tensor=8)
     real = links([placements(mesh, machine)[0][1]], machine)
     best = best_links({axis: np.array([mesh[axis]]) for axis in MESH_AXES}, machine)
-    assert (
-        best.per_byte[0, 0] == real.per_byte[0, 0] > 0
-        and best.latency[0, 0] == real.latency[0, 0] > 0
-    )
+    assert best.per_byte[0, 0] == real.per_byte[0, 0] > 0
+    assert best.latency[0, 0] == real.latency[0, 0] > 0
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,12 @@ def test_no_factor_is_better_than_the_fitted_one(seed: int):
 def test_a_factor_in_the_programs_is_found_and_helps_every_family():
     found = samples(np.random.default_rng(0), 24, factor=1.7)
     one = learn(KEY, "temporaries", found)
-    assert (
-        isinstance(one, Correction)
-        and one.factor == pytest.approx(1.7, rel=0.1)
-        and one.n == 24
-        and len(one.evidence) == 24
-    )
-    assert (
-        one.held_out_error < 0.05 < one.median_error_before
-        and one.median_error_after == pytest.approx(float(np.median(errors(found, one.factor))))
-    )
+    assert isinstance(one, Correction)
+    assert one.factor == pytest.approx(1.7, rel=0.1)
+    assert one.n == 24
+    assert len(one.evidence) == 24
+    assert one.held_out_error < 0.05 < one.median_error_before
+    assert one.median_error_after == pytest.approx(float(np.median(errors(found, one.factor))))
     assert Correction.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 

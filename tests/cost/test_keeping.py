@@ -184,10 +184,8 @@ def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
 def test_the_loss_takes_so_many_bytes_a_logit() -> None:
     facts, step = loaded(HAND).programs["none", False].facts, plain("llama").steps["none"]
     profile = replace(HAND, logit_bytes=10.0)
-    found, before = (
-        Keeping(facts, profile).lives(lives(facts, step, profile)),
-        Keeping(facts, HAND).lives(lives(facts, step, HAND)),
-    )
+    found = Keeping(facts, profile).lives(lives(facts, step, profile))
+    before = Keeping(facts, HAND).lives(lives(facts, step, HAND))
     logits = TOKENS * CONFIGS["llama"].vocab_size
 
     def large(among: list[Life]) -> list[Life]:
@@ -202,9 +200,8 @@ def test_the_loss_takes_so_many_bytes_a_logit() -> None:
         10 * logits,
         2 * logits,
     ]
-    assert (
-        loss.birth == min(life.birth for life in large(before)) and loss.death + 1 == gradient.birth
-    )
+    assert loss.birth == min(life.birth for life in large(before))
+    assert loss.death + 1 == gradient.birth
     assert gradient.death == max(life.death for life in large(before))
     assert [life for life in found if life not in (loss, gradient)] == [
         life for life in before if life not in large(before)
@@ -235,10 +232,8 @@ def test_stages_that_gather_once_a_step_hold_everything_whole() -> None:
         ).estimate.device_bytes
         for word in ("use", "step")
     )  # type: ignore[arg-type]
-    assert (
-        step.parameters == pytest.approx(3 * use.parameters, rel=0.02)
-        and step.gradients > use.gradients
-    )
+    assert step.parameters == pytest.approx(3 * use.parameters, rel=0.02)
+    assert step.gradients > use.gradients
     alone = [
         planned(
             replace(HAND, gradient_buffer=True, stage_gathers=word),
@@ -278,10 +273,8 @@ def test_collectives_that_are_joined_keep_gradients_and_parameters_whole(zero: i
         assert held == pytest.approx(whole, rel=0.02), (
             "a layer's parameters make room for its gradients"
         )
-    assert (
-        together.device_bytes.gradients > apart.device_bytes.gradients
-        and together.device_bytes.gradients <= whole
-    )
+    assert together.device_bytes.gradients > apart.device_bytes.gradients
+    assert together.device_bytes.gradients <= whole
     assert (together.device_bytes.parameters, together.device_bytes.optimizer) == (
         apart.device_bytes.parameters,
         apart.device_bytes.optimizer,

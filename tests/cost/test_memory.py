@@ -149,10 +149,8 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
 
 def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     """A dim of 64 or 128 elements is not divisible by 3; a padded buffer is."""
-    place, decision = (
-        topology("h100:3"),
-        UNCUT.but(mesh=MeshShape(fsdp=3), zero=1),
-    )
+    place = topology("h100:3")
+    decision = UNCUT.but(mesh=MeshShape(fsdp=3), zero=1)
     whole, flat = (
         price(
             prepare(
@@ -203,10 +201,8 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
 
 @pytest.mark.long
 def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
-    place, decision = (
-        topology("h100:4"),
-        UNCUT.but(mesh=MeshShape(fsdp=4), zero=0),
-    )
+    place = topology("h100:4")
+    decision = UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)
 
     def seconds(profile: FrameworkProfile, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts

@@ -30,10 +30,8 @@ from tests.planner.worlds import workload
     ],
 )
 def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str, Any]) -> None:
-    plan, place = (
-        planner.search(workload().problem, where, pin, load=workload()),
-        topology(where),
-    )
+    plan = planner.search(workload().problem, where, pin, load=workload())
+    place = topology(where)
     assert plan.estimate.collectives
     for c in plan.estimate.collectives:
         seconds = c.count * group_seconds(

@@ -452,10 +452,8 @@ def test_facts_of_published_stacks() -> None:
         "traced",
         "fused",
     )
-    assert (
-        framework_profile("llm-foundry").reduction == "microbatch"
-        and framework_profile("megatron-core").reduction == "step"
-    )
+    assert framework_profile("llm-foundry").reduction == "microbatch"
+    assert framework_profile("megatron-core").reduction == "step"
     # arXiv:1910.02054, section 3.1: 16 bytes a parameter with float16, of which 12 are the
     # optimizer's
     assert (

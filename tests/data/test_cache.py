@@ -63,9 +63,9 @@ def test_files_are_fetched_once(tmp_path: Path):
     assert (
         content(cached(remote, tmp_path / "cache", limit_bytes=1000), "b") == b"b" * 50
     )  # another process finds them
-    assert (
-        remote.opened == ["a", "b"] and files.findings == () and copies(tmp_path / "cache") == 150
-    )
+    assert remote.opened == ["a", "b"]
+    assert files.findings == ()
+    assert copies(tmp_path / "cache") == 150
 
 
 def test_the_bound_holds_and_the_least_recently_used_go_first(tmp_path: Path):
@@ -90,11 +90,9 @@ def test_a_file_in_use_is_not_removed(tmp_path: Path):
         assert content(other, "b") == b"b" * 60 and copies(tmp_path) == 60  # read from its source
         assert stream.read() == b"a" * 59
     assert [finding.code for finding in other.findings] == ["cache-full"]
-    assert (
-        content(other, "b") == b"b" * 60
-        and copies(tmp_path) == 60
-        and remote.opened == ["a", "b", "b"]
-    )
+    assert content(other, "b") == b"b" * 60
+    assert copies(tmp_path) == 60
+    assert remote.opened == ["a", "b", "b"]
     assert content(files, "c") == b"c" * 200 and copies(tmp_path) <= 100
     path = files.path("a")
     content(other, "b")
@@ -154,10 +152,9 @@ def test_a_full_disk_means_reading_from_the_source(tmp_path: Path, monkeypatch: 
     files = cached(Remote(a=b"a" * 100), tmp_path, limit_bytes=1000)
     assert content(files, "a") == b"a" * 100 and copies(tmp_path) == 0
     (finding,) = files.findings
+    assert finding.code == "cache-full-disk"
     assert (
-        finding.code == "cache-full-disk"
-        and finding.message
-        == "the disk of the cache is full: a is read from remote://files every time"
+        finding.message == "the disk of the cache is full: a is read from remote://files every time"
     )
 
 

@@ -168,11 +168,9 @@ def test_packed_rows_have_every_pair_of_neighbours_once(folder: Path, packing: s
     assert pairs_of(data, data.examples_per_epoch) == expected
     found = data.batch(0, data.examples_per_epoch)
     padding = found["segments"] == 0
-    assert (
-        (found["weights"][padding] == 0).all()
-        and (found["inputs"][padding] == 0).all()
-        and (found["weights"][~padding] == 1).all()
-    )
+    assert (found["weights"][padding] == 0).all()
+    assert (found["inputs"][padding] == 0).all()
+    assert (found["weights"][~padding] == 1).all()
 
 
 def test_validation_and_training_have_nothing_in_common(folder: Path):
@@ -209,9 +207,8 @@ def test_rows_of_an_array_are_documents_and_ends_cut_bare_tokens(tmp_path: Path)
 
     np.save(tmp_path / "rows.npy", np.arange(40, dtype=np.uint16).reshape(4, 10))
     found = read(tmp_path / "rows.npy", seq=9, packing="best-fit").batch(0, 4)
-    assert (
-        sorted(found["inputs"][:, 0].tolist()) == [0, 10, 20, 30] and (found["weights"] == 1).all()
-    )
+    assert sorted(found["inputs"][:, 0].tolist()) == [0, 10, 20, 30]
+    assert (found["weights"] == 1).all()
     (tmp_path / "bare.bin").write_bytes(np.array([1, 2, 7, 3, 4, 5, 7, 6], np.uint16).tobytes())
     data = read(
         tmp_path / "bare.bin", seq=4, dtype="uint16", tokenizer=Tokens(), packing="first-fit"
@@ -342,11 +339,9 @@ def test_best_fit(seed: int):
     for number in np.argsort(-lengths, kind="stable"):
         taken.append(left[rows[number]])
         left[rows[number]] -= lengths[number]
-    assert (
-        taken == brute_best(lengths.tolist(), 16)
-        and min(left) >= 0
-        and sorted(set(rows.tolist())) == list(range(rows.max() + 1))
-    )
+    assert taken == brute_best(lengths.tolist(), 16)
+    assert min(left) >= 0
+    assert sorted(set(rows.tolist())) == list(range(rows.max() + 1))
 
 
 def test_documents_are_cut_in_pieces_that_overlap_by_a_target():

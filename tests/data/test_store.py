@@ -59,10 +59,8 @@ def only(cache: Path) -> Path:
 
 def test_text_is_bytes_and_line_breaks(tmp_path: Path):
     data = read(texts_of(tmp_path / "texts"), seq=16, cache=tmp_path / "cache", packing="best-fit")
-    found, whole = (
-        data.batch(0, data.examples_per_epoch),
-        "\n".join(path.read_text() for path in (tmp_path / "texts").iterdir()),
-    )
+    found = data.batch(0, data.examples_per_epoch)
+    whole = "\n".join(path.read_text() for path in (tmp_path / "texts").iterdir())
     for row in range(len(found["inputs"])):
         for segment in range(1, int(found["segments"][row].max()) + 1):
             mine = found["segments"][row] == segment
@@ -123,12 +121,10 @@ def test_damaged_stores_are_made_again_and_it_is_said(tmp_path: Path, name: str,
     path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
     again = read(texts, seq=4, cache=cache)
     (finding,) = again.findings
-    assert (
-        finding.code == "store-damaged"
-        and name in finding.message
-        and again.digest == first.digest
-        and (again.batch(0, 30)["inputs"] == whole).all()
-    )
+    assert finding.code == "store-damaged"
+    assert name in finding.message
+    assert again.digest == first.digest
+    assert (again.batch(0, 30)["inputs"] == whole).all()
     assert not read(texts, seq=4, cache=cache).findings
 
 
@@ -434,11 +430,9 @@ class Library:
 
 def test_tokenizers_of_other_libraries(tmp_path: Path):
     found = adapted(Library(), end=2)
-    assert (
-        list(found.encode("text number x")) == [0, 1, 3]
-        and found.vocab_size == 4
-        and found.decode(np.array([1, 2])) == "number and"
-    )
+    assert list(found.encode("text number x")) == [0, 1, 3]
+    assert found.vocab_size == 4
+    assert found.decode(np.array([1, 2])) == "number and"
     assert (
         found.identity
         != adapted(Library()).identity

@@ -53,11 +53,9 @@ def test_flops_count_every_run() -> None:
 def test_who_makes_and_who_brings_a_value() -> None:
     graph = loop()
     assert graph.producers() == {value: value - 3 for value in range(3, 11)}
-    assert (
-        list(graph.inputs_of("batch")) == [1, 2]
-        and list(graph.inputs_of("parameter")) == [0]
-        and list(graph.inputs_of("state")) == []
-    )
+    assert list(graph.inputs_of("batch")) == [1, 2]
+    assert list(graph.inputs_of("parameter")) == [0]
+    assert list(graph.inputs_of("state")) == []
     assert (graph.ops[3].value(False, 1), graph.ops[3].value(True, 0)) == (5, 6)
 
 

@@ -64,13 +64,11 @@ def test_all_faults_of_a_chip_are_listed():
 def test_every_product_is_complete(name: str):
     product = CATALOG[name]
     one = product.chip
-    assert (
-        one.name == name
-        and one.vendor in VENDORS
-        and one.sources
-        and product.fast.sources
-        and product.slow.sources
-    )
+    assert one.name == name
+    assert one.vendor in VENDORS
+    assert one.sources
+    assert product.fast.sources
+    assert product.slow.sources
     assert one.peak("float32") <= one.peak("bfloat16") or one.vendor == "cpu"
     assert 0.85 * one.hbm_bytes < one.usable_bytes <= one.hbm_bytes
     assert product.slow.bytes_per_s < product.fast.bytes_per_s < one.hbm_bytes_per_s

@@ -47,11 +47,9 @@ def test_members(family: str, devices: int, name: str):
 def test_every_family_has_every_doubling(chip: str):
     for devices in DOUBLINGS if CATALOG[chip].chip.devices_per_chip == 1 else DOUBLINGS[1:]:
         found = of_size(CATALOG[chip].example, devices)
-        assert (
-            found.devices == devices
-            and found == topology(found.name)
-            and found.chip == CATALOG[chip].chip
-        )
+        assert found.devices == devices
+        assert found == topology(found.name)
+        assert found.chip == CATALOG[chip].chip
 
 
 def test_large_slices_close_their_rings():
@@ -66,11 +64,9 @@ def test_large_slices_close_their_rings():
 def test_a_machine_of_ones_own_changes_in_its_outermost_parts():
     own = replace(topology("13*h100:8"), name="mine.toml")
     found = of_size(own, 40)
-    assert (
-        found.devices == 40
-        and found.name == "mine.toml (40 devices)"
-        and [tier.shape for tier in found.tiers] == [(5,), (8,)]
-    )
+    assert found.devices == 40
+    assert found.name == "mine.toml (40 devices)"
+    assert [tier.shape for tier in found.tiers] == [(5,), (8,)]
     assert of_size(own, 104) is own
     with pytest.raises(
         TopologyError,

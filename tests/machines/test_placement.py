@@ -52,9 +52,9 @@ def check_bijection(mesh: MeshShape, machine: Topology) -> None:
         assert math.prod(span.ways for span in parts) == mesh[axis]
         assert all(span.ways > 1 for span in parts)
     assert order.shape == tuple(mesh[axis] for axis in MESH_AXES)
-    assert (
-        np.unique(order).size == mesh.devices and order.min() == 0 and order.max() < machine.devices
-    )
+    assert np.unique(order).size == mesh.devices
+    assert order.min() == 0
+    assert order.max() < machine.devices
     # Independent of how `device_order` counts: along an axis, only the coordinates of its own spans
     # change.
     dims = [(t, d) for t, tier in enumerate(machine.tiers) for d in range(len(tier.shape))]

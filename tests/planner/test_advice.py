@@ -90,9 +90,9 @@ def test_plain_data_parallel(mesh: MeshShape, search: Search, fires: bool):
 
 def test_plain_data_parallel_says_what_it_costs():
     finding = findings.plain_data_parallel(at(mesh=MeshShape(fsdp=16), search=slower(1.02)))
+    assert finding is not None
     assert (
-        finding is not None
-        and finding.message
+        finding.message
         == "plain data parallelism over data=16 fits, too, and takes 1.02x the time; it is simpler"
     )
 

@@ -149,10 +149,8 @@ def test_keys_and_values_go_around_the_context() -> None:
         {"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1},
         load=function(),
     )
-    assert (
-        ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak
-        and ring.estimate.step_seconds <= found.estimate.step_seconds
-    )
+    assert ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak
+    assert ring.estimate.step_seconds <= found.estimate.step_seconds
 
 
 @pytest.mark.long
@@ -180,16 +178,14 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_bes
         one.estimate.step_seconds for one in both.values()
     )
     long = worlds.layers(batch=1, seq=4096, embed=64, hidden=256, heads=8, vocab=64, depth=2)
-    load, tight = (
-        prepare(
-            replace(
-                long,
-                functions=frozenset({"attention"}),
-                attention=AttentionCalls(without=(("cudnn", "heads are odd"),)),
-            )
-        ),
-        {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1},
+    load = prepare(
+        replace(
+            long,
+            functions=frozenset({"attention"}),
+            attention=AttentionCalls(without=(("cudnn", "heads are odd"),)),
+        )
     )
+    tight = {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1}
     least = planner.search(
         load.problem, "h100:8", {**tight, "mesh.context": 8, "context": "ring"}, load=load
     ).estimate.device_bytes.peak
@@ -267,11 +263,9 @@ def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, ki
         planner.search(load.problem, where, pin, load=load)
         for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"})
     )
-    assert (
-        free.attention == kind
-        and free.decisions["attention"] == kind
-        and traced.attention == "traced"
-    )
+    assert free.attention == kind
+    assert free.decisions["attention"] == kind
+    assert traced.attention == "traced"
     assert (free.estimate.device_bytes.peak < traced.estimate.device_bytes.peak) == (
         kind != "traced"
     )
@@ -281,10 +275,8 @@ def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, ki
         topology(where).chip.vendor,
     )
     found = planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without)
-    assert (
-        found.attention in ("traced", "blocks")
-        and found.estimate.step_seconds <= traced.estimate.step_seconds
-    )
+    assert found.attention in ("traced", "blocks")
+    assert found.estimate.step_seconds <= traced.estimate.step_seconds
 
 
 @pytest.mark.parametrize(
@@ -363,11 +355,9 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
         {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches},
         load=deep(),
     )
-    assert (
-        found.offload
-        and found.estimate.device_bytes.peak <= fitting_bytes(tight)
-        and found.estimate.step_seconds > roomy.estimate.step_seconds
-    )
+    assert found.offload
+    assert found.estimate.device_bytes.peak <= fitting_bytes(tight)
+    assert found.estimate.step_seconds > roomy.estimate.step_seconds
     moved = found.estimate.offloaded
     assert moved is not None and roomy.estimate.offloaded is None
     same = plan({**found.decisions, "offload": ["none"]})
@@ -391,11 +381,9 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
         place, chip=dataclasses.replace(place.chip, disk_bytes_per_s=1e9), name="with-disks"
     )
     pin = {"mesh": {"data": 8}, "remat": "full", "microbatches": 1}
-    roomy, unpriced, priced = (
-        plan(pin),
-        plan({**pin, "offload": ["disk"]}),
-        planner.search(deep().problem, known, {**pin, "offload": ["disk"]}, load=deep()),
-    )
+    roomy = plan(pin)
+    unpriced = plan({**pin, "offload": ["disk"]})
+    priced = planner.search(deep().problem, known, {**pin, "offload": ["disk"]}, load=deep())
     state = roomy.estimate.device_bytes.optimizer
     assert [
         finding.code for finding in unpriced.findings if finding.code == "disk-rate"

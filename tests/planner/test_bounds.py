@@ -131,10 +131,8 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
         for one, seconds, size in prices:
             if size > capacity or one.routes != routes or one.decisions.context != context:
                 continue
-            at, choice = (
-                places[_key(entries, one)],
-                entries.choices.index(replace(one.choice, context=entries.scope.along)),
-            )
+            at = places[_key(entries, one)]
+            choice = entries.choices.index(replace(one.choice, context=entries.scope.along))
             placed = _placed(entries, at, one)
             kinds = entries.on_places(placed, np.zeros(1, dtype=np.int64), np.array([choice]))
             on_place = min(float(least[0]) for least in kinds.values())
@@ -158,11 +156,9 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     routes = _load(world, software).expert is not None
     entries, _ = _entries(world, software, routes, np.inf)
     every = np.arange(len(entries))
-    of_entries, of_pairs, places = (
-        entries.leanest(every),
-        entries.pairs(every, minimum_memory=True),
-        _index(entries),
-    )
+    of_entries = entries.leanest(every)
+    of_pairs = entries.pairs(every, minimum_memory=True)
+    places = _index(entries)
     bounds = {
         (int(entry), int(choice)): least
         for entry, choice, least in zip(
@@ -186,12 +182,10 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
 
 
 def test_a_mixture_lies_on_the_line_between_policies() -> None:
-    none, full = (
-        (np.array([1.0, 1.0, 1.0, 2.0]), np.array([10.0, 10.0, 4.0, 10.0])),
-        (
-            np.array([2.0, 2.0, 2.0, 1.0]),
-            np.array([2.0, 6.0, 2.0, 2.0]),
-        ),
+    none = (np.array([1.0, 1.0, 1.0, 2.0]), np.array([10.0, 10.0, 4.0, 10.0]))
+    full = (
+        np.array([2.0, 2.0, 2.0, 1.0]),
+        np.array([2.0, 6.0, 2.0, 2.0]),
     )
     np.testing.assert_allclose(mixed([none, full], 5.0), [1 + 5 / 8, np.inf, 1.0, 1.0])
 
@@ -215,8 +209,6 @@ def test_pairs_come_in_the_order_of_their_bounds() -> None:
     below = pairs.below(5.0)
     assert list(below.entries) == [3, 3, 2] and list(below.choices) == [2, 0, 2]
     assert list(below.firsts().choices) == [2, 2]
-    assert (
-        list(below.first(1).entries) == [3]
-        and list(below.after(1).entries) == [3, 2]
-        and len(below.after(7)) == 0
-    )
+    assert list(below.first(1).entries) == [3]
+    assert list(below.after(1).entries) == [3, 2]
+    assert len(below.after(7)) == 0

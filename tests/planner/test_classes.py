@@ -93,20 +93,16 @@ def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> 
     )  # more memory is never slower
     for plan in unlike:
         names = [name for name, _, _ in plan.remat_classes]
-        assert (
-            names == ["first", "second"]
-            and plan.remat_layers == sum(number for _, _, number in plan.remat_classes)
-            and all(name in plan.explain() for name in names)
-        )
+        assert names == ["first", "second"]
+        assert plan.remat_layers == sum(number for _, _, number in plan.remat_classes)
+        assert all(name in plan.explain() for name in names)
         assert Plan.from_json(plan.to_json()) == replace(plan, source=None)
         again = planner.search(
             load.problem, _with_memory(place, 1e15), plan.decisions, load=load
         )  # a plan whose decisions are all pinned is simply priced
-        assert (
-            again.decisions == plan.decisions
-            and again.estimate == plan.estimate
-            and again.digest != planner.search(load.problem, place, load=load).digest
-        )
+        assert again.decisions == plan.decisions
+        assert again.estimate == plan.estimate
+        assert again.digest != planner.search(load.problem, place, load=load).digest
 
 
 @pytest.mark.long
@@ -144,10 +140,8 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
     assert half.estimate.step_seconds == pytest.approx(
         (none.estimate.step_seconds + first.estimate.step_seconds) / 2, rel=1e-9
     )
-    assert (
-        half.decisions["remat_classes"] == {"first": ["full", 1], "second": ["none", 0]}
-        and half.diff(first).count("remat policy") == 2
-    )
+    assert half.decisions["remat_classes"] == {"first": ["full", 1], "second": ["none", 0]}
+    assert half.diff(first).count("remat policy") == 2
     total = planner.search(
         load.problem, place, {"remat": "full", "remat_layers": 3, **ANY}, load=load
     )
@@ -184,11 +178,9 @@ def test_one_class_is_told_in_the_words_for_all() -> None:
         planner.search(load.problem, "h100:1", pin, load=load)
         for pin in ({"remat_classes": {name: ["full", 2]}}, {"remat": "full", "remat_layers": 2})
     )
-    assert (
-        by_class.decisions == by_word.decisions
-        and by_class.estimate == by_word.estimate
-        and not by_class.remat_classes
-    )
+    assert by_class.decisions == by_word.decisions
+    assert by_class.estimate == by_word.estimate
+    assert not by_class.remat_classes
 
 
 def _random_prices(seed: int, classes: int, rows: int) -> dict[tuple[str, ...], Totals]:
@@ -215,11 +207,9 @@ def test_the_best_mixture_is_that_of_an_enumeration(
     seed: int, most: tuple[int, ...], total: int | None
 ) -> None:
     rows, classes = 12, len(most)
-    prices, layers, capacity = (
-        _random_prices(seed, classes, rows),
-        [np.full(rows, float(n)) for n in most],
-        6.0,
-    )
+    prices = _random_prices(seed, classes, rows)
+    layers = [np.full(rows, float(n)) for n in most]
+    capacity = 6.0
     found = best_mixture(
         prices, patterns((NONE, "dots", "full"), classes), layers, capacity, total=total
     )

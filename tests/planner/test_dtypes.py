@@ -88,10 +88,8 @@ def test_what_is_not_allowed_is_not_searched() -> None:
             load.problem, "2*h100:1", {"allow": {"moment_dtype": ["float32"]}}, load=load
         ).dtypes
     )
-    assert (
-        every.estimate.step_seconds < plain.estimate.step_seconds
-        and every.search.candidates > plain.search.candidates
-    )
+    assert every.estimate.step_seconds < plain.estimate.step_seconds
+    assert every.search.candidates > plain.search.candidates
     for pin in (
         {"allow": {**ALLOW, "moment_dtype": ["bfloat16", "float8_e5m2"]}},
         {"moment_dtype": "float8_e5m2"},
@@ -105,19 +103,15 @@ def test_plans_say_their_dtypes_and_pins_fix_them() -> None:
     load = _load()
     free = planner.search(load.problem, "2*h100:1", {"allow": ALLOW}, load=load)
     pinned = planner.search(load.problem, "2*h100:1", free.decisions, load=load)
-    assert (
-        pinned.dtypes == free.dtypes
-        and pinned.estimate == free.estimate
-        and pinned.digest == free.digest
-    )
+    assert pinned.dtypes == free.dtypes
+    assert pinned.estimate == free.estimate
+    assert pinned.digest == free.digest
     assert Plan.from_json(free.to_json()) == replace(free, source=None)
     one = planner.search(load.problem, "2*h100:1", {"moment_dtype": "bfloat16"}, load=load)
     plain = planner.search(load.problem, "2*h100:1", load=load)
-    assert (
-        one.dtypes == (("moment_dtype", "bfloat16"),)
-        and one.decisions["dtypes"] == {"moment_dtype": "bfloat16"}
-        and one.digest != plain.digest
-    )
+    assert one.dtypes == (("moment_dtype", "bfloat16"),)
+    assert one.decisions["dtypes"] == {"moment_dtype": "bfloat16"}
+    assert one.digest != plain.digest
     assert "moment bfloat16" in one.explain() and "+ dtypes: moment bfloat16" in plain.diff(one)
     assert one.why_not(moment_dtype="float16").count("dtypes") == 2
 
@@ -153,10 +147,8 @@ def test_moments_take_the_bytes_of_their_dtype() -> None:
         2 * 4 * elements / (place.chip.hbm_bytes_per_s * Pricer(place).constants.update_share)
     )  # read and written
     assert before.seconds.optimizer - after.seconds.optimizer == pytest.approx(less, rel=1e-9)
-    assert (
-        replace(before.device_bytes, optimizer=0) == replace(after.device_bytes, optimizer=0)
-        and before.seconds.compute == after.seconds.compute
-    )
+    assert replace(before.device_bytes, optimizer=0) == replace(after.device_bytes, optimizer=0)
+    assert before.seconds.compute == after.seconds.compute
 
 
 def test_gradients_on_the_wire_take_the_bytes_of_their_dtype() -> None:
@@ -178,10 +170,8 @@ def test_gradients_on_the_wire_take_the_bytes_of_their_dtype() -> None:
     assert four.exposed - two.exposed == pytest.approx(
         2 * (two.exposed - one.exposed), rel=1e-9
     )  # 4, 2 and 1 bytes a gradient
-    assert (
-        two.exposed == pytest.approx(four.exposed / 2, rel=1e-3)
-        and two.compute == four.compute == one.compute
-    )
+    assert two.exposed == pytest.approx(four.exposed / 2, rel=1e-3)
+    assert two.compute == four.compute == one.compute
 
 
 def test_products_in_eight_bits_are_those_of_a_stack() -> None:
@@ -202,18 +192,14 @@ def test_products_in_eight_bits_are_those_of_a_stack() -> None:
         planner.search(model, "h100:8", pin)
         for pin in (None, {"allow": {"matmul_dtype": ["float8_e4m3fn"]}})
     )
-    assert (
-        narrow.dtypes == (("matmul_dtype", "float8_e4m3fn"),)
-        and narrow.estimate.step_seconds < wide.estimate.step_seconds
-    )
+    assert narrow.dtypes == (("matmul_dtype", "float8_e4m3fn"),)
+    assert narrow.estimate.step_seconds < wide.estimate.step_seconds
     decided = {word: value for word, value in narrow.decisions.items() if word != "dtypes"}
     stacked = planner.search(
         model, "h100:8", decided, profile=replace(XLA, matmul_dtype="float8_e4m3fn")
     )
-    assert (
-        stacked.estimate.seconds == narrow.estimate.seconds
-        and stacked.estimate.device_bytes == narrow.estimate.device_bytes
-    )
+    assert stacked.estimate.seconds == narrow.estimate.seconds
+    assert stacked.estimate.device_bytes == narrow.estimate.device_bytes
 
 
 def test_gradients_and_parameters_at_rest_take_the_bytes_of_their_dtype() -> None:
@@ -222,19 +208,13 @@ def test_gradients_and_parameters_at_rest_take_the_bytes_of_their_dtype() -> Non
         _priced(place, dtypes, micro=2).estimate
         for dtypes in ((), (("gradient_dtype", "bfloat16"),), (("param_dtype", "bfloat16"),))
     )
-    assert (
-        rest.device_bytes.parameters * 2 == before.device_bytes.parameters
-        and rest.device_bytes.optimizer == before.device_bytes.optimizer
-    )
+    assert rest.device_bytes.parameters * 2 == before.device_bytes.parameters
+    assert rest.device_bytes.optimizer == before.device_bytes.optimizer
     whole = 4 * sum(2 * 64 * 256 for _ in range(2))
-    assert (
-        before.device_bytes.gradients - kept.device_bytes.gradients == whole / 2
-        and kept.device_bytes.parameters == before.device_bytes.parameters
-    )
-    assert (
-        rest.seconds.optimizer < before.seconds.optimizer
-        and kept.seconds.optimizer == before.seconds.optimizer
-    )
+    assert before.device_bytes.gradients - kept.device_bytes.gradients == whole / 2
+    assert kept.device_bytes.parameters == before.device_bytes.parameters
+    assert rest.seconds.optimizer < before.seconds.optimizer
+    assert kept.seconds.optimizer == before.seconds.optimizer
     assert rest.device_bytes.peak < before.device_bytes.peak
 
 

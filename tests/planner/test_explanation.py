@@ -75,9 +75,9 @@ def seconds(
 def test_a_plan_pinned_to_itself_is_itself(where: str):
     plan = planned(where)
     again = questions.priced_on(plan, plan.source.topology)
-    assert (
-        again is not None and again.decisions == plan.decisions and again.estimate == plan.estimate
-    )
+    assert again is not None
+    assert again.decisions == plan.decisions
+    assert again.estimate == plan.estimate
 
 
 @pytest.mark.long
@@ -106,11 +106,9 @@ def test_alternatives_are_the_next_times_of_the_ranking():
         distinct[0] * (1 + 1e-9) < time <= distinct[10] * (1 + 1e-9) for time in times
     )
     for one in found:
-        assert (
-            one.differs
-            and one.ratio == pytest.approx(one.step_seconds / plan.estimate.step_seconds)
-            and one.ratio > 1
-        )
+        assert one.differs
+        assert one.ratio == pytest.approx(one.step_seconds / plan.estimate.step_seconds)
+        assert one.ratio > 1
 
 
 @pytest.mark.long
@@ -302,10 +300,8 @@ def test_the_break_point_of_memory_is_where_the_plan_changes():
     )
     other = planned(with_usable(where, int(memory.break_amount)))
     assert other.decisions != plan.decisions and other.mesh == memory.break_mesh
-    assert (
-        other.estimate.step_seconds == pytest.approx(memory.break_seconds)
-        and memory.break_seconds < plan.estimate.step_seconds
-    )
+    assert other.estimate.step_seconds == pytest.approx(memory.break_seconds)
+    assert memory.break_seconds < plan.estimate.step_seconds
 
 
 def slowed(where: str, speed: float) -> Topology:
@@ -366,11 +362,10 @@ def test_regret_is_the_loss_against_the_best_plan_then():
     ):
         mine = questions.priced_on(plan, changed)
         assert mine is not None
-        assert (
-            by_name[what].regret_seconds
-            == pytest.approx(mine.estimate.step_seconds - planned(changed).estimate.step_seconds)
-            and by_name[what].regret_seconds > 0
+        assert by_name[what].regret_seconds == pytest.approx(
+            mine.estimate.step_seconds - planned(changed).estimate.step_seconds
         )
+        assert by_name[what].regret_seconds > 0
     assert "This plan takes" in str(found)
 
 

@@ -55,10 +55,8 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
         "mlp": worlds.mlp,
         "two stacks": lambda: worlds.two_stacks(hidden=(512, 512), depth=(2, 2)),
     }[world]()
-    load, pricer = (
-        prepare(problem, "nvidia", framework_profile(software)),
-        Pricer(topology("2*h100:4"), framework_profile(software)),
-    )
+    load = prepare(problem, "nvidia", framework_profile(software))
+    pricer = Pricer(topology("2*h100:4"), framework_profile(software))
     room = build(load, Pins(), None, STRATEGY)
     shapes, _ = distinct(room.mesh_sizes(load.colouring, 8))
     scope = Scope(

@@ -52,12 +52,10 @@ def _found(plan: shardlib.Plan) -> list[shardlib.Finding]:
 def test_a_matmul_with_an_indivisible_dim_is_said_with_its_seconds() -> None:
     plan = _plan(2047, {"tensor": 8})
     (finding,) = _found(plan)
-    assert (
-        finding.where == "tensor"
-        and finding.severity == "warning"
-        and "third.kernel" in finding.message
-        and "second.kernel" not in finding.message
-    )
+    assert finding.where == "tensor"
+    assert finding.severity == "warning"
+    assert "third.kernel" in finding.message
+    assert "second.kernel" not in finding.message
     # Three products of [8192, 2047] and [2047, 2047]: no less than at the peak, and no more than at
     # a third of it.
     least = 3 * 2 * 8192 * 2047**2 / topology(plan.topology).chip.peak("float32")
@@ -74,11 +72,9 @@ def test_a_matmul_with_an_indivisible_dim_is_said_with_its_seconds() -> None:
 
 
 def test_the_seconds_are_those_that_an_axis_that_divides_them_saves() -> None:
-    whole, divided = (
-        _plan(3072, {"tensor": 8}),
-        _plan(
-            3072, {"tensor": 8}, rules=[["first.kernel:1", "tensor"], ["third.kernel:1", "tensor"]]
-        ),
+    whole = _plan(3072, {"tensor": 8})
+    divided = _plan(
+        3072, {"tensor": 8}, rules=[["first.kernel:1", "tensor"], ["third.kernel:1", "tensor"]]
     )
     (finding,) = _found(whole)
     assert not _found(divided)

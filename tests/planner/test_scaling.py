@@ -60,11 +60,9 @@ def test_points_are_the_best_plans_and_their_figures():
     first = found.points[0].plan
     for point in found.points:
         best = planned(of_size("h100:8", point.devices))
-        assert (
-            point.plan is not None
-            and point.plan.decisions == best.decisions
-            and point.topology == best.topology
-        )
+        assert point.plan is not None
+        assert point.plan.decisions == best.decisions
+        assert point.topology == best.topology
         assert point.efficiency == pytest.approx(
             first.estimate.step_seconds / (best.estimate.step_seconds * point.devices)
         )
@@ -170,11 +168,10 @@ def test_a_world_that_does_not_fit_says_how_much_is_lacking():
         chip=replace(topology("h100:1").chip, hbm_bytes=int(leanest / 2), reserved_bytes=0),
     )
     (point,) = curve("world", "strong", [machine], planned).points
-    assert (
-        point.short_bytes
-        == pytest.approx(leanest * margin(machine) - machine.chip.usable_bytes, abs=1)
-        and point.plan is None
+    assert point.short_bytes == pytest.approx(
+        leanest * margin(machine) - machine.chip.usable_bytes, abs=1
     )
+    assert point.plan is None
 
 
 def test_idle_devices_count_for_efficiency_and_mfu():

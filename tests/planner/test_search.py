@@ -135,10 +135,8 @@ def test_memory_may_be_filled_to_the_byte() -> None:
 def test_search_equals_brute_force_with_groups_of_microbatches(
     software: str, share: float | None
 ) -> None:
-    load, place = (
-        prepare(world_of("stack"), "nvidia", replace(XLA, name="test", pipeline=software)),
-        topology("h100:4"),
-    )
+    load = prepare(world_of("stack"), "nvidia", replace(XLA, name="test", pipeline=software))
+    place = topology("h100:4")
     pin = {"accumulation": 2, "gather": "use"}
     if share:
         place = with_memory(
@@ -147,12 +145,10 @@ def test_search_equals_brute_force_with_groups_of_microbatches(
         )
     best, count = fastest(load, place, all_variants=share is not None, groups=2)
     plan = planner.search(load.problem, place, pin, load=load)
-    assert (
-        count > 0
-        and plan.accumulation == 2
-        and plan.mesh["stage"] > 1
-        and plan.microbatches % 2 == 0
-    )
+    assert count > 0
+    assert plan.accumulation == 2
+    assert plan.mesh["stage"] > 1
+    assert plan.microbatches % 2 == 0
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
@@ -171,10 +167,8 @@ def test_search_equals_brute_force_with_groups_of_microbatches(
 def test_search_equals_brute_force_where_stages_may_gather_weights_once(
     depth: int, where: str, share: float | None
 ) -> None:
-    load, place = (
-        prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor),
-        topology(where),
-    )
+    load = prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor)
+    place = topology(where)
     pin = {"mesh": {"stage": 2, "fsdp": 2}}
     if share:
         place = with_memory(
@@ -250,10 +244,8 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
         for groups in (1, 2)
     )
     ours, theirs = together.estimate, apart.estimate
-    assert (
-        theirs.seconds.bubble == pytest.approx(2 * ours.seconds.bubble)
-        and theirs.seconds.compute == ours.seconds.compute
-    )
+    assert theirs.seconds.bubble == pytest.approx(2 * ours.seconds.bubble)
+    assert theirs.seconds.compute == ours.seconds.compute
     assert theirs.device_bytes.activations == pytest.approx(
         ours.device_bytes.activations * 5 / 9, rel=1e-3
     )  # 4 or 8 microbatches of two chunks, and two chunks more
@@ -272,11 +264,9 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
     )
     assert layers[1] == 2 * layers[0] and microbatches[0] == microbatches[1]
     assert hops[1] * 17 == hops[0] * 18  # a tick more for each group
-    assert (
-        together.digest != apart.digest
-        and Plan.from_json(apart.to_json()) == apart
-        and "8, in 2 groups, one after the other" in apart.explain()
-    )
+    assert together.digest != apart.digest
+    assert Plan.from_json(apart.to_json()) == apart
+    assert "8, in 2 groups, one after the other" in apart.explain()
     assert source_of(apart).why_not({"remat": "full"}).accumulation == 2
 
 
@@ -292,10 +282,8 @@ def test_plans_of_one_group_keep_their_identity() -> None:
             if key not in ("accumulation", "checksum")
         }
     )
-    assert (
-        replace(Plan.from_json(old, changed=True), findings=plan.findings) == plan
-        and Plan.from_json(old, changed=True).digest == plan.digest
-    )
+    assert replace(Plan.from_json(old, changed=True), findings=plan.findings) == plan
+    assert Plan.from_json(old, changed=True).digest == plan.digest
 
 
 def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
@@ -504,16 +492,12 @@ def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
     load = load_for(world, where)
-    ranking, best = (
-        planner.ranked(load.problem, where, load=load),
-        planner.search(load.problem, where, load=load),
-    )
+    ranking = planner.ranked(load.problem, where, load=load)
+    best = planner.search(load.problem, where, load=load)
     first = next(ranking).make()
-    assert (
-        first.decisions == best.decisions
-        and first.estimate == best.estimate
-        and first.search.gap == 0
-    )
+    assert first.decisions == best.decisions
+    assert first.estimate == best.estimate
+    assert first.search.gap == 0
     for entry in itertools.islice(ranking, 5):
         plan = entry.make()
         assert plan.estimate.step_seconds == pytest.approx(entry.seconds, rel=1e-9)
@@ -583,10 +567,8 @@ def test_a_plan_of_programs_pinned_to_lockstep_costs_what_lockstep_costs() -> No
         pin | {"pipeline": "lockstep"},
         load=programs.source.load if programs.source else None,
     )
-    assert (
-        again.estimate == lockstep.estimate
-        and programs.estimate.device_bytes != lockstep.estimate.device_bytes
-    )
+    assert again.estimate == lockstep.estimate
+    assert programs.estimate.device_bytes != lockstep.estimate.device_bytes
 
 
 def test_zero_bubble_stages_that_recompute_say_what_the_estimate_leaves_out() -> None:

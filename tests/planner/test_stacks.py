@@ -91,10 +91,8 @@ def test_search_equals_brute_force_under_every_stack(name: str, world: str, wher
 
 @pytest.mark.long
 def test_ends_with_their_owners_are_slower_than_spread() -> None:
-    spread, owners = (
-        _plan(PIPELINE, embedding_and_head="spread"),
-        _plan(PIPELINE, embedding_and_head="owners"),
-    )
+    spread = _plan(PIPELINE, embedding_and_head="spread")
+    owners = _plan(PIPELINE, embedding_and_head="owners")
     assert owners.estimate.seconds.bubble > spread.estimate.seconds.bubble
     assert owners.estimate.seconds.compute == spread.estimate.seconds.compute
     assert (
@@ -135,10 +133,8 @@ def test_asynchronous_stages_hold_fewer_microbatches() -> None:
 
 
 def test_gradients_are_reduced_once_a_step() -> None:
-    often, once = (
-        _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0, reduction="microbatch"),
-        _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0, reduction="step"),
-    )
+    often = _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0, reduction="microbatch")
+    once = _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0, reduction="step")
     assert once.estimate.seconds.exposed < often.estimate.seconds.exposed / 2
     scattered = sum(
         c.bytes * 4 * c.count for c in once.estimate.collectives if c.kind == "reduce-scatter"
@@ -155,10 +151,8 @@ def test_gradients_are_reduced_once_a_step() -> None:
 
 def test_gradients_on_the_wire_have_the_dtype_of_the_stack() -> None:
     none = {"gather_overlap": 0.0, "reduce_overlap": 0.0, "reduction": "step"}
-    full, half = (
-        _plan({**SHARDED, "mesh": {"data": 4}, "zero": 0}, **none),
-        _plan({**SHARDED, "mesh": {"data": 4}, "zero": 0}, **none, reduction_dtype="bfloat16"),
-    )
+    full = _plan({**SHARDED, "mesh": {"data": 4}, "zero": 0}, **none)
+    half = _plan({**SHARDED, "mesh": {"data": 4}, "zero": 0}, **none, reduction_dtype="bfloat16")
     assert half.estimate.seconds.exposed == pytest.approx(
         full.estimate.seconds.exposed / 2, rel=0.1
     )  # beside them, small sums that compute waits for
@@ -201,10 +195,10 @@ def test_links_are_as_fast_as_the_stack_reaches() -> None:
         for place in (topology("4*h100:1"), slow)
     )
     gradients = 4 * sum(math.prod(p.shape) for p in world().parameters)
-    assert (
-        half.exposed - full.exposed == pytest.approx(2 * 3 / 4 * gradients / (50e9 * 0.9), rel=0.02)
-        and half.compute == full.compute
+    assert half.exposed - full.exposed == pytest.approx(
+        2 * 3 / 4 * gradients / (50e9 * 0.9), rel=0.02
     )
+    assert half.compute == full.compute
 
 
 def test_fixed_seconds_of_microbatches() -> None:

@@ -21,20 +21,18 @@ from tests.replay.plans import Row, versions
 from tests.zoo import CASES, Case
 
 STORED = Path(__file__).parent / "programs.json"
-_LAYERED, _SPREAD = (
-    (
-        "decoder-scan-annotated",
-        "decoder-annotated",
-        "vit-unannotated",
-        "linen-decoder-annotated",
-    ),
-    (
-        "encoder-decoder-annotated",
-        "recurrent-annotated",
-        "resnet-groupnorm-unannotated",
-        "tree-annotated",
-        "mlp-annotated",
-    ),
+_LAYERED = (
+    "decoder-scan-annotated",
+    "decoder-annotated",
+    "vit-unannotated",
+    "linen-decoder-annotated",
+)
+_SPREAD = (
+    "encoder-decoder-annotated",
+    "recurrent-annotated",
+    "resnet-groupnorm-unannotated",
+    "tree-annotated",
+    "mlp-annotated",
 )
 _ZERO: tuple[dict[str, Any], ...] = (
     {"mesh": {"fsdp": 8}, "zero": 3},

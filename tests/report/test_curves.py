@@ -53,10 +53,8 @@ def test_points_that_do_not_pay_look_different_and_machines_that_lack_memory_are
         for g in ElementTree.fromstring(curve_svg(CURVE)).iter(f"{SVG}g")
         if g.attrib.get("class") == "lacks"
     ]
-    assert (
-        f" {BOX.bottom - 5} " in cross[0].attrib["d"]
-        and cross[1].text == "1 devices: lacks 1.00 GiB a device"
-    )
+    assert f" {BOX.bottom - 5} " in cross[0].attrib["d"]
+    assert cross[1].text == "1 devices: lacks 1.00 GiB a device"
 
 
 @pytest.mark.parametrize("times", [{1: 1.0}, {1: InfeasibleError("<a&b>")}, {8: 1.0, 16: 1.0}])

@@ -181,10 +181,8 @@ def test_parsers_of_the_frameworks_read_what_was_written() -> None:
         for one in results()[name]["configurations"]:
             assert isinstance(one["read"], dict), one["read"]
     for one in results()["megatron-core"]["configurations"]:
-        mesh, read = (
-            {**dict.fromkeys(("tensor", "stage", "context"), 1), **one["mesh"]},
-            one["read"],
-        )
+        mesh = {**dict.fromkeys(("tensor", "stage", "context"), 1), **one["mesh"]}
+        read = one["read"]
         assert read["tensor-model-parallel-size"] == mesh["tensor"]
         assert read["pipeline-model-parallel-size"] == mesh["stage"]
         assert read["context-parallel-size"] == mesh["context"]

@@ -417,11 +417,9 @@ def test_bars_are_proportional_and_never_vanish():
         "▉",
         "█",
     ]
-    assert (
-        quantity_bar(1e-9, 3) == "▏  "
-        and quantity_bar(5, 3) == "███"
-        and quantity_bar(-1, 3) == "   "
-    )
+    assert quantity_bar(1e-9, 3) == "▏  "
+    assert quantity_bar(5, 3) == "███"
+    assert quantity_bar(-1, 3) == "   "
 
 
 def test_clip_keeps_both_ends():

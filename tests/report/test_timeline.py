@@ -94,10 +94,8 @@ def test_the_forward_pass_has_the_work_of_the_loss(policy: str) -> None:
     for saves in (False, True):
         part = forward_pass(graph, saves=saves)
         check(part)
-        assert (
-            part.flops == pytest.approx(world().forward.flops, rel=0.02)
-            and part.flops < graph.flops / 2
-        )
+        assert part.flops == pytest.approx(world().forward.flops, rel=0.02)
+        assert part.flops < graph.flops / 2
     assert forward_pass(graph, saves=False).outputs == graph.outputs[:1]
     assert set(forward_pass(graph, saves=True).outputs) > set(graph.outputs[:1])
 
@@ -149,8 +147,8 @@ def test_text_shows_who_does_what_when() -> None:
     assert (
         "ticks 60.0 s, of which stages wait 33.3% + optimizer update 500 ms = a step of 60.5 s"
         in text
-        and "nothing" not in text
     )
+    assert "nothing" not in text
 
 
 def test_time_in_which_nothing_is_asked_for_is_no_work() -> None:
@@ -174,11 +172,9 @@ def test_a_group_that_is_not_full_takes_as_long_as_a_full_one() -> None:
         )
         for micro in (6, 8)
     )
-    assert (
-        odd[1] == full[1]
-        and len(odd[0]) == len(full[0]) * 6 / 8
-        and max(one.end for one in odd[0]) <= odd[1]
-    )
+    assert odd[1] == full[1]
+    assert len(odd[0]) == len(full[0]) * 6 / 8
+    assert max(one.end for one in odd[0]) <= odd[1]
 
 
 def test_plans_without_stages_or_without_their_seconds_have_no_timeline() -> None:

@@ -42,10 +42,8 @@ def made(name: str, parts: tuple[tuple[Slice, ...], float]) -> Timeline:
     )
 
 
-PREDICTED, MEASURED = (
-    made("predicted", free(TABLE, DURATIONS)),
-    made("measured", lockstep(TABLE, DURATIONS)),
-)
+PREDICTED = made("predicted", free(TABLE, DURATIONS))
+MEASURED = made("measured", lockstep(TABLE, DURATIONS))
 
 
 def test_it_is_well_formed_and_fetches_nothing() -> None:

@@ -213,10 +213,8 @@ def halves(function) -> tuple[Split, list, list]:
     weights = tuple(
         jnp.asarray(rng.normal(size=(3, WIDTH, WIDTH)) / 3, jnp.float32) for _ in range(2)
     )
-    shared, x = (
-        jnp.asarray(rng.normal(size=WIDTH), jnp.float32),
-        jnp.asarray(rng.normal(size=(4, WIDTH)), jnp.float32),
-    )
+    shared = jnp.asarray(rng.normal(size=WIDTH), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(4, WIDTH)), jnp.float32)
     _, pull = jax.vjp(function, weights, shared, x)
     leaves, tree = jax.tree.flatten(pull)
 
@@ -241,10 +239,8 @@ def test_both_parts_together_are_the_whole(function):
     late = parts.run_second(junk, passed)
     for found, gradient in zip([*late, *early], wanted, strict=True):
         assert np.abs(found - gradient).max() <= 2e-6 * np.abs(gradient).max()
-    first, second = (
-        jax.make_jaxpr(parts.run_first)(inputs).jaxpr,
-        jax.make_jaxpr(parts.run_second)(junk, passed).jaxpr,
-    )
+    first = jax.make_jaxpr(parts.run_first)(inputs).jaxpr
+    second = jax.make_jaxpr(parts.run_second)(junk, passed).jaxpr
     assert matmuls(first) + matmuls(second) == matmuls(traced.jaxpr)
     assert matmuls(second) >= 6  # two products in each of three layers
     assert any(isinstance(step, SplitLoop) for step in parts.second)

@@ -122,11 +122,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_anew(
 @pytest.mark.long
 def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Path):
     found = run(program, tmp_path)
-    assert (
-        found.losses == whole.losses
-        and equal(found.state, whole.state)
-        and len(found.seconds) == 30
-    )
+    assert found.losses == whole.losses
+    assert equal(found.state, whole.state)
+    assert len(found.seconds) == 30
     assert RunFolder(tmp_path).saved() == (21, 28, 30)
     assert found.losses[-1] < 0.7 * found.losses[0]
 
@@ -137,31 +135,23 @@ def test_sigterm_saves_and_the_next_process_goes_on(
 ):
     shown = io.StringIO()
     first = run(program, tmp_path, batches=stopping_at(12), shown=shown)
-    assert (
-        first.stopped == "SIGTERM"
-        and 8 <= first.steps <= 12
-        and RunFolder(tmp_path).saved()[-1] == first.steps
-    )
-    assert (
-        f"stopped by SIGTERM after {first.steps} of 30 steps, loss " in shown.getvalue()
-        and "and the same command goes on there" in shown.getvalue()
-    )
+    assert first.stopped == "SIGTERM"
+    assert 8 <= first.steps <= 12
+    assert RunFolder(tmp_path).saved()[-1] == first.steps
+    assert f"stopped by SIGTERM after {first.steps} of 30 steps, loss " in shown.getvalue()
+    assert "and the same command goes on there" in shown.getvalue()
     assert status(tmp_path).state == "stopped" and status(tmp_path).processes == ()
     shown = io.StringIO()
     second = run(program, tmp_path, shown=shown)
     assert f"going on after step {first.steps} of 30" in shown.getvalue()
-    assert (
-        second.losses == whole.losses
-        and second.resumed == first.steps
-        and equal(second.state, whole.state)
-    )
+    assert second.losses == whole.losses
+    assert second.resumed == first.steps
+    assert equal(second.state, whole.state)
     third = run(program, tmp_path)
-    assert (
-        len(third.seconds) == 30
-        and third.waited_seconds == 0
-        and third.losses == whole.losses
-        and equal(third.state, whole.state)
-    )
+    assert len(third.seconds) == 30
+    assert third.waited_seconds == 0
+    assert third.losses == whole.losses
+    assert equal(third.state, whole.state)
 
 
 @pytest.mark.long
@@ -225,11 +215,9 @@ def test_a_spike_sends_the_run_back_and_past_its_batches(program: Program, tmp_p
     assert "back to step 14, and past 5 batches" in shown.getvalue()
     # what a run computes that never had the five batches
     straight = fit(program, lambda step: batch_of(step if step < 14 else step + 5), steps=30)
-    assert (
-        found.losses == straight.losses
-        and equal(found.state, straight.state)
-        and max(found.losses) < 5
-    )
+    assert found.losses == straight.losses
+    assert equal(found.state, straight.state)
+    assert max(found.losses) < 5
     (event,) = (
         record
         for record in read_records(tmp_path / "metrics.jsonl")
@@ -314,13 +302,10 @@ def test_a_damaged_checkpoint_is_passed_over(program: Program, whole: Fitted, tm
     path.write_bytes(bytes(data))
     shown = io.StringIO()
     found = run(program, tmp_path, shown=shown)
-    assert (
-        found.resumed == 21
-        and f"The checkpoint of step {newest} is damaged" in shown.getvalue().replace("\n", " ")
-    )
-    assert (
-        found.losses == whole.losses and (tmp_path / "checkpoints" / f"{newest}.damaged").is_dir()
-    )
+    assert found.resumed == 21
+    assert f"The checkpoint of step {newest} is damaged" in shown.getvalue().replace("\n", " ")
+    assert found.losses == whole.losses
+    assert (tmp_path / "checkpoints" / f"{newest}.damaged").is_dir()
 
 
 def test_a_save_that_fails_is_said_and_training_goes_on(
@@ -337,11 +322,9 @@ def test_a_save_that_fails_is_said_and_training_goes_on(
     monkeypatch.setattr(Checkpoints, "save", failing)
     shown = io.StringIO()
     found = run(program, tmp_path, shown=shown)
-    assert (
-        shown.getvalue().count("the disk is full") == 2
-        and found.losses == whole.losses
-        and RunFolder(tmp_path).saved() == (21, 28, 30)
-    )
+    assert shown.getvalue().count("the disk is full") == 2
+    assert found.losses == whole.losses
+    assert RunFolder(tmp_path).saved() == (21, 28, 30)
     monkeypatch.setattr(Checkpoints, "save", lambda *arguments, **words: failing_always())
     with pytest.raises(CheckpointError, match="no room at all"):
         run(program, tmp_path / "other", steps=4)
@@ -423,20 +406,14 @@ def test_batches_that_grow(tmp_path: Path):
 def test_status_from_outside(program: Program, tmp_path: Path):
     run(program, tmp_path, steps=10, keep=Keep(newest=1))
     found = status(tmp_path)
-    assert (
-        (found.step, found.checkpoints, found.steps) == (10, (10,), 0)
-        and found.loss is not None
-        and found.pace.step_seconds > 0
-    )
-    assert (
-        0 <= found.pace.data_share < 1
-        and found.pace.predicted_seconds == program.plan.estimate.step_seconds
-    )
-    assert (
-        str(found).splitlines()[0].startswith(f"{tmp_path}: ")
-        and "checkpoints: 10" in str(found)
-        and found.state == "finished"
-    )
+    assert (found.step, found.checkpoints, found.steps) == (10, (10,), 0)
+    assert found.loss is not None
+    assert found.pace.step_seconds > 0
+    assert 0 <= found.pace.data_share < 1
+    assert found.pace.predicted_seconds == program.plan.estimate.step_seconds
+    assert str(found).splitlines()[0].startswith(f"{tmp_path}: ")
+    assert "checkpoints: 10" in str(found)
+    assert found.state == "finished"
 
 
 def test_a_trace_on_demand(program: Program, tmp_path: Path):

@@ -80,11 +80,9 @@ def test_it_says_what_it_did(run: tuple[TrainResult, str]):
     ):
         assert text in shown
     assert len(result.sample.encode()) >= 40
-    assert (
-        result.measured.device_bytes > 0
-        and result.measured.step_seconds > 0
-        and result.plan.mesh.devices == 8
-    )
+    assert result.measured.device_bytes > 0
+    assert result.measured.step_seconds > 0
+    assert result.plan.mesh.devices == 8
     assert result.predicted.step_seconds == result.plan.estimate.step_seconds
 
 
@@ -189,10 +187,8 @@ def test_all_that_is_another_is_listed_at_once(config: TrainConfig, tmp_path: Pa
     ):
         with pytest.raises(RunError) as caught:
             train(other)
-        assert (
-            f"--allow-changes {names}, or" in str(caught.value)
-            and str(caught.value).count("\n  - ") == names.count(",") + 1
-        )
+        assert f"--allow-changes {names}, or" in str(caught.value)
+        assert str(caught.value).count("\n  - ") == names.count(",") + 1
     assert train(replace(small, steps=8, allow_changes=("steps", "lr"))).steps == 8
 
 

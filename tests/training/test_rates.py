@@ -52,13 +52,11 @@ def test_lars_goes_by_the_norm_of_each_layer():
     """A layer's first step is rate x coefficient x its own norm, whatever the size of its gradient
     (arXiv:1708.03888, eq. 6).
     """
-    params, gradients = (
-        {"a": jnp.full(4, 3.0), "b": jnp.full(4, 0.5)},
-        {
-            "a": jnp.full(4, 1e-3),
-            "b": jnp.full(4, 1e3),
-        },
-    )
+    params = {"a": jnp.full(4, 3.0), "b": jnp.full(4, 0.5)}
+    gradients = {
+        "a": jnp.full(4, 1e-3),
+        "b": jnp.full(4, 1e3),
+    }
     optimizer = large_batch("lars", 1.0, momentum=0.0)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     for name, norm in (("a", 6.0), ("b", 1.0)):

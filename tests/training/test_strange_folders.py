@@ -351,11 +351,9 @@ def test_a_damaged_description_is_told_in_plain_words(
     folder.manifest.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RunError) as caught:
         folder.check({})
-    assert (
-        f"is not a description of a run: {why}" in str(caught.value)
-        and "Error" not in str(caught.value)
-        and "--allow-changes identity" in str(caught.value)
-    )
+    assert f"is not a description of a run: {why}" in str(caught.value)
+    assert "Error" not in str(caught.value)
+    assert "--allow-changes identity" in str(caught.value)
 
 
 def checkpoint(folder: RunFolder, step: int) -> None:
@@ -382,15 +380,12 @@ def test_checkpoints_of_nobody_knows_what(folder: RunFolder, gone: str):
     assert not folder.manifest.exists()
     folder.check({"lr": 1}, None, ("identity",))
     found = folder.open({"lr": 1}, {"seed": {"value": 1}}, ("identity", "optimizer"))
-    assert (
-        not found.known
-        and [one.name for one in found.changes] == ["identity"]
-        and folder.changed() == {"identity", "optimizer"}
-    )
+    assert not found.known
+    assert [one.name for one in found.changes] == ["identity"]
+    assert folder.changed() == {"identity", "optimizer"}
     (entry,) = json.loads(folder.manifest.read_text())["changes"]
-    assert (
-        entry["after_step"] == 40 and "nobody knows of what run they are" in entry["differences"][0]
-    )
+    assert entry["after_step"] == 40
+    assert "nobody knows of what run they are" in entry["differences"][0]
     assert folder.open({"lr": 1}, {"seed": {"value": 1}}) == Opened(known=True)
     with pytest.raises(RunError, match="lr is 2, the run has 1"):
         folder.open({"lr": 2}, None, ("identity",))
@@ -480,11 +475,9 @@ def test_the_same_run_is_opened_again(tmp_path: Path):
     folder = RunFolder(tmp_path / "a" / "run")
     identity = {"model": "demo", "lr": 4e-3, "data": None, "batch": 16}
     folder.check({"model": "any"})
-    assert (
-        not folder.open(identity).known
-        and folder.open(identity).known
-        and folder.require() == identity
-    )
+    assert not folder.open(identity).known
+    assert folder.open(identity).known
+    assert folder.require() == identity
     folder.check({"model": "demo", "batch": 16})
     with pytest.raises(RunError, match='model is "large", the run has "demo"'):
         folder.check({"model": "large"})

@@ -82,25 +82,21 @@ def test_it_saves_and_says_so_and_shows_no_error(tmp_path: Path, number: signal.
         }
         other = started(tmp_path, "--run", str(folder.path))
         _, errors = other.communicate(timeout=200)
-        assert (
-            other.returncode == 2
-            and f"{folder.path} is another process's to write: process {process.pid} on " in errors
-        )
+        assert other.returncode == 2
+        assert f"{folder.path} is another process's to write: process {process.pid} on " in errors
         assert (
             before.items()
             <= {path: path.stat().st_ino for path in folder.checkpoints.iterdir()}.items()
-            and process.poll() is None
         )
+        assert process.poll() is None
     process.send_signal(number)
     out, errors = process.communicate(timeout=200)
     assert process.returncode == 75
     (last,) = errors.splitlines()[-1:]
-    assert (
-        last.startswith(f"{number.name} ended the run after step ")
-        and last.endswith(f"it is saved in {folder.path}")
-        and "error" not in errors
-        and "Traceback" not in out + errors
-    )
+    assert last.startswith(f"{number.name} ended the run after step ")
+    assert last.endswith(f"it is saved in {folder.path}")
+    assert "error" not in errors
+    assert "Traceback" not in out + errors
     records = read_lines(folder.metrics)
     assert records.unread == 0 and folder.saved()[-1] == max(
         record["step"] for record in records.records
@@ -119,12 +115,10 @@ def test_without_a_folder_ctrl_c_leaves_no_error(tmp_path: Path):
         out, errors = process.communicate(timeout=200)
     finally:
         process.kill()
-    assert (
-        process.returncode == 130
-        and "Traceback" not in errors
-        and "error" not in errors
-        and "Aborted" not in out + errors
-    )
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "error" not in errors
+    assert "Aborted" not in out + errors
 
 
 def _threads(pid: int) -> bool:
@@ -154,10 +148,8 @@ def test_a_hang_ends_the_process_and_says_where(tmp_path: Path):
         timeout=60,
     )
     assert done.returncode == HUNG and time.monotonic() - begin < 30
-    assert (
-        "error: rank 3 (process " in done.stderr
-        and "has been in the phase 'step' of step 42 for " in done.stderr
-    )
+    assert "error: rank 3 (process " in done.stderr
+    assert "has been in the phase 'step' of step 42 for " in done.stderr
     assert "stuck_in_a_collective" in done.stderr
     beat = read_heartbeat(tmp_path / "rank-3.json")
     assert beat is not None and (beat.rank, beat.step, beat.phase) == (3, 41, "step")
@@ -170,13 +162,11 @@ def test_phases_and_patience(tmp_path: Path):
     with watchdog.phase("compile", patience=10):
         time.sleep(2.6)
         beat = read_heartbeat(tmp_path / "rank-0.json")
-        assert (
-            beat is not None
-            and beat.phase == "compile"
-            and beat.pid == os.getpid()
-            and 0 < beat.lasts < 5
-            and beat.number >= 2
-        )
+        assert beat is not None
+        assert beat.phase == "compile"
+        assert beat.pid == os.getpid()
+        assert 0 < beat.lasts < 5
+        assert beat.number >= 2
     for step in range(4):
         with watchdog.phase("step", step):
             time.sleep(0.6)
@@ -231,10 +221,8 @@ def test_whoever_watches_goes_by_its_own_clock():
     now[0] += 7
     assert observer.silent(0, None) == 7 and observer.silent(0, beat) == 0
     now[0] += 5
-    assert (
-        observer.silent(0, replace(beat, clock=-1e9)) == 5
-        and observer.silent(0, replace(beat, number=2)) == 0
-    )
+    assert observer.silent(0, replace(beat, clock=-1e9)) == 5
+    assert observer.silent(0, replace(beat, number=2)) == 0
 
 
 #: A run without JAX: ten steps, each of which makes a checkpoint; what goes wrong at a step, once
