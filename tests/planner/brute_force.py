@@ -8,17 +8,24 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.lowerings import broken, facts
 from shardlib.decisions.table import Decisions
+from shardlib.errors import InfeasibleError
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, placements
+from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
+from shardlib.planner.plan import Plan
 from shardlib.planner.space import gaps_of
 from shardlib.planner.stored import Candidate, completed
 from shardlib.planner.workload import Workload
 from shardlib.propagation.colours import Choice
+from tests.planner.worlds import with_memory
 
 
 def every_mesh(load: Workload, where: Topology) -> Iterator[tuple[MeshShape, int]]:
@@ -264,3 +271,35 @@ def fastest(
             if float(totals.peak_bytes[0]) <= fitting_bytes(where):
                 best = min(best, float(totals.step_seconds[0]))
     return best, count
+
+
+def agreed(
+    load: Workload,
+    where: Topology,
+    pin: dict[str, Any] | None = None,
+    *,
+    share: float | None = None,
+    **space: Any,
+) -> Plan | None:
+    """The plan of the search, after a check that no plan of the space is faster; None where none
+    fits, which the search must say.
+
+    Args:
+        share: of the memory that the plan would take, what a device has.
+        space: arguments of `fastest`.
+    """
+    if share is not None:
+        roomy = planner.search(load.problem, where, pin, load=load)
+        where = with_memory(where, roomy.estimate.device_bytes.peak * share)
+    best, count = fastest(load, where, **{"all_variants": share is not None, **space})
+    assert count > 0
+    if best == float("inf"):
+        with pytest.raises(InfeasibleError, match="more than the"):
+            planner.search(load.problem, where, pin, load=load)
+        return None
+    plan = planner.search(load.problem, where, pin, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.search.lower_bound == pytest.approx(best, rel=1e-9)
+    assert plan.search.gap == 0
+    assert plan.estimate.device_bytes.peak <= fitting_bytes(where)
+    return plan

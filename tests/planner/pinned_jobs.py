@@ -21,6 +21,7 @@ from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
+from tests.planner.worlds import with_memory
 
 #: What one plan may be faster than another by, of its time: rounding.
 ROUNDING = 1e-9
@@ -135,14 +136,10 @@ def prepared(job: Job) -> Workload:
 def machine(job: Job, load: Workload) -> Topology:
     """The machine of a job, with its memory."""
     place = topology(job.where)
-    if job.share is None:
+    roomy = None if job.share is None else found(load, place, {})
+    if job.share is None or roomy is None:
         return place
-    roomy = found(load, place, {})
-    if roomy is None:
-        return place
-    size = int(roomy.estimate.device_bytes.peak * job.share)
-    chip = replace(place.chip, hbm_bytes=size, reserved_bytes=0)
-    return replace(place, chip=chip, name="small")
+    return with_memory(place, roomy.estimate.device_bytes.peak * job.share)
 
 
 def found(load: Workload, place: Topology, pin: dict[str, Any]) -> Plan | None:

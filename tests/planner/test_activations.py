@@ -26,14 +26,15 @@ PINS = (
 OWN = ({"tensor"}, {"context"})
 
 
-def planned(pin: dict[str, object]) -> Plan:
-    world = worlds.experts() if "expert" in pin["mesh"] else worlds.layers()
-    return planner.search(world, topology("h100:8"), pin)
+def test_names_that_begin_alike_are_one():
+    assert together(["a.b.query", "a.b.key"]) == "a.b.query/key"
+    assert together(["head", "a.b.key"]) == "head, a.b.key"
 
 
 @pytest.mark.parametrize("pin", PINS, ids=lambda pin: "-".join(pin["mesh"]))
-def test_moves_are_the_collectives_of_the_plan(pin):
-    plan = planned(pin)
+def test_layouts_divide_and_moves_are_the_collectives_of_the_plan(pin):
+    world = worlds.experts() if "expert" in pin["mesh"] else worlds.layers()
+    plan = planner.search(world, topology("h100:8"), pin)
     moves = {(move.kind, move.axes) for one in plan.activations for move in one.moves}
     priced = {
         (one.kind, one.axes): one.bytes
@@ -52,11 +53,6 @@ def test_moves_are_the_collectives_of_the_plan(pin):
         and not (kind == "all-reduce" and plan.sequence_parallel)
     }
     assert left <= moves
-
-
-@pytest.mark.parametrize("pin", PINS, ids=lambda pin: "-".join(pin["mesh"]))
-def test_layouts_divide_what_they_are_of(pin):
-    plan = planned(pin)
     for one in plan.activations:
         for layout in (one.held, *(move.layout for move in one.moves)):
             local = layout.local_shape(one.shape, plan.mesh)
@@ -66,13 +62,4 @@ def test_layouts_divide_what_they_are_of(pin):
                 assert move.layout.ways(plan.mesh) * plan.mesh.ways(move.axes) == one.held.ways(
                     plan.mesh
                 )
-
-
-def test_plans_with_activations_are_read_as_they_were_written():
-    plan = planned(PINS[2])
     assert Plan.from_json(plan.to_json()).activations == plan.activations
-
-
-def test_names_that_begin_alike_are_one():
-    assert together(["a.b.query", "a.b.key"]) == "a.b.query/key"
-    assert together(["head", "a.b.key"]) == "head, a.b.key"

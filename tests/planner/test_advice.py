@@ -31,113 +31,6 @@ CALM = replace(
     placement=(("data", (Link(kind="network", ways=2), Link(kind="switch", ways=8))),),
     search=Search(),
 )
-GIB = 2**30
-
-
-def at(
-    where: str = "2*h100:8", weights: int = 7 * 10**9, language: bool = True, **changes: Any
-) -> Situation:
-    return Situation(
-        plan=replace(CALM, **changes),
-        topology=topology(where),
-        compute_dtype="bfloat16",
-        itemsize=2,
-        weights=weights,
-        language=language,
-    )
-
-
-def codes(situation: Situation) -> list[str]:
-    return [finding.code for finding in advise(situation)]
-
-
-def tokens(count: int) -> dict[str, Any]:
-    return {"estimate": replace(CALM.estimate, tokens=count)}
-
-
-def test_nothing_to_say():
-    assert codes(at()) == []
-
-
-def slower(times: float, reason: str = "slower") -> Search:
-    return Search(
-        rejected=(
-            Rejected(
-                mesh=MeshShape(data=16),
-                summary="",
-                reason=reason,
-                step_seconds=times * CALM.estimate.step_seconds,
-                peak_bytes=1,
-            ),
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("mesh", "search", "fires"),
-    [
-        (MeshShape(fsdp=16), slower(1.02), True),
-        (MeshShape(fsdp=8, tensor=2), slower(1.0), True),
-        (MeshShape(fsdp=16), slower(1.2), False),
-        (MeshShape(fsdp=16), slower(1.0, "memory"), False),
-        (MeshShape(fsdp=16), Search(), False),
-        (MeshShape(data=16), slower(1.0), False),
-    ],
-)
-def test_plain_data_parallel(mesh: MeshShape, search: Search, fires: bool):
-    assert ("plain-data-parallel" in codes(at(mesh=mesh, search=search))) == fires
-
-
-def test_plain_data_parallel_says_what_it_costs():
-    finding = findings.plain_data_parallel(at(mesh=MeshShape(fsdp=16), search=slower(1.02)))
-    assert finding is not None
-    assert (
-        finding.message
-        == "plain data parallelism over data=16 fits, too, and takes 1.02x the time; it is simpler"
-    )
-
-
-@pytest.mark.parametrize(
-    ("kinds", "fires"),
-    [
-        (("switch",), False),
-        (("network", "switch"), True),
-        (("torus", "torus"), False),
-        (("network",), True),
-    ],
-)
-def test_tensor_leaves_fast_domain(kinds: tuple[str, ...], fires: bool):
-    situation = at(
-        mesh=MeshShape(tensor=16),
-        placement=(("tensor", tuple(Link(kind=kind, ways=4) for kind in kinds)),),
-    )
-    assert ("tensor-leaves-fast-domain" in codes(situation)) == fires
-
-
-@pytest.mark.parametrize(
-    ("stages", "micro", "schedule", "severity"),
-    [
-        (4, 3, "1f1b", "warning"),
-        (4, 15, "1f1b", "info"),
-        (4, 16, "1f1b", None),
-        (1, 1, "none", None),
-        (4, 4, "zero-bubble", None),
-        (4, 3, "zero-bubble", "warning"),
-    ],
-)
-def test_few_microbatches(stages: int, micro: int, schedule: str, severity: str | None):
-    seconds = Seconds(compute=0.75, bubble=0.25)
-    finding = findings.few_microbatches(
-        at(
-            mesh=MeshShape(stage=stages, data=4),
-            microbatches=micro,
-            schedule=schedule,
-            estimate=replace(CALM.estimate, seconds=seconds),
-        )
-    )
-    assert (finding.severity if finding else None) == severity
-    if finding:
-        assert "idle for 25.0% of a step" in finding.message
 
 
 def test_critical_batch_of_known_models():
@@ -149,130 +42,6 @@ def test_critical_batch_of_known_models():
     assert (
         critical_batch_tokens(10**12) > critical_batch_tokens(10**9) > critical_batch_tokens(10**6)
     )
-
-
-@pytest.mark.parametrize(
-    ("count", "weights", "language", "fires"),
-    [
-        (
-            16 * 2**20,
-            405 * 10**9,
-            True,
-            False,
-        ),  # Llama 3 405B, 16 million tokens (arXiv:2407.21783, section 3.4.1)
-        (16 * 2**20, 10**8, True, True),
-        (2**19, 124 * 10**6, True, False),
-        (16 * 2**20, 10**8, False, False),
-        (2**40, 0, True, False),
-    ],
-)
-def test_batch_beyond_critical(count: int, weights: int, language: bool, fires: bool):
-    assert (
-        "batch-beyond-critical" in codes(at(weights=weights, language=language, **tokens(count)))
-    ) == fires
-
-
-def test_batch_beyond_critical_says_what_it_costs():
-    count = round(3 * critical_batch_tokens(10**9))
-    finding = findings.batch_beyond_critical(at(weights=10**9, **tokens(count)))
-    assert finding is not None and "needs 4.00x the tokens of a small batch" in finding.message
-
-
-@pytest.mark.parametrize(
-    ("where", "per_device", "fires"),
-    [
-        ("2*h100:8", 290, True),
-        ("2*h100:8", 300, False),
-        ("v5e:4x4", 235, True),
-        ("v5e:4x4", 245, False),
-    ],
-)
-def test_below_ridge(where: str, per_device: int, fires: bool):
-    assert ("below-ridge" in codes(at(where, **tokens(16 * per_device)))) == fires
-    assert ("below-ridge" in codes(at(where, microbatches=4, **tokens(64 * per_device)))) == fires
-
-
-@pytest.mark.parametrize(
-    ("per_device", "links", "zero", "fires"),
-    [
-        (2400, (2, 8), 3, True),
-        (2600, (2, 8), 3, False),  # 2475 across nodes (jax-ml/scaling-book, gpus.md)
-        (2400, (2, 8), 2, False),
-        (19000, (16,), 3, True),
-        (20000, (16,), 3, False),
-    ],
-)
-def test_fsdp_over_slow_network(per_device: int, links: tuple[int, ...], zero: int, fires: bool):
-    placed = tuple(
-        Link(kind="switch" if i else "network", ways=ways) for i, ways in enumerate(links)
-    )
-    situation = at(
-        mesh=MeshShape(fsdp=16), placement=(("fsdp", placed),), zero=zero, **tokens(16 * per_device)
-    )
-    assert ("fsdp-over-slow-network" in codes(situation)) == fires
-
-
-def test_fsdp_inside_the_fast_domain_is_fine():
-    situation = at(
-        "h100:8",
-        mesh=MeshShape(fsdp=8),
-        placement=(("fsdp", (Link(kind="switch", ways=8),)),),
-        zero=3,
-        **tokens(8 * 400),
-    )
-    assert codes(situation) == []
-
-
-@pytest.mark.parametrize(("share", "fires"), [(0.94, False), (0.96, True)])
-def test_memory_tight(share: float, fires: bool):
-    peak = DeviceBytes(parameters=int(topology("2*h100:8").chip.usable_bytes * share))
-    assert (
-        "memory-tight" in codes(at(estimate=replace(CALM.estimate, device_bytes=peak)))
-    ) == fires
-    held = (Applied(quantity="margin", factor=1.02),)
-    estimate = replace(CALM.estimate, device_bytes=peak, corrections=held)
-    assert "memory-tight" not in codes(at(estimate=estimate))
-
-
-@pytest.mark.parametrize(
-    ("where", "stage", "pipeline", "fires"),
-    [
-        ("2*h100:8", 2, "lockstep", True),
-        ("2*h100:8", 2, "programs", False),
-        ("2*h100:8", 1, "lockstep", False),
-        ("v5e:4x4", 2, "lockstep", False),
-    ],
-)
-def test_pipeline_on_gpus(where: str, stage: int, pipeline: str, fires: bool):
-    mesh = MeshShape(data=16 // stage, stage=stage)
-    assert ("pipeline-on-gpus" in codes(at(where, mesh=mesh, pipeline=pipeline))) == fires
-
-
-@pytest.mark.parametrize(
-    ("where", "vocab", "severity"),
-    [
-        ("2*h100:8", 50257, "warning"),
-        ("2*h100:8", 50264, "info"),
-        ("2*h100:8", 50304, None),
-        ("v5e:4x4", 50304, None),
-        ("v5e:4x4", 32064, "warning"),
-        ("cpu:8", 50257, None),
-    ],
-)
-def test_odd_sizes(where: str, vocab: int, severity: str | None):
-    table = parameter("table", (vocab, 4096), ("vocab", "embed"), Layout((), ()), Layout((), ()))
-    finding = findings.odd_sizes(at(where, parameters=(*CALM.parameters, table)))
-    assert (finding.severity if finding else None) == severity
-    if finding:
-        assert finding.where == "vocab" and f"vocab ({vocab:,})" in finding.message
-
-
-def test_odd_sizes_are_those_of_the_parts():
-    table = parameter(
-        "table", (50304, 4096), ("vocab", "embed"), Layout("tensor", ()), Layout("tensor", ())
-    )
-    assert "odd-sizes" in codes(at(mesh=MeshShape(data=4, tensor=4), parameters=(table,)))
-    assert "odd-sizes" not in codes(at(mesh=MeshShape(data=8, tensor=2), parameters=(table,)))
 
 
 def test_every_rule_names_its_source():
@@ -305,3 +74,192 @@ def test_dimensions_that_are_left_whole_are_said_with_their_cost() -> None:
     assert finding.severity == "warning"
     assert f"at most {seconds_text(half)} of a step" in finding.message
     assert "colour" not in f"{finding}" and "the same logical axis" in finding.hint
+
+
+def at(
+    where: str = "2*h100:8",
+    *,
+    weights: int = 7 * 10**9,
+    language: bool = True,
+    tokens: int | None = None,
+    **changes: Any,
+) -> Situation:
+    if tokens is not None:
+        changes["estimate"] = replace(CALM.estimate, tokens=tokens)
+    return Situation(
+        plan=replace(CALM, **changes),
+        topology=topology(where),
+        compute_dtype="bfloat16",
+        itemsize=2,
+        weights=weights,
+        language=language,
+    )
+
+
+def slower(times: float, reason: str = "slower") -> Search:
+    rejected = Rejected(
+        mesh=MeshShape(data=16),
+        summary="",
+        reason=reason,
+        step_seconds=times * CALM.estimate.step_seconds,
+        peak_bytes=1,
+    )
+    return Search(rejected=(rejected,))
+
+
+def linked(axis: str, *kinds: str, ways: int = 4) -> dict[str, Any]:
+    """One axis over links of these kinds."""
+    links = tuple(Link(kind=kind, ways=ways) for kind in kinds)
+    return {"mesh": MeshShape({axis: 16}), "placement": ((axis, links),)}
+
+
+def gathered(tokens: int, *ways: int, zero: int = 3) -> dict[str, Any]:
+    """Parameters gathered over a network, with the tokens of each of 16 devices."""
+    kinds = ["network", "switch"][: len(ways)]
+    links = tuple(Link(kind=kind, ways=way) for kind, way in zip(kinds, ways, strict=True))
+    placed = (("fsdp", links),)
+    return {"mesh": MeshShape(fsdp=16), "placement": placed, "zero": zero, "tokens": 16 * tokens}
+
+
+def staged(stages: int, microbatches: int, schedule: str) -> dict[str, Any]:
+    """A quarter of the step is a bubble."""
+    return {
+        "mesh": MeshShape(stage=stages, data=4),
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "estimate": replace(CALM.estimate, seconds=Seconds(compute=0.75, bubble=0.25)),
+    }
+
+
+def piped(stage: int, pipeline: str) -> dict[str, Any]:
+    return {"mesh": MeshShape(data=16 // stage, stage=stage), "pipeline": pipeline}
+
+
+def full(share: float, *corrections: Applied) -> dict[str, Any]:
+    """A share of the memory that is usable is taken."""
+    peak = DeviceBytes(parameters=int(topology("2*h100:8").chip.usable_bytes * share))
+    return {"estimate": replace(CALM.estimate, device_bytes=peak, corrections=corrections)}
+
+
+def table(vocab: int, layout: Layout, tensor: int = 1) -> dict[str, Any]:
+    parameters = (parameter("table", (vocab, 4096), ("vocab", "embed"), layout, layout),)
+    return {"parameters": parameters, "mesh": MeshShape(data=16 // tensor, tensor=tensor)}
+
+
+WHOLE, SPLIT = Layout((), ()), Layout("tensor", ())
+
+
+IDLE, FASTER = (
+    "idle for 25.0% of a step",
+    "plain data parallelism over data=16 fits, too, and takes",
+)
+
+
+#: (code of the finding, machine, situation, whether it is made or what it says).
+CASES: list[tuple[str, str, dict[str, Any], bool | str]] = [
+    (
+        "plain-data-parallel",
+        "2*h100:8",
+        {"mesh": MeshShape(fsdp=16), "search": slower(1.02)},
+        f"{FASTER} 1.02x the time; it is simpler",
+    ),
+    (
+        "plain-data-parallel",
+        "2*h100:8",
+        {"mesh": MeshShape(fsdp=8, tensor=2), "search": slower(1.0)},
+        True,
+    ),
+    (
+        "plain-data-parallel",
+        "2*h100:8",
+        {"mesh": MeshShape(fsdp=16), "search": slower(1.2)},
+        False,
+    ),
+    (
+        "plain-data-parallel",
+        "2*h100:8",
+        {"mesh": MeshShape(fsdp=16), "search": slower(1.0, "memory")},
+        False,
+    ),
+    ("plain-data-parallel", "2*h100:8", {"mesh": MeshShape(fsdp=16), "search": Search()}, False),
+    ("plain-data-parallel", "2*h100:8", {"search": slower(1.0)}, False),
+    ("tensor-leaves-fast-domain", "2*h100:8", linked("tensor", "switch"), False),
+    ("tensor-leaves-fast-domain", "2*h100:8", linked("tensor", "network", "switch"), True),
+    ("tensor-leaves-fast-domain", "2*h100:8", linked("tensor", "torus", "torus"), False),
+    ("tensor-leaves-fast-domain", "2*h100:8", linked("tensor", "network"), True),
+    ("few-microbatches", "2*h100:8", staged(4, 3, "1f1b"), f"warning: {IDLE}"),
+    ("few-microbatches", "2*h100:8", staged(4, 15, "1f1b"), f"info: {IDLE}"),
+    ("few-microbatches", "2*h100:8", staged(4, 16, "1f1b"), False),
+    ("few-microbatches", "2*h100:8", staged(1, 1, "none"), False),
+    ("few-microbatches", "2*h100:8", staged(4, 4, "zero-bubble"), False),
+    ("few-microbatches", "2*h100:8", staged(4, 3, "zero-bubble"), f"warning: {IDLE}"),
+    # Llama 3 405B, 16 million tokens (arXiv:2407.21783, section 3.4.1)
+    (
+        "batch-beyond-critical",
+        "2*h100:8",
+        {"tokens": 16 * 2**20, "weights": 405 * 10**9},
+        False,
+    ),
+    ("batch-beyond-critical", "2*h100:8", {"tokens": 16 * 2**20, "weights": 10**8}, True),
+    ("batch-beyond-critical", "2*h100:8", {"tokens": 2**19, "weights": 124 * 10**6}, False),
+    (
+        "batch-beyond-critical",
+        "2*h100:8",
+        {"tokens": 16 * 2**20, "weights": 10**8, "language": False},
+        False,
+    ),
+    ("batch-beyond-critical", "2*h100:8", {"tokens": 2**40, "weights": 0}, False),
+    (
+        "batch-beyond-critical",
+        "2*h100:8",
+        {"tokens": round(3 * critical_batch_tokens(10**9)), "weights": 10**9},
+        "needs 4.00x the tokens of a small batch",
+    ),
+    ("below-ridge", "2*h100:8", {"tokens": 16 * 290}, True),
+    ("below-ridge", "2*h100:8", {"tokens": 16 * 300}, False),
+    ("below-ridge", "v5e:4x4", {"tokens": 16 * 235}, True),
+    ("below-ridge", "v5e:4x4", {"tokens": 16 * 245}, False),
+    ("below-ridge", "v5e:4x4", {"tokens": 64 * 235, "microbatches": 4}, True),
+    ("below-ridge", "v5e:4x4", {"tokens": 64 * 245, "microbatches": 4}, False),
+    # 2475 tokens across nodes (jax-ml/scaling-book, gpus.md)
+    ("fsdp-over-slow-network", "2*h100:8", gathered(2400, 2, 8), True),
+    ("fsdp-over-slow-network", "2*h100:8", gathered(2600, 2, 8), False),
+    ("fsdp-over-slow-network", "2*h100:8", gathered(2400, 2, 8, zero=2), False),
+    ("fsdp-over-slow-network", "2*h100:8", gathered(19000, 16), True),
+    ("fsdp-over-slow-network", "2*h100:8", gathered(20000, 16), False),
+    (
+        "fsdp-over-slow-network",
+        "h100:8",
+        {**linked("fsdp", "switch", ways=8), "zero": 3, "tokens": 8 * 400},
+        False,
+    ),
+    ("memory-tight", "2*h100:8", full(0.94), False),
+    ("memory-tight", "2*h100:8", full(0.96), True),
+    ("memory-tight", "2*h100:8", full(0.96, Applied(quantity="margin", factor=1.02)), False),
+    ("pipeline-on-gpus", "2*h100:8", piped(2, "lockstep"), True),
+    ("pipeline-on-gpus", "2*h100:8", piped(2, "programs"), False),
+    ("pipeline-on-gpus", "2*h100:8", piped(1, "lockstep"), False),
+    ("pipeline-on-gpus", "v5e:4x4", piped(2, "lockstep"), False),
+    ("odd-sizes", "2*h100:8", table(50257, WHOLE), "warning: vocab (50,257)"),
+    ("odd-sizes", "2*h100:8", table(50264, WHOLE), "info: vocab (50,264)"),
+    ("odd-sizes", "2*h100:8", table(50304, WHOLE), False),
+    ("odd-sizes", "v5e:4x4", table(50304, WHOLE), False),
+    ("odd-sizes", "v5e:4x4", table(32064, WHOLE), "warning: vocab (32,064)"),
+    ("odd-sizes", "cpu:8", table(50257, WHOLE), False),
+    ("odd-sizes", "2*h100:8", table(50304, SPLIT, tensor=4), True),
+    ("odd-sizes", "2*h100:8", table(50304, SPLIT, tensor=2), False),
+]
+
+
+def test_nothing_to_say():
+    assert advise(at()) == ()
+
+
+@pytest.mark.parametrize(("code", "where", "changes", "said"), CASES)
+def test_advice(code: str, where: str, changes: dict[str, Any], said: bool | str):
+    matches = [finding for finding in advise(at(where, **changes)) if finding.code == code]
+    assert len(matches) == bool(said)
+    if isinstance(said, str):
+        severity, _, text = said.rpartition(": ")
+        assert text in matches[0].message
+        assert severity in ("", matches[0].severity)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing import Totals
-from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.variants import NONE, best_mixture, between, corners, patterns
 from shardlib.errors import PinError
 from shardlib.machines.topology import Topology, topology
@@ -20,7 +19,8 @@ from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
-from tests.planner.brute_force import fastest
+from tests.planner.brute_force import agreed
+from tests.planner.worlds import with_memory
 
 #: Lets classes of layers differ.
 ANY = {"remat_classes": "any"}
@@ -30,12 +30,6 @@ ANY = {"remat_classes": "any"}
 def _load(vendor: str = "nvidia", depth: tuple[int, int] = (2, 2)) -> Workload:
     return prepare(
         worlds.two_stacks(batch=2, seq=32, embed=64, hidden=(128, 512), depth=depth), vendor
-    )
-
-
-def _with_memory(where: Topology, size: float) -> Topology:
-    return replace(
-        where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0), name="small"
     )
 
 
@@ -68,11 +62,8 @@ def _sizes(where: str) -> tuple[Workload, Topology, float, float]:
 )
 def test_the_search_equals_brute_force(where: str, share: float) -> None:
     load, place, few, many = _sizes(where)
-    place = _with_memory(place, few + (many - few) * share)
-    best, count = fastest(load, place, all_variants=True, by_class=True)
-    plan = planner.search(load.problem, place, ANY, load=load)
-    assert count > 0 and plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= fitting_bytes(place)
+    tight = with_memory(place, few + (many - few) * share)
+    assert agreed(load, tight, ANY, all_variants=True, by_class=True)
 
 
 @pytest.mark.long
@@ -80,9 +71,7 @@ def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> 
     load, place, few, many = _sizes("cpu:1")
     assert load.counts == (2, 2) and load.class_names == ("first", "second")
     found = [
-        planner.search(
-            load.problem, _with_memory(place, few + (many - few) * share), ANY, load=load
-        )
+        planner.search(load.problem, with_memory(place, few + (many - few) * share), ANY, load=load)
         for share in (0.1, 0.3, 0.5, 0.7, 0.9)
     ]
     unlike = [plan for plan in found if plan.remat_classes]
@@ -98,7 +87,7 @@ def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> 
         assert all(name in plan.explain() for name in names)
         assert Plan.from_json(plan.to_json()) == replace(plan, source=None)
         again = planner.search(
-            load.problem, _with_memory(place, 1e15), plan.decisions, load=load
+            load.problem, with_memory(place, 1e15), plan.decisions, load=load
         )  # a plan whose decisions are all pinned is simply priced
         assert again.decisions == plan.decisions
         assert again.estimate == plan.estimate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import pairwise
 
@@ -53,14 +52,6 @@ def test_the_chosen_plan_is_the_first_and_json_brings_it_back(plan):
     assert first.mesh == plan.mesh
     assert first.step_seconds == pytest.approx(plan.estimate.step_seconds, rel=1e-5)
     assert Plan.from_json(plan.to_json()) == plan
-    old = json.loads(plan.to_json())
-    del old["search"]["landscape"], old["checksum"]
-    assert Plan.from_json(json.dumps(old), changed=True).search.landscape == ()
-
-
-def test_it_is_the_same_every_time_and_bounded(plan):
-    again = planner.search(worlds.mlp(), WHERE)
-    assert again.search.landscape == plan.search.landscape
     assert len(plan.search.landscape) <= MOST_POINTS
 
 

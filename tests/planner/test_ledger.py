@@ -15,8 +15,6 @@ from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import topology
-from shardlib.planner import search as planner
-from shardlib.planner.bounds import Bounds
 from shardlib.planner.space import Scope, Strategy, build
 from shardlib.planner.workload import components, prepare, subsets
 from tests.planner import worlds
@@ -85,34 +83,3 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
                 pricer.tally(load.rest, choice, shapes, len(load.counts))[..., at],
                 rtol=1e-12,
             )
-
-
-@pytest.mark.long
-def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_price() -> None:
-    load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
-    plan = planner.search(load.problem, where, load=load)
-    pricer = Pricer(where)
-    room = build(load, Pins(), None, STRATEGY)
-    shapes, _ = distinct(
-        {
-            axis: np.array([plan.mesh[axis]])
-            for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")
-        }
-        | {"micro": np.array([plan.microbatches])}
-    )
-    at = np.zeros(1, dtype=np.int64)
-    bounds = Bounds(
-        Scope(load=load, space=room, cuttable=room.tensor, along=None, routes=False),
-        pricer,
-        pricer.values(load.ledger.book, shapes),
-    )
-    least = bounds.least("none", at).busy[0]
-    ticks = [
-        bounds.tick("none", choice, at).busy[0]
-        for choice in room.choices
-        if bool(choice.tensor) == (plan.mesh["tensor"] > 1)
-    ]
-    assert 0 < least <= min(ticks) * (1 + 1e-12)
-    parts = [bounds.least("none", at, first).busy[0] for first in range(len(room.tensor) + 1)]
-    assert parts == sorted(parts) and parts[0] < parts[-1] == least
-    assert min(ticks) * plan.microbatches < plan.estimate.step_seconds

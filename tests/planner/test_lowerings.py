@@ -19,6 +19,7 @@ from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
+from tests.planner.worlds import with_memory
 
 #: What asks for each fact: pins, and the decisions of a plan that has it.
 ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -92,12 +93,7 @@ def roomy() -> tuple[Workload, int]:
 @pytest.mark.parametrize("pin", ({}, {"mesh.stage": 2}, {"offload": ["activations"]}), ids=str)
 def test_no_plan_of_the_space_is_without_lowering(pin: dict[str, Any], share: float) -> None:
     one, peak = roomy()
-    place = topology("h100:4")
-    tight = replace(
-        place,
-        chip=replace(place.chip, hbm_bytes=int(peak * share), reserved_bytes=0),
-        name="tight",
-    )
+    tight = with_memory(topology("h100:4"), peak * share)
     try:
         ranking = planner.ranked(one.problem, tight, pin, load=one, slack=1.5)
     except InfeasibleError:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import shardlib
 
-path = Path(shardlib.__file__).parent / "axes.py"
+path = Path(shardlib.__file__).parent / "layout.py"
 head, table = path.read_text().split("_ALL = (")
 changed = head + ENTRY + "_ALL = (" + table.replace("STAGE, DATA,", "STAGE, CLUSTER, DATA,")
 module = types.ModuleType("shardlib.layout")

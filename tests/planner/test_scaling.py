@@ -16,6 +16,7 @@ from shardlib.planner.scaling import Curve, curve
 from shardlib.planner.workload import Workload
 from tests.planner import worlds
 from tests.planner.fixture_plan import PLAN
+from tests.planner.worlds import with_memory
 
 BOTH = ["optimizer", "activations"]
 
@@ -163,10 +164,7 @@ def test_a_world_that_does_not_fit_says_how_much_is_lacking():
         for pin in ({}, *({"offload": parts} for parts in (["optimizer"], ["activations"], BOTH)))
         for entry in planner.ranked(workload().problem, "h100:1", pin, load=workload())
     )
-    machine = replace(
-        topology("h100:1"),
-        chip=replace(topology("h100:1").chip, hbm_bytes=int(leanest / 2), reserved_bytes=0),
-    )
+    machine = with_memory(topology("h100:1"), leanest / 2)
     (point,) = curve("world", "strong", [machine], planned).points
     assert point.short_bytes == pytest.approx(
         leanest * margin(machine) - machine.chip.usable_bytes, abs=1

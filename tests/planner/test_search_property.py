@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.roofline import fitting_bytes
-from shardlib.errors import InfeasibleError
-from shardlib.machines.topology import Topology, topology
-from shardlib.planner import search as planner
+from shardlib.machines.topology import topology
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
-from tests.planner.brute_force import fastest
+from tests.planner.brute_force import agreed
 
 #: One chip, prime numbers of chips, one fast domain, several, and some that a slow link joins.
 MACHINES = (
@@ -33,12 +29,6 @@ def _load(kind: str, vendor: str, batch: int, embed: int, hidden: int, depth: in
         else worlds.stack(batch=batch, seq=12, embed=embed, hidden=hidden, depth=depth)
     )
     return prepare(problem, vendor)
-
-
-def _with_memory(where: Topology, size: float) -> Topology:
-    return replace(
-        where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0), name="small"
-    )
 
 
 @pytest.mark.long
@@ -68,17 +58,4 @@ def test_the_search_equals_brute_force(
     kind: str, where: str, batch: int, embed: int, hidden: int, depth: int, share: float | None
 ) -> None:
     place = topology(where)
-    load = _load(kind, place.chip.vendor, batch, embed, hidden, depth)
-    if share is not None:
-        place = _with_memory(
-            place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * share
-        )
-    best, count = fastest(load, place, all_variants=share is not None)
-    assert count > 0
-    if best == float("inf"):
-        with pytest.raises(InfeasibleError, match="does not fit"):
-            planner.search(load.problem, place, load=load)
-        return
-    plan = planner.search(load.problem, place, load=load)
-    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= fitting_bytes(place)
+    agreed(_load(kind, place.chip.vendor, batch, embed, hidden, depth), place, share=share)

@@ -18,7 +18,8 @@ from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan, source_of
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
-from tests.planner.brute_force import fastest
+from tests.planner.brute_force import agreed
+from tests.planner.worlds import with_memory
 
 
 def world() -> Problem:
@@ -80,13 +81,8 @@ def test_asking_a_plan_again_keeps_its_stack() -> None:
     ),
 )
 def test_search_equals_brute_force_under_every_stack(name: str, world: str, where: str) -> None:
-    problem = {"stack": worlds.stack, "experts": worlds.experts}[world]()
-    load, place = prepare(problem, "nvidia", framework_profile(name)), topology(where)
-    place = replace(place, chip=replace(place.chip, hbm_bytes=1 << 50, reserved_bytes=0))
-    best, count = fastest(load, place)
-    plan = planner.search(problem, place, load=load)
-    assert count > 0 and plan.search.gap == 0
-    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
+    load = prepare(getattr(worlds, world)(), "nvidia", framework_profile(name))
+    assert agreed(load, with_memory(topology(where), 1 << 50))
 
 
 @pytest.mark.long

@@ -292,3 +292,22 @@ def test_the_command_line_takes_a_changed_plan_on_request_alone(
         said = capsys.readouterr()
         assert "was changed since it was written" in " ".join((said.err + said.out).split())
         assert "holds no plan" not in said.err
+
+
+@pytest.mark.parametrize(
+    "question", ["alternatives", "constraints", "kernels", "replan", "sensitivity"]
+)
+def test_a_plan_from_a_file_says_that_it_lacks_its_model(question: str):
+    arguments = ("h100:4",) if question == "replan" else ()
+    with pytest.raises(PlanError, match="does not carry its model"):
+        getattr(Plan.from_json(PLAN.to_json()), question)(*arguments)
+
+
+@pytest.mark.parametrize("field", ["accumulation", "refined", "search.landscape"])
+def test_plans_written_before_a_field_existed_are_read(field: str):
+    old = json.loads(PLAN.to_json())
+    inner = old["search"] if "." in field else old
+    del inner[field.rpartition(".")[2]], old["checksum"]
+    read = Plan.from_json(json.dumps(old), changed=True)
+    assert replace(read, findings=PLAN.findings) == PLAN
+    assert read.digest == PLAN.digest

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.graph import InputDim, Parameter, Problem, StepGraph
+from shardlib.machines.topology import Topology
 from shardlib.planner.workload import Workload, prepare
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 
@@ -298,3 +299,8 @@ def made(make: Callable[..., Problem], **sizes: int) -> Problem:
 def workload() -> Workload:
     """The layers, prepared for any chips."""
     return prepared(layers)
+
+
+def with_memory(where: Topology, size: float) -> Topology:
+    """A machine whose devices have `size` bytes of memory."""
+    return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0))
