@@ -27,7 +27,6 @@ from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError, MissingFileError
 from shardlib.lowering.runtime import TrainState
 from tests.checkpointing.states import assert_same, mesh, numbers
-from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
 
 SWITCH = {
@@ -216,106 +215,6 @@ def transformers_name(name: str, tensor: str) -> str:
         if name.startswith("gpt2") and not tensor.startswith("lm_head")
         else tensor
     )
-
-
-def linear(random: np.random.Generator, *shape: int) -> np.ndarray:
-    return (random.normal(size=shape) * 0.3).astype(np.float32)
-
-
-def test_forward_of_an_import_equals_numpy(tmp_path: Path):
-    """A model of two files is written and computed by hand, by what a linear layer of PyTorch is: x
-    @ weight.T.
-    """
-    config = CONFIGS["mixtral-8x7b"] | {
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "num_key_value_heads": 2,
-    }
-    random = np.random.default_rng(0)
-    hf = {
-        "model.embed_tokens.weight": linear(random, 64, 16),
-        "lm_head.weight": linear(random, 64, 16),
-        "model.norm.weight": 1 + linear(random, 16),
-    }
-    for i in range(3):
-        at = f"model.layers.{i}."
-        hf |= {
-            f"{at}{which}_layernorm.weight": 1 + linear(random, 16)
-            for which in ("input", "post_attention")
-        }
-        hf |= {
-            f"{at}self_attn.{which}_proj.weight": linear(random, rows, 16)
-            for which, rows in (("q", 16), ("k", 8), ("v", 8), ("o", 16))
-        }
-        hf[f"{at}block_sparse_moe.gate.weight"] = linear(random, 4, 16)
-        hf |= {
-            f"{at}block_sparse_moe.experts.{e}.{w}.weight": linear(
-                random, *((16, 24) if w == "w2" else (24, 16))
-            )
-            for e in range(4)
-            for w in ("w1", "w2", "w3")
-        }
-    folder = tmp_path / "model"
-    program = program_of(config, folder)
-    half = sorted(hf)[::2]
-    split = {"one.safetensors": half, "two.safetensors": [name for name in hf if name not in half]}
-    for file, held in split.items():
-        save_file({name: hf[name] for name in held}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {name: file for file, held in split.items() for name in held}})
-    )
-    imported = huggingface.load(folder, program)
-
-    def stacked(name: str, shape: tuple[int, ...] = ()) -> np.ndarray:
-        return np.stack(
-            [
-                hf[f"model.layers.{i}.{name}"].T.reshape(
-                    shape or hf[f"model.layers.{i}.{name}"].T.shape
-                )
-                for i in range(3)
-            ]
-        ).astype(np.float64)
-
-    def of_experts(which: str) -> np.ndarray:
-        return np.stack(
-            [
-                [
-                    hf[f"model.layers.{i}.block_sparse_moe.experts.{e}.{which}.weight"].T
-                    for e in range(4)
-                ]
-                for i in range(3)
-            ]
-        ).astype(np.float64)
-
-    feed = {
-        "experts": {
-            "router": stacked("block_sparse_moe.gate.weight"),
-            "gate": of_experts("w1"),
-            "up": of_experts("w3"),
-            "down": of_experts("w2"),
-        }
-    }
-    layers = {
-        "attention_norm": {"scale": stacked("input_layernorm.weight")},
-        "mlp_norm": {"scale": stacked("post_attention_layernorm.weight")},
-        **feed,
-        "attention": {
-            "query": stacked("self_attn.q_proj.weight", (16, 4, 4)),
-            "key": stacked("self_attn.k_proj.weight", (16, 2, 4)),
-            "value": stacked("self_attn.v_proj.weight", (16, 2, 4)),
-            "out": stacked("self_attn.o_proj.weight", (4, 4, 16)),
-        },
-    }
-    params = {
-        "embedding": hf["model.embed_tokens.weight"].astype(np.float64),
-        "norm": {"scale": hf["model.norm.weight"]},
-        "head": hf["lm_head.weight"].T.astype(np.float64),
-        "layers": layers,
-    }
-    expected = numpy_decoder.decoder(
-        np.arange(9) * 7 % 64, params, theta=1e4, epsilon=1e-6, per_token=2
-    )[-1]
-    np.testing.assert_allclose(logits(program, imported), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_no_more_is_read_at_once_than_a_device_keeps(

@@ -21,6 +21,7 @@ from shardlib.cost.activations import (
     saved_bytes,
 )
 from shardlib.cost.attention import FORWARD, fused
+from shardlib.cost.estimate import Estimate
 from shardlib.cost.experts import localised
 from shardlib.cost.facts import roles
 from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile
@@ -142,42 +143,29 @@ def test_eager_layers_keep_the_activated_gate() -> None:
 def test_copies_beside_attention_and_results_in_host_memory() -> None:
     config = CONFIGS["llama"]
     layer = 2 * TOKENS * config.heads * config.head_dim
-    before = planned(HAND).estimate.device_bytes.activations
-    assert (
-        planned(replace(HAND, attention_copies=3.0)).estimate.device_bytes.activations - before
-        == 3 * layer * config.layers
-    )
-    deep = {"name": "windows"}  # four layers, of which two are on their way
-    kept, hosted = (
-        planned(replace(HAND, kept=words, offloaded=host), **deep).estimate.device_bytes.activations
+    before, after = under("attention_copies", HAND.attention_copies, 3.0)
+    copies = after.device_bytes.activations - before.device_bytes.activations
+    assert copies == 3 * layer * config.layers
+    kept, hosted = (  # four layers, of which two are on their way
+        planned(replace(HAND, kept=words, offloaded=host), "windows").estimate.device_bytes
         for words, host in ((("layer_input", "query"), ()), (("query",), ("layer_input",)))
     )  # type: ignore[arg-type]
-    assert kept - hosted == 2 * 2 * TOKENS * CONFIGS["windows"].embed
+    assert kept.activations - hosted.activations == 2 * 2 * TOKENS * CONFIGS["windows"].embed
 
 
 @pytest.mark.long
 def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
     rules = {
         "batch": ("data", "fsdp"),
-        "heads": "tensor",
-        "kv_heads": "tensor",
-        "mlp": "tensor",
-        "vocab": "tensor",
-        "seq": "tensor",
+        **dict.fromkeys(("heads", "kv_heads", "mlp", "vocab", "seq"), "tensor"),
     }
     pins = {"mesh": {"tensor": 2}, "sequence_parallel": True, "rules": rules}
-    again, kept = (
-        planned(replace(HAND, gathered_inputs=word), **pins).estimate.device_bytes.activations
-        for word in ("again", "kept")
-    )  # type: ignore[arg-type]
-    assert (
-        kept - again == 2 * TOKENS * CONFIGS["llama"].embed * CONFIGS["llama"].layers
-    )  # two norms a layer, 2 bytes, of which half was elsewhere
-    alone = [
-        planned(replace(HAND, gathered_inputs=word)).estimate.device_bytes
-        for word in ("again", "kept")
-    ]
-    assert alone[0] == alone[1]
+    again, kept = under("gathered_inputs", "again", "kept", **pins)
+    # two norms a layer, 2 bytes, of which half was elsewhere
+    more = kept.device_bytes.activations - again.device_bytes.activations
+    assert more == 2 * TOKENS * CONFIGS["llama"].embed * CONFIGS["llama"].layers
+    again, kept = under("gathered_inputs", "again", "kept")
+    assert again.device_bytes == kept.device_bytes
 
 
 @pytest.mark.long
@@ -211,50 +199,38 @@ def test_the_loss_takes_so_many_bytes_a_logit() -> None:
 @pytest.mark.long
 def test_stages_cut_by_work_put_the_layer_that_passes_it_before_the_cut() -> None:
     pins = {"mesh": {"stage": 2}, "schedule": "1f1b", "microbatches": 2}
-    even, uneven = (
-        planned(replace(HAND, balance=word), "windows", **pins).estimate.device_bytes.parameters
-        for word in ("layers", "work")
-    )  # type: ignore[arg-type]
-    model = loaded(HAND, "windows").model
-    head = (
-        128 * 64 / (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
-    )  # weights of the head over those of a layer
-    assert model.head_layers == pytest.approx(head)
-    assert uneven > even  # floor((4 + 0.17) / 2) + 1 = 3 layers instead of 2
+    even, uneven = under("balance", "layers", "work", name="windows", **pins)
+    # weights of the head over those of a layer
+    head = 128 * 64 / (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
+    assert loaded(HAND, "windows").model.head_layers == pytest.approx(head)
+    # floor((4 + 0.17) / 2) + 1 = 3 layers instead of 2
+    assert uneven.device_bytes.parameters > even.device_bytes.parameters
 
 
 @pytest.mark.long
 def test_stages_that_gather_once_a_step_hold_everything_whole() -> None:
+    buffered = replace(HAND, gradient_buffer=True)
     pins = {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3, "schedule": "1f1b", "microbatches": 1}
-    use, step = (
-        planned(
-            replace(HAND, gradient_buffer=True, stage_gathers=word), **pins
-        ).estimate.device_bytes
-        for word in ("use", "step")
-    )  # type: ignore[arg-type]
-    assert step.parameters == pytest.approx(3 * use.parameters, rel=0.02)
-    assert step.gradients > use.gradients
-    alone = [
-        planned(
-            replace(HAND, gradient_buffer=True, stage_gathers=word),
-            **{**pins, "mesh": {"fsdp": 2}, "schedule": "none"},
-        ).estimate.device_bytes
-        for word in ("use", "step")
-    ]  # type: ignore[arg-type]
-    assert alone[0] == alone[1]
+    use, step = under("stage_gathers", "use", "step", profile=buffered, **pins)
+    assert step.device_bytes.parameters == pytest.approx(3 * use.device_bytes.parameters, rel=0.02)
+    assert step.device_bytes.gradients > use.device_bytes.gradients
+    alone = {**pins, "mesh": {"fsdp": 2}, "schedule": "none"}
+    use, step = under("stage_gathers", "use", "step", profile=buffered, **alone)
+    assert use.device_bytes == step.device_bytes
 
 
 @pytest.mark.long
 def test_ends_that_stay_gathered() -> None:
-    pins = {"mesh": {"fsdp": 2}, "zero": 3}
-    once, stay = (
-        planned(
-            replace(HAND, logit_bytes=400.0, embedding_and_head_gathered=flag), **pins
-        ).estimate.device_bytes
-        for flag in (False, True)
-    )  # type: ignore[arg-type]
+    once, stay = under(
+        "embedding_and_head_gathered",
+        False,
+        True,
+        profile=replace(HAND, logit_bytes=400.0),
+        mesh={"fsdp": 2},
+        zero=3,
+    )
     config = CONFIGS["llama"]
-    assert stay.communication - once.communication == pytest.approx(
+    assert stay.device_bytes.communication - once.device_bytes.communication == pytest.approx(
         2 * config.vocab_size * config.embed, rel=0.02
     )  # the embedding, too, at the loss
 
@@ -262,29 +238,18 @@ def test_ends_that_stay_gathered() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [2, 3])
 def test_collectives_that_are_joined_keep_gradients_and_parameters_whole(zero: int) -> None:
+    late = replace(HAND, early_remat=False)
     pins = {"mesh": {"fsdp": 2}, "zero": zero, "remat": "full"}
-    apart, together = (
-        planned(replace(HAND, early_remat=False, collected=word), **pins).estimate
-        for word in ("apart", "together")
-    )  # type: ignore[arg-type]
+    apart, together = under("collected", "apart", "together", profile=late, **pins)
     whole = sum(2 * math.prod(p.shape) for p in problem("llama").parameters)  # bfloat16
-    held = together.device_bytes.gradients + together.device_bytes.communication
-    if zero == 3:
-        assert held == pytest.approx(whole, rel=0.02), (
-            "a layer's parameters make room for its gradients"
-        )
-    assert together.device_bytes.gradients > apart.device_bytes.gradients
-    assert together.device_bytes.gradients <= whole
-    assert (together.device_bytes.parameters, together.device_bytes.optimizer) == (
-        apart.device_bytes.parameters,
-        apart.device_bytes.optimizer,
-    )
+    ours, theirs = together.device_bytes, apart.device_bytes
+    if zero == 3:  # a layer's parameters make room for its gradients
+        assert ours.gradients + ours.communication == pytest.approx(whole, rel=0.02)
+    assert theirs.gradients < ours.gradients <= whole
+    assert (ours.parameters, ours.optimizer) == (theirs.parameters, theirs.optimizer)
     assert together.step_seconds == apart.step_seconds
-    alone = [
-        planned(replace(HAND, collected=word)).estimate.device_bytes
-        for word in ("apart", "together")
-    ]  # type: ignore[arg-type]
-    assert alone[0] == alone[1], "without ZeRO everything is whole anyway"
+    apart, together = under("collected", "apart", "together")
+    assert apart.device_bytes == together.device_bytes, "without ZeRO everything is whole anyway"
 
 
 def test_routed_experts_keep_rows_and_the_products_that_activations_read() -> None:
@@ -305,14 +270,10 @@ def test_rows_that_have_travelled_lie_where_messages_have_room() -> None:
     config = CONFIGS["mixture"]
     assert config.experts is not None
     pins = {"mesh": {"expert": 2}, "experts": "dropless", "attention": "traced"}
-    even, room = (
-        planned(
-            replace(XLA, exchange_room=factor), "mixture", **pins
-        ).estimate.device_bytes.activations
-        for factor in (1.0, 1.25)
-    )
+    even, room = under("exchange_room", 1.0, 1.25, name="mixture", profile=XLA, **pins)
     rows = config.layers * TOKENS / 2 * config.experts.per_token
-    assert room - even == 0.25 * rows * 2 * (config.embed + 2 * config.experts.mlp)
+    more = room.device_bytes.activations - even.device_bytes.activations
+    assert more == 0.25 * rows * 2 * (config.embed + 2 * config.experts.mlp)
 
 
 def test_words_of_results_are_checked() -> None:
@@ -380,3 +341,15 @@ def test_a_step_without_mixed_products_is_left_alone() -> None:
     assert products(eight.graph)[frozenset({"float8_e4m3fn"})] > 0, (
         "weights of layers go on to eight bits"
     )
+
+
+def under(
+    word: str,
+    *values: object,
+    name: str = "llama",
+    profile: FrameworkProfile = HAND,
+    **pins: object,
+) -> list[Estimate]:
+    """What plans cost where one fact of the profile has each of these values."""
+    profiles = [replace(profile, **{word: value}) for value in values]  # type: ignore[arg-type]
+    return [planned(one, name, **pins).estimate for one in profiles]

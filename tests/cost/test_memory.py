@@ -16,11 +16,11 @@ from shardlib.cost.variants import offloaded
 from shardlib.decisions.table import Decisions
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.layout import MeshShape
-from shardlib.machines.topology import place, topology
+from shardlib.machines.topology import Topology, place, topology
 from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
 from shardlib.planner.stored import Candidate
-from shardlib.planner.workload import prepare
+from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import Choice
 from tests.planner import worlds
 from tests.planner.worlds import workload
@@ -76,48 +76,31 @@ UNCUT = replace(BASE, choice=Choice(batch="batch"))
 @pytest.mark.parametrize("where", ("h100:8", "v5e:4x4", "4*a100:2"))
 def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     place = topology(where)
-    before = float(price(workload(), place, BASE).step_seconds[0])
     chip = place.chip
     for better in (
         replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2),
         replace(chip, flops_per_s=tuple((n, 2 * f) for n, f in chip.flops_per_s)),
     ):
-        assert (
-            float(
-                price(
-                    workload(), replace(place, chip=better, name=place.name + "+"), BASE
-                ).step_seconds[0]
-            )
-            <= before
-        )
+        assert seconds(replace(place, chip=better, name="better"), BASE) <= seconds(place, BASE)
 
 
 def test_memory_falls_with_zero_and_with_remat() -> None:
-    place = topology("h100:4")
-    accumulating = BASE.but(microbatches=2)  # gradients are there for the whole step
-    peaks = [
-        float(price(workload(), place, accumulating.but(zero=stage)).peak_bytes[0])
-        for stage in (1, 2)
-    ]
-    static = [
-        sum(
-            float(
-                price(
-                    workload(),
-                    place,
-                    accumulating.but(zero=stage),
-                ).device_bytes[name][0]
-            )
-            for name in ("parameters", "gradients", "optimizer")
-        )
+    # gradients of several microbatches are there for the whole step
+    prices = [
+        price(workload(), topology("h100:4"), BASE.but(microbatches=2, zero=stage))
         for stage in (1, 2, 3)
     ]
-    assert peaks[0] > peaks[1] and static[0] > static[1] > static[2]
-    saved = [
-        float(price(workload(), place, BASE.but(remat=policy)).device_bytes["activations"][0])
-        for policy in ("none", "full")
+    static = [
+        sum(float(one.device_bytes[name][0]) for name in ("parameters", "gradients", "optimizer"))
+        for one in prices
     ]
-    assert saved[1] < saved[0]
+    assert float(prices[0].peak_bytes[0]) > float(prices[1].peak_bytes[0])
+    assert static[0] > static[1] > static[2]
+    none, full = (
+        price(workload(), topology("h100:4"), BASE.but(remat=policy)).device_bytes["activations"]
+        for policy in ("none", "full")
+    )
+    assert full[0] < none[0]
 
 
 def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
@@ -149,17 +132,11 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
 
 def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     """A dim of 64 or 128 elements is not divisible by 3; a padded buffer is."""
-    place = topology("h100:3")
     decision = UNCUT.but(mesh=MeshShape(fsdp=3), zero=1)
+    profiles = [FrameworkProfile(name="toy", flat=flat, state_bytes=8) for flat in (False, True)]
     whole, flat = (
-        price(
-            prepare(
-                workload().problem, "nvidia", FrameworkProfile(name="toy", flat=flat, state_bytes=8)
-            ),
-            place,
-            decision,
-        )
-        for flat in (False, True)
+        price(prepare(workload().problem, "nvidia", profile), topology("h100:3"), decision)
+        for profile in profiles
     )
     assert float(flat.device_bytes["optimizer"][0]) * 3 == pytest.approx(
         float(whole.device_bytes["optimizer"][0])
@@ -171,67 +148,52 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     """Kernels x seconds a launch, where that is more than the kernels take; otherwise nothing
     changes.
     """
-    place = topology("h100:4")
 
-    def seconds(dispatch_s: float, micro: int = 1, stages: int = 1) -> float:
+    def took(dispatch_s: float, micro: int = 1, stages: int = 1) -> float:
         decision = UNCUT.but(
             mesh=MeshShape(fsdp=4 // stages, stage=stages),
             microbatches=micro,
             zero=0,
             schedule="1f1b" if stages > 1 else "none",
         )
-        return float(
-            price(
-                workload(),
-                replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}),
-                decision,
-            ).step_seconds[0]
-        )  # pyright: ignore[reportArgumentType]
+        return seconds(with_figures("h100:4", dispatch_s=dispatch_s), decision)
 
-    assert seconds(1e-9) == seconds(0.0) < seconds(1e-3)
-    kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3
+    assert took(1e-9) == took(0.0) < took(1e-3)
+    kernels = (took(2e-3) - took(1e-3)) / 1e-3
     assert kernels == pytest.approx(round(kernels)) and kernels > 100, "every launch counts alike"
-    assert seconds(2e-3, micro=2) - seconds(1e-3, micro=2) == pytest.approx(2 * kernels * 1e-3), (
-        "and once for every microbatch"
-    )
-    assert seconds(2e-3, micro=2, stages=2) - seconds(1e-3, micro=2, stages=2) == pytest.approx(
+    # and once for every microbatch
+    assert took(2e-3, micro=2) - took(1e-3, micro=2) == pytest.approx(2 * kernels * 1e-3)
+    # a stage launches its part, and the pipeline waits for it
+    assert took(2e-3, micro=2, stages=2) - took(1e-3, micro=2, stages=2) == pytest.approx(
         (2 + 1) * kernels / 2 * 1e-3
-    ), "a stage launches its part, and the pipeline waits for it"
+    )
 
 
 @pytest.mark.long
 def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
-    place = topology("h100:4")
     decision = UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)
 
-    def seconds(profile: FrameworkProfile, unfused: float) -> float:
-        machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
-        return float(
-            price(prepare(workload().problem, "nvidia", profile), machine, decision).seconds[
-                "compute"
-            ][0]
-        )
+    def computes(profile: FrameworkProfile, unfused: float) -> float:
+        # so slow that bytes are all that counts
+        machine = with_figures("h100:4", unfused=unfused, memory=1e-3)
+        load = prepare(workload().problem, "nvidia", profile)
+        return float(price(load, machine, decision).seconds["compute"][0])
 
     plain, loss = FrameworkProfile(name="toy"), FrameworkProfile(name="toy", unfused_loss=3.0)
-    assert seconds(plain, 1.0) < seconds(loss, 1.0) < seconds(plain, 3.0)
-    assert seconds(loss, 3.0) == seconds(plain, 3.0), (
-        "where all kernels are apart, those of the loss are not further"
-    )
+    assert computes(plain, 1.0) < computes(loss, 1.0) < computes(plain, 3.0)
+    # where all kernels are apart, those of the loss are not further
+    assert computes(loss, 3.0) == computes(plain, 3.0)
 
 
 def test_gaps_between_kernels_add_up() -> None:
-    place = topology("h100:4")
+    decision = UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)
 
-    def seconds(gap_s: float) -> float:
-        machine = replace(place, name=f"{gap_s}", efficiency={"gap_s": gap_s})  # pyright: ignore[reportArgumentType]
-        return float(
-            price(workload(), machine, UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)).seconds[
-                "compute"
-            ][0]
-        )
+    def computes(gap_s: float) -> float:
+        machine = with_figures("h100:4", gap_s=gap_s)
+        return float(price(workload(), machine, decision).seconds["compute"][0])
 
-    assert seconds(0.0) == seconds(place.chip.launch_s), "a launch is the least"
-    kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3
+    assert computes(0.0) == computes(topology("h100:4").chip.launch_s), "a launch is the least"
+    kernels = (computes(2e-3) - computes(1e-3)) / 1e-3
     assert kernels == pytest.approx(round(kernels)) and kernels > 100
 
 
@@ -281,3 +243,12 @@ def test_memory_that_is_mapped_anew_counts_from_half_of_what_an_allocator_gives_
     sizes = np.array([0.0, 15.0, 16.0, 24.0, 32.0, 64.0]) * mib
     found = mapped_anew({"temporaries": sizes, "parameters": np.full(6, 1e9)})
     assert (found / mib).tolist() == [0.0, 0.0, 0.0, 12.0, 32.0, 64.0]
+
+
+def seconds(where: Topology, decision: Candidate, load: Workload | None = None) -> float:
+    """Seconds of a step."""
+    return float(price(load or workload(), where, decision).step_seconds[0])
+
+
+def with_figures(where: str, **efficiency: float) -> Topology:
+    return replace(topology(where), name=f"{efficiency}", efficiency=efficiency)  # pyright: ignore[reportArgumentType]

@@ -55,10 +55,6 @@ def cut(total: float) -> Amount:
     return Amount(total=total, batch=True, tensor=False)
 
 
-def on_one(amount: Amount) -> np.ndarray:
-    return np.array([amount.total])
-
-
 def matmul(
     rows: float, columns: float, depth: float, batches: float = 1.0, dtype: str = "bfloat16"
 ) -> Compute:
@@ -300,17 +296,12 @@ def test_all_wait_for_the_busiest_device_of_experts() -> None:
 # Figures of chips and stacks: where they come from and which of them hold.
 
 
-def test_curves_name_chips_stacks_and_sources() -> None:
-    for key in curves():
-        _names_chip_stack_and_sources(key)
-
-
-def _names_chip_stack_and_sources(key: tuple[str, str]) -> None:
+@pytest.mark.parametrize("key", curves(), ids=str)
+def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
     curve, (chip, stack) = curves()[key], key
-    product = CATALOG[
-        PRODUCTS.get(chip, chip)
-    ]  # variants of a product have runs, and curves, of their own
-    assert (chip in CATALOG or stack) and (not stack or stack in framework_profiles())
+    product = CATALOG[PRODUCTS.get(chip, chip)]  # variants of a product have curves of their own
+    assert chip in CATALOG or stack
+    assert not stack or stack in framework_profiles()
     text = " ".join(curve.sources)
     shared = {"attention_backward": "attention", "eight_bit": "float8"}
     for name, _ in curve.values:

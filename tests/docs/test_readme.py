@@ -85,8 +85,3 @@ def test_a_wrong_line_is_noticed():
     for shown in ("a\nb\nd\n", "a\n...\ne\n", "a\n", "a\nc\nd\ne\n"):
         with pytest.raises(AssertionError):
             compare(shown, "a\nc\nd\n")
-
-
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README):
-        assert (Path(__file__).parents[2] / link).exists(), link

@@ -5,6 +5,7 @@ finds.
 from __future__ import annotations
 
 from dataclasses import replace
+from html.parser import HTMLParser
 
 from shardlib.collective import Collective
 from shardlib.layout import Layout, MeshShape
@@ -76,3 +77,38 @@ def page() -> str:
         Evidence(source="measured", step_seconds=1.9),
     )
     return html_report(plan, answers=Answers(kernels=KERNELS), evidence=evidence)
+
+
+class Balance(HTMLParser):
+    """Fails on a closing tag that does not match, and on what a page would fetch or run; collects
+    the text.
+    """
+
+    VOID = frozenset(
+        {"br", "circle", "i", "img", "input", "link", "meta", "path", "polyline", "rect"}
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open and self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def text_of(html: str) -> str:
+    """The text of a page, all of whose tags are closed."""
+    parser = Balance()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    return " ".join(parser.text)

@@ -14,7 +14,7 @@ from shardlib.annotation import tree
 from shardlib.findings import Finding, diagnostic
 
 #: Packages whose findings are about a model that is planned or lowered.
-ROOMS = ("annotation", "propagation", "planning", "frontend", "lowering", "verification")
+ROOMS = ("annotation", "propagation", "planner", "frontend", "lowering", "verification")
 
 
 @diagnostic
