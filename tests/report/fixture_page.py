@@ -80,13 +80,9 @@ def page() -> str:
 
 
 class Balance(HTMLParser):
-    """Fails on a closing tag that does not match, and on what a page would fetch or run; collects
-    the text.
-    """
+    """Fails on a closing tag that does not match, and collects the text."""
 
-    VOID = frozenset(
-        {"br", "circle", "i", "img", "input", "link", "meta", "path", "polyline", "rect"}
-    )
+    VOID = frozenset({"br", "img", "input", "link", "meta"})
 
     def __init__(self) -> None:
         super().__init__()
