@@ -4,7 +4,6 @@ small rows written here.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,11 +34,6 @@ def test_what_a_row_names_as_nearest_is_also_the_release() -> None:
     assert old.software.stack.name == "megatron-core-2403"
     assert old.assumed == ("NeMo 22.09 as NeMo 24.03",)
     assert as_known(row(framework_like="Megatron-LM")) == (row(framework_like="Megatron-LM"), ())
-
-
-def test_recomputation_is_that_of_the_nearest_framework() -> None:
-    case = the_case(framework="another", framework_like="torchtitan", recompute="selective(op)")
-    assert case.software.stack.kept == ("query", "value", "context", "gate")
 
 
 @pytest.mark.long
@@ -84,22 +78,6 @@ def test_experts_over_ranks_of_tensor() -> None:
     assert beyond.assumed == ("experts over ranks of tensor",)
 
 
-@pytest.mark.long
-def test_what_ranks_of_tensor_send_to_experts() -> None:
-    """Their own part alone is less than the rows of the whole group, and than their own part and
-    what is gathered of it.
-    """
-    case, bench = the_case(**sparse(etp=2), framework="Megatron-Core"), Bench()
-    assert case.software.stack.exchange == "gathered"
-    waited: list[float] = []
-    for exchange in ("whole", "gathered", "ranks"):
-        stack = replace(case.software.stack, exchange=exchange, tensor_overlap=0.0)
-        one = replace(case, software=replace(case.software, stack=stack))
-        estimate = bench.plan(one, one.pins, boundless(one.topology)).estimate
-        waited.append(estimate.seconds.exposed)
-    assert min(waited[:2]) > waited[2] > 0
-
-
 @pytest.mark.parametrize(
     ("plan", "why"),
     (
@@ -131,15 +109,3 @@ def test_zero_shards_over_experts_and_context_alone() -> None:
     context = the_case(parallel={**PLAN, "tp": 1, "pp": 1, "dp": 1, "cp": 16, "zero_stage": 1})
     assert (context.pins["mesh"], context.pins["zero"]) == ({"context": 16}, 1)
     assert isinstance(context, Case)
-
-
-@pytest.mark.long
-def test_eight_bits_on_a_tpu_have_a_price() -> None:
-    """A cast that takes a scale belongs to its layer, and no cast of all layers at once."""
-    machine = {"system": "pod", "chip": "tpu-v5e", "num_devices": 16, "num_chips": 16}
-    plan = {**PLAN, "tp": 1, "pp": 1, "dp": 1, "fsdp": 16, "zero_stage": 3}
-    case = the_case(**machine, parallel=plan, framework="MaxText", precision="fp8")
-    assert case.software.stack.matmul_dtype == "int8"
-    found = Bench().predict(case)
-    plain = the_case(**machine, parallel=plan, framework="MaxText", precision="bf16")
-    assert found.arrays > 0 and found.step_s != Bench().predict(plain).step_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from benchmarks.published.document import Document, read
 from benchmarks.published.machines import compact, topology_of
 from benchmarks.published.pricing import Bench, boundless
 from benchmarks.published.recompute import Recompute, recompute_of
-from benchmarks.published.software import MEGASCALE, memory_of, software
+from benchmarks.published.software import memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, quantile, summary
 from shardlib.cost.framework import framework_profile
 from shardlib.layout import Layout, MeshShape
@@ -202,16 +201,6 @@ def test_alpa_heuristic_is_tensor_parallelism_of_experts_too() -> None:
         assert rules.resolve((name,), (512,), MeshShape(tensor=4)).layout == Layout("tensor"), name
 
 
-def test_alpa_trains_experts_with_adafactor() -> None:
-    """Alpa's models with experts keep float32 master weights alone; others Adam's two moments
-    beside them.
-    """
-    assert [
-        software(row(framework="Alpa", model=name), "nvidia").state_bytes
-        for name in ("alpa-moe-380m", "small")
-    ] == [4.0, 12.0]  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     (
@@ -357,48 +346,6 @@ def test_releases_and_settings_of_a_framework_have_stacks_of_their_own() -> None
         "torchtitan-eager",
     ]
     assert name(framework="MaxText", source="maxtext_a3") == "maxtext-gpu-2023"
-
-
-def test_what_megascale_added_adds_up() -> None:
-    """arXiv:2402.15627, table 3: every entry has all of those before it."""
-    found = [software(row(framework="megascale", ablation=entry), "nvidia") for entry in MEGASCALE]
-    stacks = [one.stack for one in found if one is not None]
-    assert len(stacks) == len(MEGASCALE)
-    assert [one.name for one in stacks] == ["megatron-2021"] * 6 + ["megatron-flash"] * 3
-    hidden = [
-        (
-            one.tensor_overlap or 0.0,
-            one.send_overlap,
-            one.gather_overlap or 0.0,
-            one.reduce_overlap or 0.0,
-        )
-        for one in stacks
-    ]
-    assert all(
-        one <= two
-        for before, after in itertools.pairwise(hidden)
-        for one, two in zip(before, after, strict=True)
-    )
-    assert hidden[0] == (0, 0, 0, 0) < hidden[-1]
-    whole = software(row(framework="megascale"), "nvidia")
-    assert whole is not None and whole.stack == stacks[-1]
-
-
-def test_attention_is_fused_where_transformer_engine_runs() -> None:
-    without, beside = (
-        software(
-            row(
-                framework="Pax 24.04",
-                transformer_engine=engine,
-                notes="no TE = unfused XLA attention",
-            ),
-            "nvidia",
-        )
-        for engine in (False, True)
-    )
-    assert without is not None
-    assert beside is not None
-    assert (without.stack.attention, beside.stack.attention) == ("traced", "fused")
 
 
 def test_a_mesh_of_links_has_fewer_of_them_where_fewer_devices_run() -> None:

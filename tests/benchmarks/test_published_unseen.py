@@ -22,11 +22,10 @@ from benchmarks.published.unseen.levels import (
     figures_of,
     fitted,
     names_for,
-    spread,
 )
 from benchmarks.published.unseen.runs import Run, sourced
 from benchmarks.published.unseen.tallies import Tallied, tallied
-from benchmarks.published_unseen import line, priced, summary
+from benchmarks.published_unseen import priced
 from tests.benchmarks.test_published_plans import sparse
 from tests.benchmarks.test_published_runs import the_case
 
@@ -125,13 +124,6 @@ def test_a_level_finds_the_share_that_runs_show() -> None:
     assert fit.level["unfused"] == 1.0, "no run depends on it"
 
 
-def test_a_level_stays_where_nothing_is_known() -> None:
-    above = {**SOURCED, "matmul": 0.8}
-    few = true_runs("paper", 0.5, count=2)
-    assert names_for(few) == [] and fitted(few, above).level == above
-    assert fitted([], above).level == above
-
-
 def test_a_figure_takes_three_rows() -> None:
     assert [names_for(true_runs("paper", 1.0, count=n)) for n in (2, 3, 5, 6, 40)] == [
         [],
@@ -150,13 +142,6 @@ def test_figures_stay_in_their_ranges() -> None:
     for name, (low, high) in RANGES.items():
         values = [*levels.around(name, high), *levels.around(name, low)]
         assert name not in levels.ABSOLUTE or all(low <= one <= high for one in values), name
-
-
-def test_runs_are_spread_over_sources_and_splits() -> None:
-    many, few = true_runs("many", 1.0, count=9), true_runs("few", 1.0, count=2)
-    chosen = [one.sample.id for one in spread([*many, *few], 5)]
-    assert chosen == ["many-0", "few-0", "many-1", "few-1", "many-2"]
-    assert len(spread([*many, *few], 99, each=1)) == 2
 
 
 @pytest.mark.parametrize("method", ("levels", "pairs"))
@@ -183,8 +168,3 @@ def test_a_pair_without_other_runs_is_as_the_framework_elsewhere() -> None:
     more = [run for name in ("three", "four") for run in true_runs(name, 0.7, stack=name)]
     general = priced(other, [*others, *more], "levels")
     assert max(abs(one.time_error or 0.0) for one in general) < 0.05
-
-
-def test_figures_in_a_line() -> None:
-    text = line("all rows", summary(priced(true_runs("a", 0.7), true_runs("b", 0.7), "levels")))
-    assert "rows    6" in text and "pairs 15 of 15" in text

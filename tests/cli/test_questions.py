@@ -29,12 +29,6 @@ def test_explain_as_json_is_json_alone(shell, plan_file: Path):
     assert data["explanation"] == explain(PLAN) and Plan.from_json(json.dumps(data["plan"])) == PLAN
 
 
-def test_explain_writes_html(shell, plan_file: Path, tmp_path: Path):
-    page = tmp_path / "report.html"
-    assert shell("explain", str(plan_file), "--html", str(page))[0] == 0
-    assert page.read_text().startswith("<!DOCTYPE html>")
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"format": 1}', '{"format": 1, "search": 3}', "no json"]
 )
@@ -42,16 +36,6 @@ def test_a_file_that_is_no_plan(shell, plan_file: Path, text: str):
     plan_file.write_text(text)
     code, out, err = shell("explain", str(plan_file))
     assert (code, out) == (2, "") and err.startswith(f"error: {plan_file} holds no plan: ")
-
-
-def test_why_not_a_plan_that_does_not_say_its_model(shell, plan_file: Path):
-    code, _, err = shell("explain", str(plan_file), "--why-not", "mesh.tensor=1")
-    assert code == 2 and err.startswith("error: the plan does not say which model it is for")
-
-
-def test_questions_about_a_plan_that_does_not_say_its_model(shell, plan_file: Path):
-    code, _, err = shell("explain", str(plan_file), "--sensitivity")
-    assert code == 2 and err.startswith("error: the plan does not say which model it is for")
 
 
 @pytest.mark.long
@@ -84,6 +68,7 @@ def test_evidence_of_another_plan_does_not_stand_beside_it(shell, plan_file: Pat
         )
         found, _, err = shell(*words)
         assert found == code
+    assert page.read_text().startswith("<!DOCTYPE html>")
     assert f"is of plan 0123456789ab, and the page is of plan {PLAN.digest}" in err
 
 
@@ -344,3 +329,10 @@ def test_simulated_devices_are_priced_at_one_list(
 def test_replan_refuses_nonsense(shell, made: Path, words: tuple[str, ...], message: str):
     code, out, err = shell("replan", str(made), *words)
     assert (code, out) == (2, "") and message in err
+
+
+@pytest.mark.parametrize("question", [("--why-not", "mesh.tensor=1"), ("--sensitivity",)])
+def test_questions_about_a_plan_that_does_not_say_its_model(shell, plan_file: Path, question):
+    code, _, err = shell("explain", str(plan_file), *question)
+    assert code == 2
+    assert err.startswith("error: the plan does not say which model it is for")

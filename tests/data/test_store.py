@@ -57,19 +57,6 @@ def only(cache: Path) -> Path:
     return found
 
 
-def test_text_is_bytes_and_line_breaks(tmp_path: Path):
-    data = read(texts_of(tmp_path / "texts"), seq=16, cache=tmp_path / "cache", packing="best-fit")
-    found = data.batch(0, data.examples_per_epoch)
-    whole = "\n".join(path.read_text() for path in (tmp_path / "texts").iterdir())
-    for row in range(len(found["inputs"])):
-        for segment in range(1, int(found["segments"][row].max()) + 1):
-            mine = found["segments"][row] == segment
-            text = bytes(found["inputs"][row][mine].tolist()).decode() + chr(
-                found["targets"][row][mine][-1]
-            )
-            assert text in whole + "\n" or text.endswith("\n")
-
-
 def test_it_is_tokenised_once(tmp_path: Path):
     words = Words(vocab_size=200)
     first = read(
@@ -135,37 +122,6 @@ def test_a_store_that_shrinks_in_use(tmp_path: Path):
         data.batch(0, data.examples_per_epoch)
 
 
-def test_a_text_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    texts = texts_of(tmp_path / "texts")
-
-    class Cutting(Words):
-        def encode(self, text: str) -> list[int]:
-            os.truncate(texts / "29.txt", 3)
-            return super().encode(text)
-
-    with pytest.raises(
-        DataError,
-        match=r"29.txt of .* shrank from 55 to 3 bytes while it was in use\nTry: put the file back",
-    ):
-        read(texts, seq=4, tokenizer=Cutting(vocab_size=200), cache=tmp_path / "cache")
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
-
-
-def test_a_text_that_changes_after_it_was_read(tmp_path: Path):
-    texts = texts_of(tmp_path / "texts")
-
-    class Touching(Words):
-        def encode(self, text: str) -> list[int]:
-            if "number 29" in text:
-                os.utime(texts / "00.txt", (1, 1))
-            return super().encode(text)
-
-    with pytest.raises(
-        DataError, match="changed while they were read\nTry: again, when nobody writes them"
-    ):
-        read(texts, seq=4, tokenizer=Touching(vocab_size=200), cache=tmp_path / "cache")
-
-
 def test_documents_are_held_out_by_their_names(tmp_path: Path):
     texts = texts_of(tmp_path / "texts", 60)
     held = {
@@ -190,29 +146,31 @@ def test_documents_are_held_out_by_their_names(tmp_path: Path):
 
 def test_unknown_tokens_say_where_they_are(tmp_path: Path):
     texts, cache = texts_of(tmp_path / "texts"), tmp_path / "cache"
-    (texts / "17.txt").write_text("these are {brackets}")
     for count in range(30):
-        (texts / f"{count:02}.txt").write_text(
-            "some words " * count + ("{brackets}" if count == 17 else "")
-        )
-    with pytest.raises(
-        DataError,
-        match=(
-            r"token 26 at position 34 of 17.txt is unknown: the vocabulary has tokens 0 to 25\nTry:"
-            r" the tokenizer of the model"
-        ),
-    ):
+        end = "{brackets}" if count == 17 else ""
+        (texts / f"{count:02}.txt").write_text("some words " * count + end)
+    where = r"token 26 at position 34 of 17.txt is unknown: the vocabulary has tokens 0 to "
+    with pytest.raises(DataError, match=where + "25\nTry: the tokenizer of the model"):
         read(texts, seq=4, tokenizer=Words(), cache=cache)
-    with pytest.raises(
-        DataError,
-        match=r"token 26 at position 34 of 17.txt is unknown: the vocabulary has tokens 0 to 23",
-    ):
+    with pytest.raises(DataError, match=where + "23"):
         read(texts, seq=4, tokenizer=Words(vocab_size=27), vocabulary=24, cache=cache)
     (texts / "18.txt").write_text("zones are unknown")
-    (finding,) = read(
-        texts, seq=4, tokenizer=Words(vocab_size=27), cache=tmp_path / "other"
-    ).findings
-    assert finding.code == "unknown-tokens" and finding.message.startswith("1 of ")
+    other = read(texts, seq=4, tokenizer=Words(vocab_size=27), cache=tmp_path / "other")
+    (finding,) = other.findings
+    assert finding.code == "unknown-tokens"
+    assert finding.message.startswith("1 of ")
+
+
+def test_what_is_not_text_is_left_out_and_said(tmp_path: Path):
+    texts = texts_of(tmp_path / "texts")
+    (texts / "picture").write_bytes(b"\x89PNG\0\0")
+    (texts / ".hidden").write_text("hidden")
+    (finding,) = read(texts, seq=4, cache=tmp_path / "cache").findings
+    assert finding.message == f"1 of 31 files of {texts} are not UTF-8 text and are left out"
+    with pytest.raises(DataError, match=r"holds no documents \(1 files looked at, read as text\)"):
+        read(texts / "picture", seq=4, cache=tmp_path / "cache")
+    with pytest.raises(MissingFileError, match="there is no training data at "):
+        read(tmp_path / "nothing", seq=4)
 
 
 @pytest.mark.parametrize(
@@ -288,18 +246,6 @@ def test_processes_wait_for_the_one_that_tokenises(tmp_path: Path):
     ]
     digests = {process.communicate()[0] for process in running}
     assert len(digests) == 1 and "" not in digests and (tmp_path / "log").read_text() == "x" * 30
-
-
-def test_what_is_no_text_is_left_out_and_said(tmp_path: Path):
-    texts = texts_of(tmp_path / "texts")
-    (texts / "picture").write_bytes(b"\x89PNG\0\0")
-    (texts / ".hidden").write_text("hidden")
-    (finding,) = read(texts, seq=4, cache=tmp_path / "cache").findings
-    assert finding.message == f"1 of 31 files of {texts} are not UTF-8 text and are left out"
-    with pytest.raises(DataError, match=r"holds no documents \(1 files looked at, read as text\)"):
-        read(texts / "picture", seq=4, cache=tmp_path / "cache")
-    with pytest.raises(MissingFileError, match="there is no training data at "):
-        read(tmp_path / "nothing", seq=4)
 
 
 def lines_of(path: Path, count: int) -> list[str]:
@@ -490,3 +436,30 @@ def test_what_a_stopped_process_left_is_removed_after_a_day(tmp_path: Path):
     assert [path.name for path in cache.iterdir() if path.name.endswith(".part")] == [
         f".{name}.2.part"
     ]
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (
+            lambda texts: os.truncate(texts / "29.txt", 3),
+            r"29.txt of .* shrank from 55 to 3 bytes while it was in use\nTry: put the file back",
+        ),
+        (
+            lambda texts: os.utime(texts / "00.txt", (1, 1)),
+            "changed while they were read\nTry: again, when nobody writes them",
+        ),
+    ],
+    ids=["shrinks", "is written"],
+)
+def test_a_text_that_changes_while_it_is_read(tmp_path: Path, harm: Any, message: str):
+    texts = texts_of(tmp_path / "texts")
+
+    class Harming(Words):
+        def encode(self, text: str) -> list[int]:
+            harm(texts)
+            return super().encode(text)
+
+    with pytest.raises(DataError, match=message):
+        read(texts, seq=4, tokenizer=Harming(vocab_size=200), cache=tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]

@@ -52,15 +52,6 @@ def test_every_family_has_every_doubling(chip: str):
         assert found.chip == CATALOG[chip].chip
 
 
-def test_large_slices_close_their_rings():
-    assert all(
-        all(tier.wrap)
-        for devices in (64, 128, 1024, 4096)
-        for tier in of_size("v5p:4x4x4", devices).tiers
-        if tier.kind == "torus"
-    )
-
-
 def test_a_machine_of_ones_own_changes_in_its_outermost_parts():
     own = replace(topology("13*h100:8"), name="mine.toml")
     found = of_size(own, 40)

@@ -140,11 +140,6 @@ def test_where_axes_fall(spelling: str, mesh: MeshShape, spans: dict[str, tuple[
     assert place(mesh, topology(spelling)) == spans
 
 
-def test_plain_device_order_on_a_switch():
-    order = device_order(MeshShape(data=2, tensor=4), topology("cpu:8"))
-    assert order is not None and order.reshape(2, 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_the_shared_result_cannot_be_changed():
     spans = place(MeshShape(data=8), topology("cpu:8"))
     with pytest.raises(TypeError):

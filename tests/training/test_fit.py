@@ -120,16 +120,6 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_anew(
 
 
 @pytest.mark.long
-def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Path):
-    found = run(program, tmp_path)
-    assert found.losses == whole.losses
-    assert equal(found.state, whole.state)
-    assert len(found.seconds) == 30
-    assert RunFolder(tmp_path).saved() == (21, 28, 30)
-    assert found.losses[-1] < 0.7 * found.losses[0]
-
-
-@pytest.mark.long
 def test_sigterm_saves_and_the_next_process_goes_on(
     program: Program, whole: Fitted, tmp_path: Path
 ):
@@ -152,19 +142,6 @@ def test_sigterm_saves_and_the_next_process_goes_on(
     assert third.waited_seconds == 0
     assert third.losses == whole.losses
     assert equal(third.state, whole.state)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
-def test_another_mesh_goes_on(
-    program: Program, whole: Fitted, tmp_path: Path, mesh: dict[str, int]
-):
-    run(program, tmp_path, batches=stopping_at(14))
-    found = run(compiled(mesh), tmp_path)
-    assert 0 < found.resumed < 20
-    np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
-    plans = [json.loads((tmp_path / "plan.json").read_text())["mesh"]]
-    assert plans == [mesh]
 
 
 def test_status_of_a_run_that_goes_on(program: Program, tmp_path: Path):

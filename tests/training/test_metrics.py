@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -121,6 +122,7 @@ def rows_of(seed: int, rows: int) -> dict[str, np.ndarray]:
     }
 
 
+@functools.cache
 def program(**pin: Any) -> Any:
     return shardlib.compile(
         shardlib.tree(init), loss, optax.sgd(0.1), rows_of(0, ROWS), topology="cpu:4",

@@ -500,23 +500,6 @@ def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path):
     assert folder.manifest.read_bytes() == before
 
 
-def test_folders_that_are_none(tmp_path: Path):
-    (tmp_path / "file").write_text("text")
-    with pytest.raises(RunError, match="cannot be written: "):
-        RunFolder(tmp_path / "file" / "run").open({})
-    with pytest.raises(MissingFileError, match="there is no run in "):
-        RunFolder(tmp_path / "none").require()
-    for text in ("{", "[]", "{}", '{"format": 1}'):
-        (tmp_path / "run.json").write_text(text)
-        with pytest.raises(
-            RunError, match=r"is not a description of a run: .*\n.*Nothing was changed"
-        ):
-            RunFolder(tmp_path).open({})
-    (tmp_path / "run.json").write_text('{"format": 7, "run": {}}')
-    with pytest.raises(RunError, match="is of format 7; this version reads 1"):
-        RunFolder(tmp_path).require()
-
-
 @pytest.mark.processes
 def test_who_only_watches_does_not_load_jax():
     """Neither the supervisor nor `shardlib status`; and whoever owns a folder is known without."""
@@ -532,3 +515,11 @@ def test_who_only_watches_does_not_load_jax():
         cwd=Path(__file__).parents[2],
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_folders_without_a_run_of_this_format(tmp_path: Path):
+    with pytest.raises(MissingFileError, match="there is no run in "):
+        RunFolder(tmp_path / "none").require()
+    (tmp_path / "run.json").write_text('{"format": 7, "run": {}}')
+    with pytest.raises(RunError, match="is of format 7; this version reads 1"):
+        RunFolder(tmp_path).require()

@@ -179,13 +179,6 @@ def test_phases_and_patience(tmp_path: Path):
     assert len(told) == 1 and "longer than the 2 s that it may take" in told[0]
 
 
-def test_files_that_are_no_heartbeat(tmp_path: Path):
-    for text in ("", "{", "[]", '{"rank": 0}'):
-        (tmp_path / "beat.json").write_text(text)
-        assert read_heartbeat(tmp_path / "beat.json") is None
-    assert read_heartbeat(tmp_path / "none.json") is None
-
-
 @pytest.mark.long
 def test_a_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nor does one that is set back hide a hang."""
