@@ -14,34 +14,19 @@ from shardlib.machines.topology import Topology, topology
 from shardlib.planner import questions
 from shardlib.planner import search as planner
 from shardlib.planner.answers import alternatives_text
-from shardlib.planner.plan import Plan, Ranked
+from shardlib.planner.plan import Ranked
 from shardlib.planner.questions import SHOCK, constraints, staircase
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import WIDTH
 from tests.planner import worlds
-from tests.planner.worlds import with_memory, workload
+from tests.planner.worlds import planned, with_memory, workload
 
 GB = 10**9
-
-
-FOUND: dict[str, Plan] = {}
 
 
 def perceptron() -> Workload:
     """A model whose plans are found in a fifth of the time, for questions of many searches."""
     return worlds.prepared(worlds.mlp, batch=4096, embed=1024, hidden=4096)
-
-
-def planned(
-    where: str | Topology, pin: dict[str, object] | None = None, load: Workload | None = None
-) -> Plan:
-    """The best plan, searched for once."""
-    load = workload() if load is None else load
-    there = where if isinstance(where, str) else where.to_json()
-    key = repr((there, pin, load.problem.model, load.problem.tokens))
-    if key not in FOUND:
-        FOUND[key] = planner.search(load.problem, where, pin, load=load)
-    return FOUND[key]
 
 
 @functools.cache

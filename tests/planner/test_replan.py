@@ -15,25 +15,14 @@ import pytest
 from shardlib.cli.inputs import numbers, sizes
 from shardlib.errors import InfeasibleError, PlanError, TopologyError
 from shardlib.layout import Layout, MeshShape
-from shardlib.machines.topology import Topology, device_order, topology
+from shardlib.machines.topology import device_order, topology
 from shardlib.planner import search as planner
 from shardlib.planner.answers import Replan, Shards, lost_elements, moved_elements
 from shardlib.planner.plan import Plan
 from shardlib.planner.scaling import KEPT
 from shardlib.report.elements import WIDTH
 from tests.planner import worlds
-from tests.planner.worlds import with_memory, workload
-
-FOUND: dict[str, Plan] = {}
-
-
-def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan:
-    """The best plan, searched for once."""
-    there = where if isinstance(where, str) else where.to_json()
-    key = repr((there, pin))
-    if key not in FOUND:
-        FOUND[key] = planner.search(workload().problem, where, pin, load=workload())
-    return FOUND[key]
+from tests.planner.worlds import planned, with_memory, workload
 
 
 def held(shards: Shards, device: int) -> set[int]:

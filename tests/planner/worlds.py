@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from shardlib.graph import InputDim, Parameter, Problem, StepGraph
 from shardlib.machines.topology import Topology
+from shardlib.planner import search as planner
+from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload, prepare
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 
@@ -304,3 +306,18 @@ def workload() -> Workload:
 def with_memory(where: Topology, size: float) -> Topology:
     """A machine whose devices have `size` bytes of memory."""
     return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0))
+
+
+_PLANS: dict[str, Plan] = {}
+
+
+def planned(
+    where: str | Topology, pin: dict[str, object] | None = None, load: Workload | None = None
+) -> Plan:
+    """The best plan of a world, else of the layers, searched for once in a process."""
+    load = workload() if load is None else load
+    machine = where if isinstance(where, str) else where.to_json()
+    key = repr((machine, pin, id(load)))
+    if key not in _PLANS:
+        _PLANS[key] = planner.search(load.problem, where, pin, load=load)
+    return _PLANS[key]

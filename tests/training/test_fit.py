@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -31,6 +30,7 @@ from shardlib.training.measures import JsonLines, Policy, by_step, read_records
 from shardlib.training.rates import Ramp
 from shardlib.training.run import RunFolder, status
 from shardlib.training.settings import Settings
+from tests.checkpointing.states import numbers
 from tests.processes import child, free_port
 from tests.training.small import BATCH, Model, batch_of, compiled, loss
 
@@ -66,18 +66,7 @@ def run(
 
 
 def equal(one: Any, other: Any) -> bool:
-    raw = [
-        [
-            np.asarray(
-                jax.random.key_data(leaf)
-                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-                else leaf
-            )
-            for leaf in jax.tree.leaves(tree)
-        ]
-        for tree in (one, other)
-    ]
-    return all((a == b).all() for a, b in zip(*raw, strict=True))
+    return jax.tree.all(jax.tree.map(np.array_equal, numbers(one), numbers(other)))
 
 
 def stopping_at(step: int) -> Any:

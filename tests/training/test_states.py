@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.checkpointing.tree import is_key
 from shardlib.errors import StateError
 from shardlib.lowering.program import Program
 from shardlib.training.states import learning_rate, operate, steps_done
+from tests.checkpointing import states
 
 WIDE, ROWS = 16, 8
 RATE = optax.linear_schedule(1e-2, 0.0, 10)
@@ -72,10 +72,7 @@ def program() -> Program:
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
-    return [
-        np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for leaf in jax.tree.leaves(tree)
-    ]
+    return jax.tree.leaves(states.numbers(tree))
 
 
 def equal(one: Any, other: Any) -> bool:
