@@ -408,3 +408,13 @@ def test_bad_requests(program: Program, tmp_path: Path):
     )
     with pytest.raises(RunError, match='data is "b", the run has "a"'):
         fit(program, batch_of, steps=1, settings=Settings(run=tmp_path), identity={"data": "b"})
+
+
+@pytest.mark.long
+def test_another_mesh_goes_on(program: Program, whole: Fitted, tmp_path: Path):
+    run(program, tmp_path, batches=stopping_at(14))
+    found = run(compiled({"data": 2, "fsdp": 2, "tensor": 2}), tmp_path)
+    assert 0 < found.resumed < 20
+    np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    assert stored["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}

@@ -153,23 +153,8 @@ def test_interruption_says_where(
 
 
 @pytest.mark.long
-def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, tmp_path: Path):
-    train(
-        replace(
-            config, steps=1, sample_bytes=0, quiet=True, pin={"mesh": {"data": 8}}, run=tmp_path
-        )
-    )
-    with pytest.raises(RunError) as caught:
-        train(replace(config, steps=1, seed=1, batch=32, data=tmp_path / "no", run=tmp_path))
-    assert [line.split(" is ")[0] for line in str(caught.value).splitlines()[1:-1]] == [
-        "  - batch",
-        "  - seed",
-    ]
-
-
-@pytest.mark.long
 def test_all_that_is_another_is_listed_at_once(config: TrainConfig, tmp_path: Path):
-    """And whoever does what the message says, goes on."""
+    """Before anything takes time; and whoever does what the message says, goes on."""
     small = replace(
         config,
         steps=4,
@@ -182,6 +167,7 @@ def test_all_that_is_another_is_listed_at_once(config: TrainConfig, tmp_path: Pa
     train(small)
     (tmp_path / "text.txt").write_text("something else, and much of it\n" * 2000)
     for other, names in (
+        (replace(small, seed=1, batch=32, data=tmp_path / "no"), "batch,seed"),
         (replace(small, steps=8), "steps,lr"),
         (replace(small, steps=8, lr=0.5, seed=3, data=tmp_path / "text.txt"), "steps,lr,seed,data"),
     ):
