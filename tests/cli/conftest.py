@@ -49,15 +49,7 @@ def shallow(tmp_path: Path) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of a perceptron that the command line made; tests read it."""
     file = tmp_path_factory.mktemp("made") / "made.json"
-    words = [
-        "plan",
-        "tests.cli.perceptron:make",
-        "--topology",
-        "2*h100:2",
-        "--out",
-        str(file),
-        "--json",
-    ]
+    words = f"plan tests.cli.perceptron:make --topology 2*h100:2 --out {file} --json".split()
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
         main(words)
     assert not stop.value.code

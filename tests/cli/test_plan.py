@@ -55,17 +55,7 @@ def test_rules_that_are_no_list(shell):
 @pytest.mark.long
 def test_dtypes_are_searched_where_they_are_allowed(shell, shallow: Path):
     words = (
-        "plan",
-        str(shallow),
-        "--topology",
-        "4*h100:1",
-        "--batch",
-        "16",
-        "--seq",
-        "64",
-        "--pin",
-        "mesh.data=4",
-        "--json",
+        f"plan {shallow} --topology 4*h100:1 --batch 16 --seq 64 --pin mesh.data=4 --json".split()
     )
     plans = [
         json.loads(shell(*words, *more)[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,21 +145,9 @@ def test_compare_refuses_nonsense(shell, more: tuple[str, ...], message: str):
 def test_scale_strong_and_weak(shell, shallow: Path, tmp_path: Path):
     picture = tmp_path / "curve.svg"
     words = (
-        "scale",
-        str(shallow),
-        "--topology",
-        "h100:8",
-        "--devices",
-        "1..2",
-        "--batch",
-        "32",
-        "--seq",
-        "64",
-        "--pin",
-        "mesh.stage=1",
-        "--pin",
-        "mesh.context=1",
-    )
+        f"scale {shallow} --topology h100:8 --devices 1..2 --batch 32 --seq 64 --pin "
+        "mesh.stage=1 --pin mesh.context=1"
+    ).split()
     code, out, err = shell(*words, "--svg", str(picture), "--json")
     assert (code, err) == (0, "")
     strong = json.loads(out)
@@ -203,23 +192,9 @@ def test_scale_refuses_nonsense(shell, card: Path, words: tuple[str, ...], messa
 @pytest.mark.long
 def test_timeline_draws_a_plan_with_stages(shell, tmp_path: Path, plan_file: Path):
     plan, picture, trace = tmp_path / "staged.json", tmp_path / "t.svg", tmp_path / "t.json"
-    words = (
-        "plan",
-        "gpt2-small",
-        "-t",
-        "h100:4",
-        "-b",
-        "8",
-        "-s",
-        "64",
-        "--pin",
-        "mesh.stage=4",
-        "--pin",
-        "microbatches=8",
-        "--pin",
-        "schedule=1f1b",
-        "--pin",
-        "remat=full",
+    words = shlex.split(
+        "plan gpt2-small -t h100:4 -b 8 -s 64 --pin mesh.stage=4 --pin microbatches=8"
+        " --pin schedule=1f1b --pin remat=full"
     )
     assert shell(*words, "--out", str(plan))[0] == 0
     code, out, _ = shell("timeline", str(plan), "--svg", str(picture), "--perfetto", str(trace))

@@ -24,24 +24,10 @@ def test_train_on_a_text_of_ones_own(tmp_path: Path, card: Path):
     text.mkdir()
     for index in range(30):
         (text / f"{index}.txt").write_text("the cat sat on the mat and looked at the rat\n" * 60)
-    words = [
-        "train",
-        "--data",
-        str(text),
-        "--model",
-        str(card),
-        "--steps",
-        "3",
-        "--batch",
-        "8",
-        "--seq",
-        "32",
-        "--sample-bytes",
-        "4",
-        "--pin",
-        "mesh.fsdp=8",
-        "--json",
-    ]
+    words = (
+        f"train --data {text} --model {card} --steps 3 --batch 8 --seq 32 --sample-bytes 4 "
+        "--pin mesh.fsdp=8 --json"
+    ).split()
     done = subprocess.run(
         [sys.executable, "-m", "shardlib", *words],
         capture_output=True,

@@ -406,17 +406,7 @@ def test_counts(value: float, text: str):
 
 
 def test_bars_are_proportional_and_never_vanish():
-    assert [quantity_bar(n / 8, 1) for n in range(9)] == [
-        " ",
-        "▏",
-        "▎",
-        "▍",
-        "▌",
-        "▋",
-        "▊",
-        "▉",
-        "█",
-    ]
+    assert [quantity_bar(n / 8, 1) for n in range(9)] == list(" ▏▎▍▌▋▊▉█")
     assert quantity_bar(1e-9, 3) == "▏  "
     assert quantity_bar(5, 3) == "███"
     assert quantity_bar(-1, 3) == "   "

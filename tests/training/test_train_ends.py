@@ -28,22 +28,10 @@ def started(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
     (tmp_path / "card.toml").write_text(CARD)
     (tmp_path / "text.txt").write_text("the cat sat on the mat and looked at the rat\n" * 3000)
     words = [
-        "train",
-        "--data",
-        str(tmp_path / "text.txt"),
-        "--model",
-        str(tmp_path / "card.toml"),
-        "--steps",
-        "1000000",
-        "--batch",
-        "4",
-        "--seq",
-        "16",
-        "--sample-bytes",
-        "0",
-        "--topology",
-        "cpu:1",
-        "--quiet",
+        *(
+            f"train --data {tmp_path / 'text.txt'} --model {tmp_path / 'card.toml'} --steps "
+            "1000000 --batch 4 --seq 16 --sample-bytes 0 --topology cpu:1 --quiet"
+        ).split(),
         *more,
     ]
     return subprocess.Popen(
