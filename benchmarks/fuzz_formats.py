@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from shardlib.calibration import figure_names, read_figures
 from shardlib.checkpointing.huggingface import INDEX, Files
-from shardlib.checkpointing.reading import DamagedError, digest, from_json
+from shardlib.checkpointing.store import DamagedError, digest, from_json
 from shardlib.cost.framework import FrameworkProfile, framework_profile
 from shardlib.cost.roofline import Curve, efficiency, efficiency_of
 from shardlib.data.batches import kept

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.layout import MeshShape
-from shardlib.verification.hlo import Module, parse, wire_bytes
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.hlo import Module, parse
+from shardlib.verification.traffic import read_traffic, wire_bytes
 
 
 @dataclass(frozen=True, order=True)

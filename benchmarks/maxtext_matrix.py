@@ -55,7 +55,7 @@ from shardlib.planner.layouts import LANES, ROWS
 from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import totals
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 Settings = Mapping[str, Any]
 WORKER = Path(__file__).resolve().parent / "peers" / "maxtext_ahead.py"

@@ -212,14 +212,14 @@ MUTATIONS = (
     Mutation(
         "state not kept",
         "lowering/step.py",
-        "opt_state=to_host(chosen(opt_state, before), parts.opt_state),",
-        "opt_state=to_host(opt_state, parts.opt_state),",
+        "opt_state=offloaded(chosen(opt_state, before), parts.opt_state, HOST),",
+        "opt_state=offloaded(opt_state, parts.opt_state, HOST),",
         "a step that is skipped changes the optimizer's state",
         "tests/lowering/test_guards.py",
     ),
     Mutation(
         "checksum not compared",
-        "checkpointing/reading.py",
+        "checkpointing/store.py",
         '        same = isinstance(data, Mapping) and digest(data.get("content")) == data.get("digest")',
         "        same = isinstance(data, Mapping)",
         "a changed description of a checkpoint is believed",
@@ -267,7 +267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "collectives counted once",
-        "verification/hlo.py",
+        "verification/traffic.py",
         "tuple(replace(item, count=item.count * times) for item in self.found)",
         "self.found",
         "a collective in a loop counts as one",

@@ -47,7 +47,7 @@ from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import read_and_trace
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology
-from shardlib.verification.hlo import Found, parse
+from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import (
     Compiled,
     ExportedStep,
@@ -55,12 +55,11 @@ from shardlib.verification.isolation import (
     Limits,
     Target,
     compile_apart,
-    export_step,
     target,
 )
 from shardlib.verification.report import Key, key_text
-from shardlib.verification.timelines import read_traffic
-from shardlib.verification.verify import judge
+from shardlib.verification.traffic import InstructionTraffic, read_traffic
+from shardlib.verification.verify import export_step, judge
 
 #: Sequences are sharded over tensor between matmuls.
 SEQUENCES = {"batch": ["data", "fsdp"], "seq": ["tensor"]}
@@ -271,7 +270,7 @@ def _waited(
     module = parse(made.text)
     traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
 
-    def seconds(one: Found) -> float:
+    def seconds(one: InstructionTraffic) -> float:
         return group_seconds(
             one.kind, one.axes, one.members, one.bytes, plan.mesh, machine, plan.axis_order
         )

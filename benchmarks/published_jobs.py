@@ -34,14 +34,8 @@ from shardlib import models
 from shardlib.annotation import tree
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import read_and_trace
-from shardlib.verification.isolation import (
-    ExportedStep,
-    Failure,
-    Limits,
-    compile_apart,
-    export_step,
-    target,
-)
+from shardlib.verification.isolation import ExportedStep, Failure, Limits, compile_apart, target
+from shardlib.verification.verify import export_step
 
 JOBS: dict[str, dict[str, Any]] = {
     "llama2-70b": {

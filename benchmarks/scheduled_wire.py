@@ -13,8 +13,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from shardlib.verification.hlo import Computation, Found, Instruction, Module
+from shardlib.verification.hlo import Computation, Instruction, Module
 from shardlib.verification.report import Key
+from shardlib.verification.traffic import InstructionTraffic
 
 #: What the TPU compiler writes where it has no estimate.
 NO_ESTIMATE = 2**63 - 1
@@ -22,8 +23,8 @@ NO_ESTIMATE = 2**63 - 1
 
 def waited_seconds(
     module: Module,
-    found: Iterable[Found],
-    seconds: Callable[[Found], float],
+    found: Iterable[InstructionTraffic],
+    seconds: Callable[[InstructionTraffic], float],
     cycles_per_s: float,
 ) -> dict[Key, float]:
     """Seconds of a step in which no kernel runs because of a collective, by kind and mesh axes.

@@ -35,7 +35,7 @@ from benchmarks.environment import RESULTS, command_line, write
 from shardlib.functions.attention import Attention
 from shardlib.layout import MeshShape
 from shardlib.serve.cache import Grid, Where, attending
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 #: Layers, pages, tokens of a page, requests, pages of a request, heads, key heads, width.
 LARGE = (80, 1024, 64, 16, 64, 64, 8, 128)

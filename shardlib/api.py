@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import jax
 import optax
@@ -23,12 +23,16 @@ from shardlib import wings
 from shardlib.annotation import tree
 from shardlib.annotation.tree import Init
 from shardlib.annotation.trees import Filter, Tree
-from shardlib.decisions.pins import PinMapping
-from shardlib.errors import VerificationError
+from shardlib.decisions.pins import PinMapping, Pins
+from shardlib.errors import PlanError, VerificationError
 from shardlib.frontend import choice
-from shardlib.frontend.choice import first_devices, machine_of, machine_of_plan
-from shardlib.frontend.model import Loss, read_and_trace, require_arguments
-from shardlib.machines.topology import TopologyLike
+from shardlib.frontend.choice import machine_of, machine_of_plan
+from shardlib.frontend.model import (
+    Loss,
+    read_and_trace,
+    require_arguments,
+)
+from shardlib.machines.topology import TopologyLike, devices_of
 from shardlib.planner.plan import Plan
 from shardlib.tracing.layouts import ambient_mesh, freed
 
@@ -128,8 +132,8 @@ def plan(
         allow=allow,
         framework=framework,
     )
-    pin = choice.with_allowed(pin, allow)
-    compiled = choice.wanted(refine, framework, pin)
+    pin = with_allowed(pin, allow)
+    compiled = wanted(refine, framework, pin)
     if compiled:
         from shardlib.frontend import verified as compiled_choice
 
@@ -368,3 +372,64 @@ def verify(
         )
         traced, chosen = choice.given_or_searched(traced, plan, machine, pin)
         return verified(traced, chosen, machine, limits, options)
+
+
+def first_devices(
+    topology: TopologyLike | None, devices: Sequence[jax.Device] | None, count: int
+) -> Sequence[jax.Device] | None:
+    """The devices that a program uses: those that are given, or the first that the topology names;
+    None for the first that JAX sees.
+
+    Args:
+        devices: exactly those to use; None for no such wish.
+    """
+    if devices is not None:
+        return devices
+    named = devices_of(topology)
+    return None if named is None else named[:count]
+
+
+def with_allowed(
+    pin: PinMapping | Pins | None, allow: Mapping[str, str | Sequence[str]] | None
+) -> PinMapping | None:
+    """Pins with dtypes that the planner may choose.
+
+    Args:
+        allow: dtypes, one or several, by what has one; None allows no others.
+    """
+    if isinstance(pin, Pins):  # functions that take pins take them read, too
+        return cast("PinMapping", pin.changed(Pins.parse({"allow": allow or {}})))
+    return {**(pin or {}), "allow": allow} if allow else pin
+
+
+def wanted(refine: int | None, framework: str | None, pin: PinMapping | None = None) -> int:
+    """Returns how many plans to compile; none of a framework, which runs its own programs, or of
+    islands.
+
+    Args:
+        framework: the training framework; None for programs of shardlib.
+    """
+    count = _plans_to_compile(refine)
+    if framework is not None and count:
+        raise PlanError(
+            f"refine is about programs that shardlib makes, and {framework} runs its"
+            " own\nTry: leave out one of the two"
+        )
+    if count and Pins.parse(pin).exchange.islands > 1:
+        raise PlanError(
+            "refine is about the plans of one island, and an exchange is pinned\nTry: refine=0, and"
+            " shardlib.verify, which compiles a step and a meeting; or refine without the exchange"
+        )
+    return count
+
+
+def _plans_to_compile(refine: object) -> int:
+    """The number of plans to compile; 0 for none."""
+    if refine is None:
+        return 0
+    if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
+        raise PlanError(
+            f"refine is {refine!r}; it is the number of plans to compile\nTry: refine=3, or"
+            " refine=0 for none"
+        )
+    return refine

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import re
 
-from shardlib.verification.hlo import Computation, Instruction, Module, parse, trip_count
+from shardlib.verification.hlo import Computation, Instruction, Module, parse
+from shardlib.verification.traffic import trip_count
 
 
 def product_flops(text: str) -> int:

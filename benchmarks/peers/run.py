@@ -44,7 +44,7 @@ from shardlib.layout import MeshShape
 from shardlib.models import build, example_batch
 from shardlib.models.presets import PRESETS
 from shardlib.verification.hlo import parse
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 TPU = "v5e:2x4"

@@ -35,8 +35,8 @@ from shardlib.annotation.names import (
 )
 from shardlib.annotation.trees import (
     Filter,
-    Parts,
     Predicate,
+    SplitTree,
     Tree,
     base_is_trained,
     frozen_leaves,
@@ -589,8 +589,8 @@ class Pair:
         state: the leaves of its state, of which all arrays may change.
     """
 
-    model: Parts
-    state: Parts
+    model: SplitTree
+    state: SplitTree
 
     @staticmethod
     def of(initialised: Tree, name: str) -> Pair:
@@ -601,7 +601,7 @@ class Pair:
                 " makes a pair (params, state)\nTry: what hk.transform_with_state(f).init and"
                 " eqx.nn.make_with_state(Module) make"
             )
-        pair = Pair(model=Parts.of(initialised[0]), state=Parts.of(initialised[1]))
+        pair = Pair(model=SplitTree.of(initialised[0]), state=SplitTree.of(initialised[1]))
         if not pair.model.trained:
             raise AnnotationError(
                 f"initialiser {name!r} made no floating-point arrays as the first of its pair, of"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -34,11 +34,11 @@ from flax.core import meta
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib import _jax_compat
-from shardlib.annotation.trees import Partition, Tree, path_parts, path_text
+from shardlib.annotation.trees import Partition, Tree, path_text
 from shardlib.errors import AnnotationError, ArgumentError, TracingError, raise_all
 from shardlib.findings import Finding, diagnostic
 from shardlib.functions.losses import WeightedMean
-from shardlib.jax_types import Index, Jaxpr, KeyPath, Metrics, Value
+from shardlib.jax_types import Index, Jaxpr, Metrics, Value
 from shardlib.layout import LogicalAxes
 from shardlib.untrusted.data import SEEDS, read_seed
 
@@ -120,7 +120,7 @@ def metadata_of(holder: Any) -> dict[str, Any]:
     return dict(getattr(holder, "metadata", None) or {})
 
 
-def beside(tree: Tree, axes: Tree, what: str) -> list[object]:
+def names_of_leaves(tree: Tree, axes: Tree, what: str) -> list[object]:
     """The names in a separate tree for every leaf of a tree of arrays, in leaf order."""
     places: dict[str, range] = {}
     paths: list[str] = []
@@ -198,7 +198,7 @@ def of_state(
     names = [
         written_name if beside_name is None else beside_name
         for beside_name, written_name in zip(
-            beside(state, axes, "state"), written(state), strict=True
+            names_of_leaves(state, axes, "state"), written(state), strict=True
         )
     ]
     named, findings = fitted(
@@ -556,153 +556,3 @@ class Model:
     def partition(self) -> Partition:
         """The split of `params` into trained and frozen."""
         return Partition.of(self.params, self.frozen)
-
-
-# --------------------------------------------------------------------------------------------------
-# Arrays that are not trained and that no loss changes: teachers, buffers, statistics in evaluation.
-#
-# Front ends return them as model state. `freeze` makes them untrained parameters, so that they are
-# sharded, stored and gathered like parameters; the remaining state is updated by the loss, random
-# streams, or integers.
-
-
-def freeze(model: Model, paths: Collection[str]) -> Model:
-    """The model with some of its state moved to its parameters, untrained."""
-    moved = _movable(model, paths)
-    if not moved:
-        return model
-    moving = _Moving(params=model.params, state=model.state, moved=moved)
-
-    def init(seed: Index) -> tuple[Tree, Tree]:
-        return moving.there(*model.init(seed))
-
-    def bind(loss: Callable[..., Tree]) -> PureLoss:
-        pure = model.bind(loss)
-
-        def run(params: Tree, state: Tree, batch: Tree) -> Tree:
-            value, (metrics, after) = pure(*moving.back(params, state), batch)
-            return value, (metrics, moving.left(after))
-
-        return run
-
-    params, state = moving.there(model.params, model.state)
-    return replace(
-        model,
-        init=init,
-        params=params,
-        state=state,
-        bind=bind,
-        rebuild=lambda params, state: model.rebuild(*moving.back(params, state)),
-        frozen=model.frozen | moved,
-        axes={
-            **model.axes,
-            **{path: axes for path, axes in model.state_axes.items() if path in moved},
-        },
-        state_axes={path: axes for path, axes in model.state_axes.items() if path not in moved},
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Moving:
-    """Trees of params and state, before and after some leaves of the state have moved.
-
-    Attributes:
-        params, state: abstract, before.
-        moved: dotted paths of the state.
-    """
-
-    params: Tree
-    state: Tree
-    moved: frozenset[str]
-
-    def there(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """The trees after the move."""
-        gone = [
-            (path, leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-            if path_text(path) in self.moved
-        ]
-        return _grafted(params, gone), self.left(state)
-
-    def left(self, state: Tree) -> Tree:
-        """The state after the move."""
-        return _without(state, self.moved, "")
-
-    def back(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """The trees before the move, from those after it."""
-        params_by_path, theirs = _by_path(params), _by_path(state)
-        ours = [leaf for path, leaf in params_by_path.items() if path not in self.moved]
-        return self._params.unflatten(ours), self._state[1].unflatten(
-            [
-                params_by_path[path] if path in self.moved else theirs[path]
-                for path in self._state[0]
-            ]
-        )
-
-    @cached_property
-    def _params(self) -> Any:
-        return jax.tree.structure(self.params)
-
-    @cached_property
-    def _state(self) -> tuple[tuple[str, ...], Any]:
-        return tuple(_by_path(self.state)), jax.tree.structure(self.state)
-
-
-def _movable(model: Model, paths: Collection[str]) -> frozenset[str]:
-    """The paths that go through dicts only, in state and params, to a free place."""
-    movable = set[str]()
-    for path, _ in jax.tree_util.tree_leaves_with_path(model.state):
-        if (
-            path_text(path) in paths
-            and all(isinstance(key, jax.tree_util.DictKey) for key in path)
-            and _free(model.params, path_parts(path))
-        ):
-            movable.add(path_text(path))
-    distinct = all(
-        len(_by_path(tree)) == len(jax.tree.leaves(tree)) for tree in (model.params, model.state)
-    )
-    return frozenset(movable.difference(_by_path(model.params))) if distinct else frozenset()
-
-
-def _free(tree: Any, keys: KeyPath) -> bool:
-    for key in keys:
-        if type(tree) is not dict or any(type(sibling) is not type(key) for sibling in tree):
-            return False
-        if key not in tree:
-            return True
-        tree = tree[key]
-    return False
-
-
-def _grafted(tree: Tree, leaves: list[tuple[tuple[Any, ...], Any]]) -> Tree:
-    """Nested dicts with leaves added."""
-    for path, leaf in leaves:
-        tree = _put(tree, path_parts(path), leaf)
-    return tree
-
-
-def _put(tree: Mapping[Any, Any], keys: KeyPath, leaf: Any) -> dict[Any, Any]:
-    first, *inner_keys = keys
-    return {
-        **tree,
-        first: _put(tree.get(first, {}), tuple(inner_keys), leaf) if inner_keys else leaf,
-    }
-
-
-def _without(tree: Any, gone: Collection[str], prefix: str) -> Any:
-    """Nested dicts with leaves, and dicts that become empty, removed."""
-    if type(tree) is not dict:
-        return tree
-    left: dict[Any, Any] = {}
-    for key, branch in tree.items():
-        path = f"{prefix}.{key}" if prefix else str(key)
-        if path in gone and type(branch) is not dict:
-            continue
-        inner = _without(branch, gone, path)
-        if type(branch) is not dict or inner or not branch:
-            left[key] = inner
-    return left
-
-
-def _by_path(tree: Tree) -> dict[str, Any]:
-    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,20 +21,18 @@ from shardlib.annotation.names import (
     Model,
     PureLoss,
     as_it_is,
-    beside,
     fitted,
     key_of,
     loss_and_metrics,
+    names_of_leaves,
     written,
 )
 from shardlib.annotation.trees import (
     Filter,
-    Parts,
+    SplitTree,
     Tree,
     frozen_leaves,
     is_array,
-    is_plain,
-    made_abstractly,
     op_by_op,
     path_text,
 )
@@ -123,7 +121,7 @@ def from_tree(described: TreeInit, wrt: Filter = None, free: Free = as_it_is) ->
         pair = Pair.of(initialised, name)
         tree, parts, binding, more = initialised[0], pair, bound(pair), pair.model.findings
     elif not is_plain(jax.tree.leaves(initialised)):
-        parts = Parts.of(initialised)
+        parts = SplitTree.of(initialised)
         binding, more = _binding(parts.whole), parts.findings
         if not parts.trained:
             raise AnnotationError(
@@ -174,7 +172,7 @@ def _named(
     """The names of the trained arrays: from `axes`, or from boxes and variables of the whole
     tree.
     """
-    pairs = zip(beside(tree, axes, "params"), written(tree), strict=True)
+    pairs = zip(names_of_leaves(tree, axes, "params"), written(tree), strict=True)
     names = dict(
         zip(
             (path for path, _ in jax.tree_util.tree_leaves_with_path(tree)),
@@ -358,4 +356,27 @@ def ignored_constraints(
         )
         if count
         else ()
+    )
+
+
+def is_plain(leaves: Sequence[Tree]) -> bool:
+    """True if all leaves are arrays or floats; then all of them are trained."""
+    return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
+
+
+def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
+    """The result of an initialiser with `jax.ShapeDtypeStruct` for arrays, all other leaves
+    unchanged.
+    """
+    seen: list[tuple[Any, list[Any]]] = []
+
+    def arrays() -> list[Any]:
+        leaves, structure = jax.tree.flatten(initialise(jax.random.key(0)))
+        seen.append((structure, [None if is_array(leaf) else leaf for leaf in leaves]))
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    abstract = iter(jax.eval_shape(arrays))
+    structure, leaves = seen[-1]
+    return jax.tree.unflatten(
+        structure, [next(abstract) if leaf is None else leaf for leaf in leaves]
     )

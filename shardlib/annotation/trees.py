@@ -28,7 +28,7 @@ activation functions, flags, rates. Its floating-point arrays are trained, its o
 state that stays unchanged, and the rest is kept as the initialiser made it. The loss takes the
 whole module.
 
->>> parts = Parts.of({"w": jax.ShapeDtypeStruct((2,), "float32"), "act": len})
+>>> parts = SplitTree.of({"w": jax.ShapeDtypeStruct((2,), "float32"), "act": len})
 >>> parts.split({"w": 1.0, "act": len})[0], parts.whole({"act": None, "w": 2.0}, {})
 ({'act': None, 'w': 1.0}, {'act': <built-in function len>, 'w': 2.0})
 
@@ -258,13 +258,8 @@ def is_array(leaf: Tree) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
 
 
-def is_plain(leaves: Sequence[Tree]) -> bool:
-    """True if all leaves are arrays or floats; then all of them are trained."""
-    return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Parts:
+class SplitTree:
     """A tree with the positions of its trained leaves.
 
     Attributes:
@@ -282,7 +277,7 @@ class Parts:
     fixed: tuple[int, ...]
 
     @staticmethod
-    def of(tree: Tree) -> Parts:
+    def of(tree: Tree) -> SplitTree:
         """Reads a tree."""
         leaves, structure = jax.tree.flatten(tree)
         paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
@@ -294,7 +289,7 @@ class Parts:
         fixed = tuple(
             index for index, leaf in enumerate(leaves) if is_array(leaf) and index not in trained
         )
-        return Parts(
+        return SplitTree(
             structure=structure,
             paths=paths,
             kept={index: leaf for index, leaf in enumerate(leaves) if not is_array(leaf)},
@@ -347,24 +342,6 @@ class Parts:
                 hint="make an array of what is to be trained",
             ),
         )
-
-
-def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
-    """The result of an initialiser with `jax.ShapeDtypeStruct` for arrays, all other leaves
-    unchanged.
-    """
-    seen: list[tuple[Any, list[Any]]] = []
-
-    def arrays() -> list[Any]:
-        leaves, structure = jax.tree.flatten(initialise(jax.random.key(0)))
-        seen.append((structure, [None if is_array(leaf) else leaf for leaf in leaves]))
-        return [leaf for leaf in leaves if is_array(leaf)]
-
-    abstract = iter(jax.eval_shape(arrays))
-    structure, leaves = seen[-1]
-    return jax.tree.unflatten(
-        structure, [next(abstract) if leaf is None else leaf for leaf in leaves]
-    )
 
 
 #: Maximum number of characters of a value in a message.

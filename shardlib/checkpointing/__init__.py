@@ -7,7 +7,6 @@ folder.py       the folder of checkpoints, and its owner
 foreign.py      users' own models from files of Hugging Face, and adapters in the format of PEFT
 huggingface.py  the parameters of reference models as the safetensors files of Hugging Face, read
                 and written shard by shard
-reading.py      reading of checkpoints
 store.py        checkpoints of training states in a folder
 tree.py         training states as named arrays
 """

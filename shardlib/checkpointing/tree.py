@@ -80,14 +80,6 @@ def state_of(form: Tree, like: State) -> State:
     return like.of_stored_form(form) if isinstance(like, SeveralStates) else form
 
 
-def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
-    """True if a checkpoint has the same number of islands as a state, and the same exchange."""
-    if isinstance(state, SeveralStates):
-        return state.is_stored_in(arrays)
-    several = any(path.startswith(("islands.", "outer.")) for path in arrays)
-    return not (several and isinstance(state, TrainState))
-
-
 def without_optimizer(state: State) -> State:
     """A state without optimizer state and related parts."""
     if isinstance(state, SeveralStates):
@@ -154,13 +146,6 @@ def _with_inner_dim(sharding: Sharding | None, ndim: int) -> Sharding | None:
     return NamedSharding(
         sharding.mesh, PartitionSpec(*dims, None), memory_kind=sharding.memory_kind
     )
-
-
-def raw_arrays(named: Mapping[str, Tree]) -> dict[str, Tree]:
-    """Arrays by path, keys as integers; nothing is copied."""
-    return {
-        path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items()
-    }
 
 
 def fitted(target: Mapping[str, Tree], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

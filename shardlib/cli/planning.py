@@ -98,7 +98,7 @@ def scale_command(
     do not pay.
     """
     from shardlib.cli.inputs import sizes
-    from shardlib.report.curves import curve_svg
+    from shardlib.report.pages import curve_svg
 
     pins, numbers = parse_pins(pin or []), sizes(devices)
     with (
@@ -824,7 +824,7 @@ def write_trace(
         run: with profiles; None for the prediction alone.
     """
     from shardlib.report.timelines import step_trace
-    from shardlib.verification.recorded_steps import newest_profile, recorded_steps
+    from shardlib.verification.timelines import newest_profile, recorded_steps
 
     steps = () if run is None else recorded_steps(newest_profile(run), plan.digest)
     staged = None if timeline is None or not timeline.stages else timeline

@@ -311,7 +311,7 @@ class Reads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class CachedCopy:
     """A copy and the lock that keeps it."""
 
     path: Path
@@ -409,7 +409,7 @@ def digest_of(path: Path) -> str:
 class OpenCopy(io.FileIO):
     """A copy as a file, whose lock is released when it is closed."""
 
-    def __init__(self, copy: Held) -> None:
+    def __init__(self, copy: CachedCopy) -> None:
         self._lock: Any = copy.lock
         super().__init__(copy.path, "rb")
 
@@ -466,7 +466,7 @@ class CachedFiles:
     def __init__(self, *, source: Files, folder: Path, limit_bytes: int) -> None:
         self._source, self._folder, self._limit = source, folder, limit_bytes
         self._infos: dict[str, FileInfo] = {}
-        self._kept: dict[str, Held] = {}
+        self._kept: dict[str, CachedCopy] = {}
         self._found: dict[tuple[str, str], Finding] = {}
         self._verified: set[tuple[str, int, int]] = set()
 
@@ -516,7 +516,7 @@ class CachedFiles:
                 f" the size of all files of {self.root}, on a disk that has them"
             ) from error
 
-    def _held(self, name: str) -> Held | None:
+    def _held(self, name: str) -> CachedCopy | None:
         """A copy that nobody removes until its lock is released; None where there is no room for
         one.
         """
@@ -544,7 +544,7 @@ class CachedFiles:
             raise DataError(f"there is no file {name} in {self._source.root}")
         return self._infos[name]
 
-    def _locked(self, entry: Entry, info: FileInfo) -> Held | None:
+    def _locked(self, entry: Entry, info: FileInfo) -> CachedCopy | None:
         lock = Lock(entry.lock)
         try:
             while True:
@@ -552,7 +552,7 @@ class CachedFiles:
                 if self._whole(entry, info):
                     now = time.time_ns()
                     os.utime(entry.sidecar, ns=(now, now))  # the clock of file systems is coarser
-                    return Held(path=entry.data, lock=lock)
+                    return CachedCopy(path=entry.data, lock=lock)
                 lock.take()  # alone; another process may have come between
                 if not self._whole(entry, info) and not self._fetch(entry, info):
                     lock.release()

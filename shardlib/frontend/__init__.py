@@ -7,8 +7,7 @@ Planning loads nothing that lowers, compiles or verifies.
 choice.py        the choice of a machine and of a plan for a traced model
 gradients.py     `shardlib.value_and_grad`
 lowered.py       the program of a plan for a traced loss
-marked.py        a step that marks its losses with `shardlib.value_and_grad`, planned and lowered by
-                 them
+marked.py        the marked losses of a step as models, and the layouts of its state and values
 model.py         checks of the arguments of the public functions, and the traced model
 own_layouts.py   layouts that a program brings along, as priced hints or as pins
 plain_jax.py     a plan as a file of plain JAX that needs no shardlib

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -17,7 +17,7 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.frontend import own_layouts
 from shardlib.frontend.model import TracedModel
 from shardlib.graph import Problem
-from shardlib.machines.topology import Topology, TopologyLike, devices_of
+from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import Prepared, prepared_for, search
@@ -66,21 +66,6 @@ def _measured(devices: int) -> Topology:
     return measured_cpu(devices)
 
 
-def first_devices(
-    topology: TopologyLike | None, devices: Sequence[jax.Device] | None, count: int
-) -> Sequence[jax.Device] | None:
-    """The devices that a program uses: those that are given, or the first that the topology names;
-    None for the first that JAX sees.
-
-    Args:
-        devices: exactly those to use; None for no such wish.
-    """
-    if devices is not None:
-        return devices
-    named = devices_of(topology)
-    return None if named is None else named[:count]
-
-
 def island_batch(
     batch: Tree, batch_axes: Tree, plan: Plan | None, pin: PinMapping | Pins | None
 ) -> Tree:
@@ -91,52 +76,6 @@ def island_batch(
     if exchange.islands == 1:
         return batch
     return wings.islands("lowering").rows_of_one(batch, batch_axes, exchange)
-
-
-def with_allowed(
-    pin: PinMapping | Pins | None, allow: Mapping[str, str | Sequence[str]] | None
-) -> PinMapping | None:
-    """Pins with dtypes that the planner may choose.
-
-    Args:
-        allow: dtypes, one or several, by what has one; None allows no others.
-    """
-    if isinstance(pin, Pins):  # functions that take pins take them read, too
-        return cast("PinMapping", pin.changed(Pins.parse({"allow": allow or {}})))
-    return {**(pin or {}), "allow": allow} if allow else pin
-
-
-def wanted(refine: int | None, framework: str | None, pin: PinMapping | None = None) -> int:
-    """Returns how many plans to compile; none of a framework, which runs its own programs, or of
-    islands.
-
-    Args:
-        framework: the training framework; None for programs of shardlib.
-    """
-    count = _plans_to_compile(refine)
-    if framework is not None and count:
-        raise PlanError(
-            f"refine is about programs that shardlib makes, and {framework} runs its"
-            " own\nTry: leave out one of the two"
-        )
-    if count and Pins.parse(pin).exchange.islands > 1:
-        raise PlanError(
-            "refine is about the plans of one island, and an exchange is pinned\nTry: refine=0, and"
-            " shardlib.verify, which compiles a step and a meeting; or refine without the exchange"
-        )
-    return count
-
-
-def _plans_to_compile(refine: object) -> int:
-    """The number of plans to compile; 0 for none."""
-    if refine is None:
-        return 0
-    if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
-        raise PlanError(
-            f"refine is {refine!r}; it is the number of plans to compile\nTry: refine=3, or"
-            " refine=0 for none"
-        )
-    return refine
 
 
 def searched(

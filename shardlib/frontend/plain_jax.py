@@ -16,13 +16,13 @@ import jax
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.errors import PlanError, raise_all
+from shardlib.frontend import marked
 from shardlib.frontend.lowered import interleaving_of, placements_of
 from shardlib.frontend.model import TracedModel
 from shardlib.graph import Problem
 from shardlib.jax_types import Jaxpr
 from shardlib.layout import INNER_AXES, Layout
 from shardlib.lowering import plain
-from shardlib.lowering import steps as step_layouts
 from shardlib.lowering.accumulation import part_of
 from shardlib.lowering.contractions import follows
 from shardlib.lowering.mesh import batch_dims, parameter_order
@@ -255,7 +255,7 @@ def _loss_layouts(model: TracedModel, plan: Plan) -> dict[str, str]:
 
 def _step_layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> dict[str, str]:
     """The layouts of a step around its losses, as fields of `step.Layouts`."""
-    step_layout = step_layouts.layouts(traced, plan, colouring)
+    step_layout = marked.layouts(traced, plan, colouring)
     values = _values(traced.program, _names(traced.closed))
     state = zip(plain.paths(traced.state), step_layout.state, strict=True)
     return {

@@ -42,8 +42,12 @@ from shardlib.findings import Finding
 from shardlib.frontend import own_layouts
 from shardlib.frontend.choice import machine_of
 from shardlib.frontend.marked import (
+    InPlace,
+    LoweredLosses,
     MarkedStep,
     SingleLoss,
+    StepLayouts,
+    layouts,
     loss_plan,
     lower_losses,
     marked_pins,
@@ -60,7 +64,6 @@ from shardlib.lowering.mesh import abstract_mesh, device_mesh, held, named_shard
 from shardlib.lowering.program import Options
 from shardlib.lowering.random_keys import implementation, is_key
 from shardlib.lowering.runtime import given, placed, shapes_of_batch
-from shardlib.lowering.steps import InPlace, LoweredLosses, StepLayouts, layouts
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan

@@ -1,20 +1,31 @@
-"""Verification of plans and programs with the compiler, and the best plan for every number of
-devices.
+"""Verification of plans and programs with the compiler, the best of several plans by its figures,
+and the best plan for every number of devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import optax
 
 from shardlib import wings
 from shardlib.annotation.tree import Init
 from shardlib.annotation.trees import Filter, Tree
+from shardlib.cost.pricing import reprice
 from shardlib.cost.roofline import without_margin
 from shardlib.decisions.pins import PinMapping, Pins
-from shardlib.errors import InfeasibleError, PinError, TopologyError
+from shardlib.errors import (
+    InfeasibleError,
+    MissingPackageError,
+    PinError,
+    ShardlibError,
+    TopologyError,
+    VerificationError,
+    raise_all,
+)
+from shardlib.findings import Finding, diagnostic
 from shardlib.frontend.choice import island_batch
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import Loss, TracedModel, problem, require_arguments
@@ -22,13 +33,14 @@ from shardlib.graph import Problem
 from shardlib.lowering.program import Options
 from shardlib.lowering.training_program import TrainingProgram
 from shardlib.machines.topology import Topology, TopologyLike, of_size
-from shardlib.planner.plan import Plan
+from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.questions import pinned, priced_on, roomy
 from shardlib.planner.scaling import Curve, curve
 from shardlib.planner.search import ranked, search
+from shardlib.planner.stored import CHOSEN, SLOWER, Refined, Trial
+from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
-from shardlib.verification.refining import refine as refined
-from shardlib.verification.report import Verification
+from shardlib.verification.report import CompiledStep, Verification
 from shardlib.verification.verify import verify_program
 
 # --------------------------------------------------------------------------------------------------
@@ -167,7 +179,7 @@ def refined_by_compiler(
         return verify_program(lower(model, priced, abstract=True), machine, limits)
 
     machine = without_margin(machine)
-    return refined(
+    return refine(
         ranked(model.traced.problem, machine, pin), wanted, machine, compiled
     ).with_findings(*model.model.findings)
 
@@ -201,3 +213,310 @@ def verified_program(
         several = wings.islands("verification")
         return several.verify_islands(plan, plan.exchange, step, machine, limits, options)
     return verify_program(step, machine, limits, options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Findings of refinement: another plan than predicted, plans that the compiler refuted, too few that
+# survived.
+
+#: Compilations for each plan that is wanted, at most.
+COMPILATIONS = 3
+
+
+def trial_name(trial: Trial) -> str:
+    return f"{trial.mesh}{f' ({trial.summary})' if trial.summary else ''}"
+
+
+def search_counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int], ...]:
+    """Outcomes of the search, with how many plans were compiled and how many of these the compiler
+    refuted.
+    """
+    refuted = sum(not trial.survived for trial in trials)
+    return (
+        *plan.search.counts,
+        ("compiled", len(trials)),
+        *((("refuted", refuted),) if refuted else ()),
+    )
+
+
+@diagnostic
+def refine_findings(record: Refined, chosen: int) -> list[Finding]:
+    """Returns what refinement changed: another plan than predicted, plans that were cut, the
+    bound.
+    """
+    findings: list[Finding] = []
+    first, best = record.trials[0], record.trials[chosen]
+    if chosen and first.survived:
+        findings.append(
+            Finding(
+                code="reranked",
+                severity="info",
+                message=(
+                    f"{trial_name(first)} was predicted to be the fastest; by the compiler's"
+                    f" figures it takes {seconds_text(first.compiled_seconds)} a step, and this"
+                    " plan"
+                    f" {seconds_text(best.compiled_seconds)}."
+                ),
+            )
+        )
+    cut = [trial.verdict for trial in record.trials if not trial.survived]
+    if cut:
+        reasons = ", ".join(f"{cut.count(reason)} {reason}" for reason in dict.fromkeys(cut))
+        findings.append(
+            Finding(
+                code="refuted-plans",
+                severity="info",
+                message=(
+                    f"the compiler refused {len(cut)} of the {len(record.trials)} plans that were"
+                    f" compiled: {reasons}."
+                ),
+            )
+        )
+    survived = sum(trial.survived for trial in record.trials)
+    if record.bounded or survived < record.wanted:
+        why = (
+            f"the bound of {COMPILATIONS} compilations for each was reached"
+            if record.bounded
+            else "there are no more candidates"
+        )
+        findings.append(
+            Finding(
+                code="refine-bound",
+                severity="warning",
+                message=f"{survived} of {record.wanted} wanted plans survived the compiler: {why}.",
+                hint=(
+                    "pin what saves memory, or look at what the compiler says about the plans it"
+                    " refutes"
+                    if record.bounded
+                    else ""
+                ),
+            )
+        )
+    return findings
+
+
+# --------------------------------------------------------------------------------------------------
+# Plans to compile first.
+#
+# What a compiler keeps for the backward pass is what a cost model knows least about, so the
+# fastest plan of every remat policy has its turn before a second one of any policy.
+
+#: Times the seconds of the fastest, up to which a plan has its turn early. Predicted times are up
+#: to 19% off the TPU compiler's order (`benchmarks/results/order_by_compiler.json`).
+SLACK = 1.25
+
+
+def one_of_each_policy(ranking: Iterable[Ranked]) -> Iterator[Ranked]:
+    """Plans in the order in which they are compiled."""
+    plans = iter(ranking)
+    fastest, later = dict[str, Ranked](), list[Ranked]()
+    for plan in plans:
+        policy = plan.candidate.decisions.remat
+        if fastest and plan.seconds > SLACK * next(iter(fastest.values())).seconds:
+            later.append(plan)
+            break
+        if policy in fastest:
+            later.append(plan)
+        else:
+            fastest[policy] = plan
+    yield from fastest.values()
+    yield from later
+    yield from plans
+
+
+# --------------------------------------------------------------------------------------------------
+# Refinement: the first plans of a ranking compiled, and ranked again by the compiler's figures.
+#
+# A cost model ranks plans by predictions; the compiler knows better what it makes of each.
+# `refine` takes plans in the order of their predicted time, one of each remat policy first, has
+# each compiled, drops those that the compiler refutes (out of memory, no program), and goes on
+# until as many as wanted survive. Those are ranked again, with the compiler's memory and
+# collectives and, on a TPU, its estimate of the kernels (`shardlib.cost.pricing` has the formula).
+#
+# A plan that is out of memory says something about others with the same remat policy. Those are
+# passed over that are predicted to need at least as much, or that would not fit if their
+# prediction were as wrong as the best one seen. At most `COMPILATIONS` plans are compiled for each
+# that is wanted.
+
+#: Has a plan compiled for its machine.
+Verify = Callable[[Plan], Verification]
+
+
+def refine(ranking: Iterable[Ranked], count: int, topology: Topology, verify: Verify) -> Plan:
+    """The best of the first plans of a ranking that the compiler confirms."""
+    bench = _Bench(count=count, topology=topology, verify=verify)
+    for entry in one_of_each_policy(ranking):
+        if bench.full:
+            break
+        bench.take(entry)
+    return bench.verdict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Survivor:
+    """A compiled plan that fits; `number` is its place among the trials."""
+
+    number: int
+    plan: Plan
+    found: Verification
+    refined: Refined
+
+
+class _Bench:
+    """Plans that were compiled so far."""
+
+    def __init__(self, *, count: int, topology: Topology, verify: Verify) -> None:
+        self.wanted, self.topology, self._verify = count, topology, verify
+        self.trials: list[Trial] = []
+        self.survivors: list[_Survivor] = []
+        self.passed_over = 0
+        self._too_much: dict[str, float] = {}
+        self._ratio: dict[str, float] = {}
+
+    @property
+    def bounded(self) -> bool:
+        """True if fewer plans survived than wanted when the compilations were used up."""
+        return len(self.survivors) < self.wanted and len(self.trials) >= COMPILATIONS * self.wanted
+
+    @property
+    def full(self) -> bool:
+        return len(self.survivors) >= self.wanted or self.bounded
+
+    def take(self, entry: Ranked) -> None:
+        """Compiles one plan, unless a leaner one was out of memory."""
+        policy = entry.candidate.decisions.remat
+        if self._hopeless(policy, entry.peak_bytes):
+            self.passed_over += 1
+            return
+        plan = entry.make()
+        trial = Trial(
+            mesh=plan.mesh,
+            summary=entry.candidate.summary,
+            predicted_seconds=plan.estimate.step_seconds,
+            predicted_bytes=plan.estimate.device_bytes.peak,
+            verdict=SLOWER,
+        )
+        try:
+            verification = self._verify(plan)
+        except (MissingPackageError, TopologyError):
+            raise
+        except ShardlibError as error:
+            self.trials.append(replace(trial, verdict="not-lowered", message=str(error)))
+            return
+        trial = replace(trial, compile_seconds=verification.compile_seconds)
+        if verification.compiled is None:
+            trial = replace(
+                trial,
+                verdict=verification.findings[0].code,
+                message=verification.findings[0].message,
+            )
+        else:
+            trial = self._measured(trial, plan, verification, verification.compiled)
+        if trial.verdict == "out-of-memory":
+            self._too_much[policy] = min(
+                entry.peak_bytes, self._too_much.get(policy, entry.peak_bytes)
+            )
+        if trial.compiled_bytes:
+            ratio = trial.compiled_bytes / entry.peak_bytes
+            self._ratio[policy] = min(ratio, self._ratio.get(policy, ratio))
+        self.trials.append(trial)
+
+    def _hopeless(self, policy: str, peak_bytes: float) -> bool:
+        """Returns whether plans like it were out of memory and this one is no leaner."""
+        if policy not in self._too_much:
+            return False
+        return (
+            peak_bytes >= self._too_much[policy]
+            or peak_bytes * self._ratio.get(policy, 0.0) > self.topology.chip.usable_bytes
+        )
+
+    def _measured(
+        self, trial: Trial, plan: Plan, verification: Verification, compiled: CompiledStep
+    ) -> Trial:
+        """The trial of a plan that compiles; one that fits becomes a survivor.
+
+        A stand-in for a kernel, which the compiler was given where there is no GPU, needs more
+        memory than the kernel: that much by the cost model does not count.
+        """
+        stand_in = verification.plan.estimate.device_bytes.peak - plan.estimate.device_bytes.peak
+        peak, usable = (
+            compiled.device_bytes["peak"] - stand_in,
+            self.topology.chip.usable_bytes,
+        )
+        seconds = reprice(
+            plan.estimate.seconds,
+            compiled.collectives,
+            compiled.compute_seconds,
+            self.topology.chip.vendor,
+            zero=plan.zero,
+        )
+        trial = replace(trial, compiled_seconds=seconds.total, compiled_bytes=peak)
+        if peak > usable:
+            return replace(
+                trial,
+                verdict="out-of-memory",
+                message=(
+                    f"the program needs {bytes_text(peak)} a device and there are"
+                    f" {bytes_text(usable)}."
+                ),
+            )
+        self.survivors.append(
+            _Survivor(
+                number=len(self.trials),
+                plan=plan,
+                found=verification,
+                refined=Refined(
+                    wanted=self.wanted,
+                    seconds=seconds,
+                    device_bytes=tuple({**compiled.device_bytes, "peak": peak}.items()),
+                    collectives=compiled.collectives,
+                    kernels="compiler" if compiled.compute_seconds else "model",
+                    trials=(),
+                    versions=tuple(verification.versions.items()),
+                ),
+            )
+        )
+        return trial
+
+    def verdict(self) -> Plan:
+        """The fastest survivor, with the record of all trials."""
+        if not self.survivors:
+            self._nothing()
+        best = min(
+            self.survivors, key=lambda survivor: (survivor.refined.step_seconds, survivor.number)
+        )
+        trials = tuple(
+            replace(trial, verdict=CHOSEN) if number == best.number else trial
+            for number, trial in enumerate(self.trials)
+        )
+        record = replace(
+            best.refined, trials=trials, passed_over=self.passed_over, bounded=self.bounded
+        )
+        plan = replace(
+            best.plan,
+            refined=record,
+            search=replace(best.plan.search, counts=search_counts(best.plan, trials)),
+        )
+        warnings = [finding for finding in best.found.findings if finding.severity != "info"]
+        return plan.with_findings(*refine_findings(record, best.number), *warnings)
+
+    def _nothing(self) -> NoReturn:
+        too_large = all(trial.verdict == "out-of-memory" for trial in self.trials)
+        lines = [
+            f"{trial_name(trial)}:"
+            f" {trial.verdict}{': ' + trial.message.splitlines()[0] if trial.message else ''}"
+            for trial in self.trials
+        ]
+        more = f"more candidates, refine={self.wanted + 2}; or "
+        raise_all(
+            InfeasibleError if too_large else VerificationError,
+            f"the compiler refutes each of the {len(lines)} plans that were compiled for"
+            f" {self.topology.name}",
+            lines,
+            hint=more
+            + (
+                "pin what saves memory: remat=full, zero=3, more microbatches"
+                if too_large
+                else "pin another mesh, or leave refine out and look at one plan with verify"
+            ),
+        )

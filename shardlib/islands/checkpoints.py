@@ -15,8 +15,8 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
-from shardlib.checkpointing import reading
-from shardlib.checkpointing.reading import About, on_disk
+from shardlib.checkpointing import store
+from shardlib.checkpointing.store import About, on_disk
 from shardlib.checkpointing.tree import (
     Camera,
     Spec,
@@ -207,9 +207,9 @@ class Source:
             path: stored_leaf(target[path], self.about.arrays[stored])
             for path, stored in paths.items()
         }
-        for portion in reading.portions(leaves):
+        for portion in store.portions(leaves):
             named = {paths[path]: leaf for path, leaf in portion.items()}
-            arrays = reading.read_arrays(self.path, self.about, named, self.camera)
+            arrays = store.read_arrays(self.path, self.about, named, self.camera)
             for path in portion:
                 yield path, arrays.pop(paths[path])
 

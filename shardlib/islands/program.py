@@ -48,7 +48,7 @@ from shardlib.lowering.pipeline.per_stage import Dispatch, Made
 from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
 from shardlib.lowering.random_keys import BatchDims, Fold, is_key
 from shardlib.lowering.runtime import TrainState, require_present
-from shardlib.lowering.step import Evaluation, named, updated
+from shardlib.lowering.step import Evaluation, updated, with_digest
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.planner.plan import Plan
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
@@ -108,7 +108,7 @@ class UpdateProgram:
         ) -> TrainState:
             return updated(parts, state, loss, like(gradients, parts.updated), model_state)
 
-        named(update, "update", program.plan.digest)
+        with_digest(update, "update", program.plan.digest)
         replicated = mesh.named_sharding(program.mesh, Layout())
         gradients = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding),
@@ -134,7 +134,7 @@ def _compiled_gradients(program: Program, batch: Tree) -> jax.stages.Compiled:
         grads = like(constrain(grads, parts.params.gradient), parts.updated)
         return {"loss": loss, **metrics}, grads, after
 
-    named(gradients, "gradients", program.plan.digest)
+    with_digest(gradients, "gradients", program.plan.digest)
     arguments = (state.params, state.model_state, batch)
     replicated = mesh.named_sharding(program.mesh, Layout())
     results = (replicated, parts.params.gradient, shardings_of(state.model_state))

@@ -30,7 +30,7 @@ from shardlib.machines.topology import Topology, island_of, used_by
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import bytes_text
 from shardlib.verification import report
-from shardlib.verification.hlo import Found, Traffic, parse
+from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import (
     Compiled,
     ExportedStep,
@@ -43,7 +43,7 @@ from shardlib.verification.isolation import (
     target,
 )
 from shardlib.verification.report import CompiledStep, Verification
-from shardlib.verification.timelines import read_traffic, timed
+from shardlib.verification.traffic import InstructionTraffic, Traffic, read_traffic, timed
 from shardlib.verification.verify import verify_program
 
 #: Dtypes by which compilers know what crosses; narrow numbers cross as integers of their bits.
@@ -69,7 +69,7 @@ def verify_islands(
     of_one = isinstance(exchange, DiLoCo) and exchange.delay > 0
     mesh, machine = (program.plan.mesh, island) if of_one else (plan.mesh, joined)
     compile_target = target(machine, mesh)
-    collectives, met, seconds = list[Found](), list[CompiledStep](), 0.0
+    collectives, met, seconds = list[InstructionTraffic](), list[CompiledStep](), 0.0
     for meeting in abstract_meetings(exchange, program):
         exported = export_meeting(meeting, compile_target.platform)
         outcome = compile_apart(exported, compile_target, limits, options)
@@ -147,7 +147,9 @@ def _together(met: Sequence[CompiledStep]) -> CompiledStep:
 
 
 @diagnostic
-def crossings(plan: Plan, exchange: Several, found: Sequence[Found]) -> Iterator[Finding]:
+def crossings(
+    plan: Plan, exchange: Several, found: Sequence[InstructionTraffic]
+) -> Iterator[Finding]:
     """Returns what crosses between islands, and was not planned, or is wider than promised."""
     crossing = [
         collective for collective in found if ISLAND.name in collective.axes or not collective.axes

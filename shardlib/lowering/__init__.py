@@ -5,14 +5,13 @@ custom calls of a loss; `contractions`, `weights`, `context`, `experts` and `col
 lower its operations; `loss` puts the plan's layouts into it; `accumulation`, `pipeline` and `disk`
 are ways to drive a step; `program` is the compiled program that users call.
 
-accumulation.py       gradient accumulation over microbatches, with gradients reduced in each or
-                      once per step
+accumulation.py       gradient accumulation over microbatches, and the contribution of each to the
+                      loss of the whole batch
 checks.py             checks before anything is lowered or run
 collective_matmul.py  collectives over the tensor axis hidden behind the matmuls that they feed
 collectives.py        collectives of manual regions, and the dtypes of a step
 context/              attention of a sequence that is sharded over a mesh axis
 contractions.py       contractions in the layouts of a plan, forward and backward
-contribution.py       the contribution of a microbatch to the loss of the whole batch
 disk.py               optimizer state stored on disk
 experts.py            expert parallelism: dispatch and combine of tokens
 loss.py               the user's loss with the plan's layouts in it
@@ -25,7 +24,6 @@ random_keys.py        random keys in a batch, divided among microbatches
 runtime.py            training state, compiled executables, checksums of arrays, batches
 step.py               a training step: storage, gradients, guards, loss scale, update; and
                       evaluation
-steps.py              a step that a user wrote, run under a plan
 training_program.py   the protocol of programs that train
 uses.py               uses of the parameters of a traced loss
 weights.py            gathered weights, partial sums of gradients, and their reduction

@@ -1,30 +1,54 @@
-"""Gradient accumulation over microbatches, with gradients reduced in each or once per step."""
+"""Gradient accumulation over microbatches, with gradients reduced in each or once per step, and the
+contribution of a microbatch to the loss of the whole batch.
+
+Random numbers are drawn at the positions that rows have in the whole batch:
+
+>>> key, rows = jax.random.key(0), jnp.arange(1, 8, 2, dtype=jnp.uint32)
+>>> whole = jax.random.bits(key, (3, 8))
+>>> part = bits(key, rows, Draw(dim=1, inner=1), shape=(3, 4), parts=2, width=32)
+>>> bool((part == whole[:, 1::2]).all())
+True
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
-from shardlib.annotation.names import PureLoss
+from shardlib.annotation.names import Model, PureLoss
+from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Tree
-from shardlib.errors import BatchError, raise_all
-from shardlib.graph import RowDim
-from shardlib.jax_types import KeyPath
+from shardlib.errors import BatchError, PinError, TracingError, raise_all
+from shardlib.functions.attention import form_of
+from shardlib.functions.losses import WeightedMeanForm
+from shardlib.graph import RowDim, Rows
+from shardlib.jax_types import Atom, Aval, Eqn, Jaxpr, KeyPath
+from shardlib.layout import Layout
 from shardlib.lowering.loss import placed_loss
-from shardlib.lowering.mesh import batch_path
+from shardlib.lowering.mesh import batch_path, named_sharding
 from shardlib.lowering.placing import Placing
-from shardlib.lowering.random_keys import BatchDims, Fold
+from shardlib.lowering.random_keys import BatchDims, Fold, is_key, of_the_whole
 from shardlib.lowering.uses import LossJaxpr, LossReading, seen_through
 from shardlib.lowering.weights import IN_LAST, Deferred, GradientReductions
-from shardlib.tracing.program import REMAT, Equation, callee
-from shardlib.tracing.rewriting import Walk
+from shardlib.planner.plan import Plan
+from shardlib.planner.space import require_unstaged
+from shardlib.tracing.program import INLINED, REMAT, Equation, Program, callee, flatten
+from shardlib.tracing.rewriting import Walk, evaluate_equations, needed, strong
+from shardlib.tracing.row_kinds import Draw, Kind, Unlike, WholeBatchValue, draws
+from shardlib.tracing.rows import Inputs, Names, Proof, compare
+from shardlib.tracing.trace import result_names
 
 # --------------------------------------------------------------------------------------------------
 # A global batch divided into microbatches, whose gradients are summed.
@@ -32,7 +56,7 @@ from shardlib.tracing.rewriting import Walk
 # Every device takes each microbatch from its own rows: the batch dim of B rows is reshaped to
 # [B / parts, parts], and microbatch i is column i. No row changes its device; a microbatch is a
 # strided sample of the batch. Losses and metrics are averaged over the microbatches
-# (`contribution.py` has rewritten their loss so that this average is the loss of the whole batch).
+# (`contribution` has rewritten their loss so that this average is the loss of the whole batch).
 # Per-row metrics are reassembled in the order of the batch.
 
 
@@ -78,7 +102,7 @@ class Microbatches:
         shardings: of each array of the batch, a tree like it.
         dims: batch dim of each array, by path; None if it has none.
         count: number of microbatches.
-        repeated: see `shardlib.lowering.contribution.Contribution`.
+        repeated: see `shardlib.lowering.accumulation.Contribution`.
         by_row: dim of rows of each array of the metrics; None, or no entry, for one that is
             averaged.
     """
@@ -487,3 +511,781 @@ def _read_results(equation: Equation, read: Collection[int]) -> list[int] | None
         return None
     carried = scan_counts(equation.params)[1] if equation.name == "scan" else 0
     return [k for k, number in enumerate(equation.outputs) if k < carried or number in read]
+
+
+# --------------------------------------------------------------------------------------------------
+# Random numbers of a microbatch: those that the whole batch draws for its rows.
+
+_LOW = 0xFFFFFFFF
+
+
+def drawn(
+    eqn: Eqn, keys: jax.Array, rows: jax.Array, draw: Draw, parts: int
+) -> tuple[jax.Array, ...]:
+    """The results of a draw of random numbers."""
+    shape = tuple(eqn.params["shape"])
+    if eqn.primitive.name == "random_bits":
+        return (bits(keys, rows, draw, shape=shape, parts=parts, width=eqn.params["bit_width"]),)
+    words = jnp.stack(_threefry(keys, rows, draw, shape, parts), axis=-1)
+    return (jax.random.wrap_key_data(words, impl=jax.random.key_impl(keys)),)
+
+
+def bits(
+    keys: jax.Array, rows: jax.Array, draw: Draw, *, shape: Sequence[int], parts: int, width: int
+) -> jax.Array:
+    """Random bits [*keys.shape, *shape], equal to those of `jax.random.bits` for the whole
+    batch.
+    """
+    high, low = _threefry(keys, rows, draw, shape, parts)
+    if width == 64:
+        return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
+    return (high ^ low).astype(f"uint{width}")
+
+
+def _threefry(
+    keys: jax.Array, rows: jax.Array, draw: Draw, shape: Sequence[int], parts: int
+) -> list[jax.Array]:
+    """Two words for each position, [*keys.shape, *shape] each."""
+    words = jax.random.key_data(keys)
+    full_shape = (*keys.shape, *shape)
+    ones = (1,) * len(shape)
+    return threefry2x32_p.bind(
+        *(
+            jnp.broadcast_to(words[..., index].reshape(*keys.shape, *ones), full_shape)
+            for index in (0, 1)
+        ),
+        *(jnp.broadcast_to(word, full_shape) for word in positions(rows, draw, shape, parts)),
+    )
+
+
+def positions(
+    rows: jax.Array, draw: Draw, shape: Sequence[int], parts: int
+) -> tuple[jax.Array, jax.Array]:
+    """The positions of the elements of a microbatch's draw in that of the whole batch: the high and
+    the low 32 bits, of a shape that broadcasts to `shape`.
+    """
+    sizes = [size * (parts if dim == draw.dim else 1) for dim, size in enumerate(shape)]
+    high = low = jnp.zeros((1,) * len(shape), jnp.uint32)
+    for dim, size in enumerate(shape):
+        along = jnp.arange(size, dtype=jnp.uint32)
+        if dim == draw.dim:
+            inner = jnp.arange(draw.inner, dtype=jnp.uint32)
+            along = (rows[:, None] * jnp.uint32(draw.inner) + inner).reshape(size)
+        more = [
+            word.reshape(*(-1 if axis == dim else 1 for axis in range(len(shape))))
+            for word in _times(along, math.prod(sizes[dim + 1 :]))
+        ]
+        after = low + more[1]
+        high, low = high + more[0] + (after < low).astype(jnp.uint32), after
+    return high, low
+
+
+def _times(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+    """The products of 32-bit numbers and a factor of up to 64 bits: the high and the low 32
+    bits.
+    """
+    first, second = factor & 0xFFFF, (factor >> 16) & 0xFFFF
+    low, high = numbers & 0xFFFF, numbers >> 16
+    corner, cross, two = low * first, low * second, high * first
+    middle = (corner >> 16) + (cross & 0xFFFF) + (two & 0xFFFF)
+    carried = high * second + (cross >> 16) + (two >> 16) + (middle >> 16)
+    return carried + numbers * jnp.uint32((factor >> 32) & _LOW), numbers * jnp.uint32(
+        factor & _LOW
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation of the program of a microbatch, with some operands scaled or replaced by values of the
+# whole batch, and with the draws of the whole batch.
+
+#: Operand of an equation, by (path, index).
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rewriting:
+    """An evaluation of the program of a microbatch with some of its operands changed; every
+    equation keeps its path.
+
+    Attributes:
+        factors: factors of operands.
+        handed: operands that are replaced.
+        values: their replacements.
+        sums: (result, total, weight) of every weighted mean.
+        draws: by path, draws at positions in the whole batch.
+        rows: positions of the microbatch's rows; None without draws.
+        parts: number of microbatches.
+    """
+
+    factors: Mapping[Place, float]
+    handed: Mapping[Place, WholeBatchValue]
+    values: Mapping[WholeBatchValue, jax.Array]
+    sums: list[tuple[Any, Any, Any]]
+    draws: Mapping[str, Draw]
+    rows: jax.Array | None
+    parts: int
+
+    def run(
+        self, jaxpr: Jaxpr, arguments: Sequence[jax.Array], prefix: str, scope: str
+    ) -> list[jax.Array]:
+        """Results of a jaxpr."""
+        inner, constants = open_jaxpr(jaxpr)
+        env = dict(zip(inner.constvars, constants, strict=True))
+        env.update(zip(inner.invars, arguments, strict=True))
+
+        def read(atom: Atom) -> jax.Array:
+            return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+        for index, eqn in enumerate(inner.eqns):
+            path, operands = f"{prefix}{index}", [read(atom) for atom in eqn.invars]
+            here = str(eqn.source_info.name_stack)
+            within = here[len(scope) :].lstrip("/") if scope and here.startswith(scope) else here
+            with jax.named_scope(within) if within else nullcontext():
+                results = self._equation(eqn, operands, path, here)
+            if isinstance(form_of(eqn), WeightedMeanForm):
+                self.sums.append((results[0], operands[0], operands[1]))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in inner.outvars]
+
+    def _equation(
+        self, eqn: Any, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        name = eqn.primitive.name
+        if (name in INLINED or name in REMAT) and self._changed(path):
+            return self._call(eqn, operands, path, scope)
+        if path in self.draws:
+            draw, rows, parts = self.draws[path], self.rows, self.parts
+            return jax.jit(lambda keys, rows: drawn(eqn, keys, rows, draw, parts))(
+                operands[0], rows
+            )
+        if name in _LOOPS and self._changed(path):
+            return _LOOPS[name](self, eqn, operands, path, scope)
+        for position, variable in enumerate(eqn.invars):
+            handed = self.handed.get((path, position))
+            if handed is not None:
+                operands[position] = self.values[handed]
+                assert (operands[position].shape, operands[position].dtype) == (
+                    variable.aval.shape,
+                    variable.aval.dtype,
+                ), (path, position, operands[position], variable.aval)
+        factors = {
+            position: self.factors[path, position]
+            for position in range(len(operands))
+            if (path, position) in self.factors
+        }
+        if not factors:
+            return _bound(eqn, operands)
+        return jax.jit(
+            lambda *arguments: tuple(
+                _bound(
+                    eqn,
+                    [
+                        times(leaf, factors.get(position, 1.0))
+                        for position, leaf in enumerate(arguments)
+                    ],
+                )
+            )
+        )(*operands)
+
+    def _changed(self, path: str) -> bool:
+        return any(
+            place.startswith(f"{path}/") for place, _ in (*self.handed, *self.factors)
+        ) or any(drawn_at.startswith(f"{path}/") for drawn_at in self.draws)
+
+    def _call(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        """A call whose body is changed."""
+
+        def inside(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(self.run(callee(eqn), arguments, f"{path}/", scope))
+
+        if eqn.primitive.name in REMAT:
+            return jax.checkpoint(
+                inside,
+                policy=eqn.params.get("policy"),
+                prevent_cse=eqn.params.get("prevent_cse", True),
+            )(*operands)
+        inside.__name__ = inside.__qualname__ = str(eqn.params.get("name", "inside"))
+        return jax.jit(inside)(*operands)
+
+    def _scan(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        params, (constants, carried) = eqn.params, scan_counts(eqn.params)
+        fixed, first = operands[:constants], operands[constants : constants + carried]
+
+        def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+            results = self.run(params["jaxpr"], [*fixed, *carry, *slices], f"{path}/body/", scope)
+            return tuple(results[:carried]), tuple(results[carried:])
+
+        carry, stacked = jax.lax.scan(
+            body,
+            tuple(_strong(first, eqn.invars[constants:])),
+            tuple(operands[constants + carried :]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def _while(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        params, tests = eqn.params, eqn.params["cond_nconsts"]
+        first = tests + params["body_nconsts"]
+        return jax.lax.while_loop(
+            lambda state: self.run(
+                params["cond_jaxpr"], [*operands[:tests], *state], f"{path}/cond/", scope
+            )[0],
+            lambda state: tuple(
+                self.run(
+                    params["body_jaxpr"], [*operands[tests:first], *state], f"{path}/body/", scope
+                )
+            ),
+            tuple(_strong(operands[first:], eqn.invars[first:])),
+        )
+
+    def _cond(
+        self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
+    ) -> Sequence[jax.Array]:
+        def branch(number: int, jaxpr: Jaxpr) -> Any:
+            return lambda *arguments: tuple(
+                self.run(jaxpr, arguments, f"{path}/branch{number}/", scope)
+            )
+
+        branches = [branch(*numbered) for numbered in enumerate(eqn.params["branches"])]
+        return jax.jit(lambda index, *arguments: jax.lax.switch(index, branches, *arguments))(
+            *operands
+        )
+
+
+#: Loops and branches, whose bodies are evaluated with changes.
+_LOOPS = {"scan": Rewriting._scan, "while": Rewriting._while, "cond": Rewriting._cond}
+
+
+def _strong(values: Sequence[Any], variables: Sequence[Any]) -> list[jax.Array]:
+    """Initial carries as arrays; literals are Python numbers."""
+    return [
+        strong(value, variable.aval) for value, variable in zip(values, variables, strict=False)
+    ]
+
+
+def _bound(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def times(leaf: jax.Array, factor: float) -> jax.Array:
+    """A value times a number, in its own dtype; unchanged for 1."""
+    return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
+
+
+def part_of_value(aval: Aval, handed: WholeBatchValue, parts: int) -> jax.ShapeDtypeStruct:
+    """The slice of a whole-batch value that a microbatch receives, abstract."""
+    shape = tuple(aval.shape)
+    if handed.dim is not None:
+        shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
+def dealt_by_rows(leaf: jax.Array, handed: WholeBatchValue, parts: int) -> jax.Array:
+    """A value reordered so that every `parts`-th element along the dim of rows forms a microbatch;
+    rows of several elements stay together.
+    """
+    if handed.dim is None or handed.inner == 1:
+        return leaf
+    before, after = leaf.shape[: handed.dim], leaf.shape[handed.dim + 1 :]
+    rows = leaf.reshape(*before, -1, parts, handed.inner, *after)
+    return jnp.swapaxes(rows, handed.dim + 1, handed.dim + 2).reshape(leaf.shape)
+
+
+def numbers_of(program: Program, values: Sequence[WholeBatchValue]) -> list[int]:
+    """The numbers of values in the program of the whole batch."""
+    results = {
+        (equation.path, position): number
+        for equation in program.equations
+        for position, number in enumerate(equation.outputs)
+    }
+    return [results[handed.origin] for handed in values]
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss of a microbatch as its share of the loss of the whole batch.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contribution:
+    """The loss of a microbatch as its contribution to that of the whole batch.
+
+    Attributes:
+        traced: the loss of a microbatch, over the leaves of (params, state, batch with the
+            whole-batch values added).
+        prologue: (model state, batch) -> batch with the whole-batch values added.
+        dims: for each array of that batch, by path, its dim of rows.
+        shardings: of each array of that batch.
+        finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
+            for the whole batch.
+        handed: layouts of the whole-batch values.
+        repeated: positions of the arrays of model state that every microbatch reads as they were
+            before the step; the others are carried from microbatch to microbatch.
+        by_row: for each metric, its dim of rows; None for one that is averaged.
+    """
+
+    traced: LossJaxpr
+    prologue: Callable[[Tree, Tree], Tree]
+    dims: BatchDims
+    shardings: Tree
+    finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    handed: tuple[Layout, ...] = ()
+    repeated: frozenset[int] = frozenset()
+    by_row: tuple[RowDim | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """The program of the whole batch, and the kinds of its inputs.
+
+    Attributes:
+        traced: the loss of the whole batch.
+        rows: its dependence on the rows, if proven.
+        inputs, names: see `shardlib.tracing.rows`.
+        size: number of rows.
+    """
+
+    traced: LossJaxpr
+    rows: Rows
+    inputs: Inputs
+    names: Names
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedMicrobatch:
+    """The traced loss of a microbatch.
+
+    Attributes:
+        dims: for each array of the batch, by path, its dim of rows.
+        shardings: of each array of the batch.
+    """
+
+    traced: LossJaxpr
+    dims: BatchDims
+    shardings: Tree
+
+
+def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contribution:
+    """A loss whose mean over microbatches is that of the whole batch."""
+    return Contribution(
+        traced=traced,
+        prologue=lambda state, batch: batch,
+        dims=dims,
+        shardings=shardings,
+        finish=lambda results, gradients: (results, gradients),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Edits of the program of a microbatch, and its evaluation with them.
+#
+# Operands are multiplied by powers of the number of microbatches, or replaced by whole-batch
+# values; every equation keeps its path.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Edits:
+    """Changes to the program of a microbatch.
+
+    Attributes:
+        parts: number of microbatches.
+        factors: factors of operands.
+        handed: operands that are replaced by whole-batch values.
+        results: for each result a factor, a whole-batch value that replaces it, or "vouched" for a
+            weighted mean; no entry for no change.
+        draws: by path, draws at the positions of the rows in the whole batch.
+    """
+
+    parts: int
+    factors: Mapping[Place, float] = field(default_factory=dict)
+    handed: Mapping[Place, WholeBatchValue] = field(default_factory=dict)
+    results: tuple[float | WholeBatchValue | str, ...] = ()
+    draws: Mapping[str, Draw] = field(default_factory=dict)
+
+    @staticmethod
+    def of(proof: Proof, parts: int, full_loss: Whole, draws: Mapping[str, Draw]) -> Edits:
+        """The changes needed for a loss whose terms are sums over rows."""
+        analysis = proof.analysis
+        assert analysis is not None
+        states = len(full_loss.names.states)
+        results = [_result(kind, parts) for kind in proof.kinds[: len(proof.kinds) - states]] + [
+            1.0
+        ] * states
+        return Edits(
+            parts=parts,
+            factors={
+                place: _factor(exponent, parts) for place, exponent in analysis.scales.items()
+            },
+            handed=dict(analysis.handed),
+            results=tuple(results),
+            draws=draws,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.factors
+            or self.handed
+            or self.draws
+            or any(result != 1.0 for result in self.results)
+        )
+
+    @property
+    def values(self) -> tuple[WholeBatchValue, ...]:
+        """Unique whole-batch values passed to every microbatch."""
+        return tuple(
+            dict.fromkeys(
+                (
+                    *self.handed.values(),
+                    *(result for result in self.results if isinstance(result, WholeBatchValue)),
+                )
+            )
+        )
+
+    def applied(
+        self,
+        plan: Plan,
+        full_loss: Whole,
+        share: TracedMicrobatch,
+        mesh: Mesh | AbstractMesh,
+    ) -> Contribution:
+        """The contribution of the changed loss."""
+        part, dims, shardings = share.traced, share.dims, share.shardings
+        closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
+        program = flatten(full_loss.traced.closed_jaxpr, remat=True)
+        numbers = numbers_of(program, self.values)
+        avals = [
+            part_of_value(program.avals[number], handed, self.parts)
+            for number, handed in zip(numbers, self.values, strict=True)
+        ]
+        places = [handed.dim for handed in self.values]
+        if self.draws:
+            avals.append(jax.ShapeDtypeStruct((full_loss.size // self.parts,), jnp.uint32))
+            places.append(0)
+
+        def run(arguments: list[Any], handed: list[Any]) -> Any:
+            values = dict(zip(self.values, handed, strict=False))
+            rewriting = Rewriting(
+                factors=self.factors,
+                handed=self.handed,
+                values=values,
+                sums=[],
+                draws=self.draws,
+                rows=handed[-1] if self.draws else None,
+                parts=self.parts,
+            )
+            outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
+            loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
+            return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
+
+        avals_in = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+        with no_mesh():
+            again, shapes = jax.make_jaxpr(run, return_shape=True)(avals_in, avals)
+        traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
+        finish = self.finish(part, vouched)
+        if not avals:
+            return Contribution(
+                traced=traced,
+                prologue=lambda state, batch: batch,
+                dims=dims,
+                shardings=shardings,
+                finish=finish,
+            )
+        inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
+        more = {f"batch.1.{index}": dim for index, dim in enumerate(places)}
+        rows = _row_axes(plan, dims)
+        layouts = tuple(
+            Layout(*(rows if dim == place else () for dim in range(len(aval.shape))))
+            for place, aval in zip(places, avals, strict=True)
+        )
+        cut = [named_sharding(mesh, layout) for layout in layouts]
+        return Contribution(
+            traced=traced,
+            prologue=lambda state, batch: (
+                batch,
+                _made(program, numbers, self, full_loss, state, batch, cut),
+            ),
+            dims={**inner, **more},
+            shardings=(shardings, cut),
+            finish=finish,
+            handed=layouts,
+        )
+
+    def _results(
+        self, outputs: list[jax.Array], rewriting: Rewriting
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Results of a microbatch, and the weights of those that are weighted means."""
+        values, weights = list[Any](), list[Any]()
+        results = self.results or (1.0,) * len(outputs)
+        for output, result in zip(outputs, results, strict=True):
+            if result == "vouched":
+                total, weight = next(
+                    (total, weight)
+                    for product, total, weight in rewriting.sums
+                    if product is output
+                )
+                values.append(total)
+                weights.append(weight.astype(total.dtype))
+            elif isinstance(result, WholeBatchValue):
+                values.append(rewriting.values[result])
+            else:
+                assert isinstance(result, float)
+                values.append(times(output, result))
+        return values, weights
+
+    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+        """Divides weighted means, and casts counts and booleans, which are floats after averaging
+        over microbatches, back to their dtypes.
+
+        Returns:
+            (results, gradients) of all microbatches -> the same.
+        """
+        avals = list(part.closed_jaxpr.out_avals)
+
+        def finish(results: Tree, gradients: Tree) -> tuple[Tree, Tree]:
+            loss, (metrics, state) = results
+            weights = list(metrics["weights"]) if vouched else []
+            metrics = metrics["metrics"] if vouched else metrics
+            leaves, structure = jax.tree.flatten((loss, metrics))
+            divisor = None
+            for index, result in enumerate(self.results[: len(leaves)]):
+                if result == "vouched":
+                    weight = weights.pop(0)
+                    divisor = weight if index == 0 else divisor
+                    leaves[index] = leaves[index] / weight.astype(leaves[index].dtype)
+                elif leaves[index].dtype != avals[index].dtype and not jnp.issubdtype(
+                    avals[index].dtype, jnp.inexact
+                ):
+                    leaves[index] = jnp.round(leaves[index]).astype(avals[index].dtype)
+            loss, metrics = structure.unflatten(leaves)
+            if divisor is not None:
+                gradients = jax.tree.map(
+                    lambda gradient: (gradient / divisor.astype(gradient.dtype)).astype(
+                        gradient.dtype
+                    ),
+                    gradients,
+                )
+            return (loss, (metrics, state)), gradients
+
+        return finish
+
+
+def _factor(exponent: Fraction, parts: int) -> float:
+    return float(parts) ** float(exponent)
+
+
+def _result(kind: Kind, parts: int) -> float | WholeBatchValue | str:
+    """The change of a result that makes its mean over microbatches that of the whole batch."""
+    if kind.vouched:
+        return "vouched"
+    if kind.family == "data":
+        assert kind.origin is not None
+        return WholeBatchValue(origin=kind.origin)
+    assert kind.family in ("free", "sum", "row") and kind.power is not None, kind
+    return _factor(kind.power + (1 if kind.family == "sum" else 0), parts)
+
+
+def _row_axes(plan: Plan, dims: BatchDims) -> tuple[str, ...]:
+    """The mesh axes that shard the rows of the batch."""
+    layouts = dict(plan.batch_layouts)
+    axes = [
+        tuple(layouts[path])[dim]
+        for path, dim in dims.items()
+        if isinstance(dim, int) and path in layouts and dim < len(tuple(layouts[path]))
+    ]
+    return axes[0] if axes else ()
+
+
+def _made(
+    program: Program,
+    numbers: Sequence[int],
+    edits: Edits,
+    full_loss: Whole,
+    state: Tree,
+    batch: Tree,
+    cut: Sequence[NamedSharding],
+) -> list[jax.Array]:
+    """Computes the whole-batch values, and the positions of the batch's rows if a microbatch draws.
+    None of them depends on parameters, so zeros are passed for these where a loop computes other
+    values as well.
+    """
+    first = full_loss.inputs.parameters
+    leaves = [*jax.tree.leaves(state)[: full_loss.inputs.states], *jax.tree.leaves(batch)]
+    equations, reads = needed(program.equations, numbers)
+    env = dict(program.constants)
+    for index, number in enumerate(program.inputs):
+        if number in reads or number in numbers:
+            aval = program.avals[number]
+            env[number] = (
+                leaves[index - first] if index >= first else jnp.zeros(aval.shape, aval.dtype)
+            )
+    evaluate_equations(
+        equations,
+        env,
+        Walk(
+            run=lambda equation, operands: (
+                list(operands) if equation.name == "sharding_constraint" else None
+            )
+        ),
+    )
+    handed_over = [
+        dealt_by_rows(jax.lax.stop_gradient(env[number]), handed, edits.parts)
+        for number, handed in zip(numbers, edits.values, strict=True)
+    ]
+    if edits.draws:
+        handed_over.append(jnp.arange(full_loss.size, dtype=jnp.uint32))
+    return [
+        jax.lax.with_sharding_constraint(leaf, sharding)
+        for leaf, sharding in zip(handed_over, cut, strict=True)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# The contribution of a microbatch to the loss of the whole batch.
+#
+# The loss of a microbatch is changed so that the mean of its results, and of its gradients, over
+# all microbatches is that of the whole batch. A mean over rows needs no change. Other losses have
+# four (located by `shardlib.tracing.rows`):
+#
+# - values of the whole batch (the sum of a mask) are computed once (`Contribution.prologue`), and
+#   passed to every microbatch along with its rows;
+# - where terms that scale differently with the number of rows are added, each is multiplied by the
+#   power of the number of microbatches that makes it a mean over them;
+# - so is every result;
+# - random numbers for the rows are drawn at the positions that these have in the whole batch, from
+#   the same keys, and every microbatch starts from the model state before the step.
+#
+# A `shardlib.WeightedMean` is left as its two sums, which are divided after the last microbatch
+# (`Contribution.finish`).
+
+
+def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: BatchDims) -> Whole:
+    """The loss of the whole batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    row_dims = tuple(
+        dim if isinstance(dim := dims[batch_path(path)], int) else None for path, _ in leaves
+    )
+    size = next(
+        (
+            leaf.shape[dim]
+            for (_, leaf), dim in zip(leaves, row_dims, strict=True)
+            if dim is not None
+        ),
+        1,
+    )
+    inputs = Inputs(
+        parameters=len(jax.tree.leaves(model.params)),
+        states=len(jax.tree.leaves(model.state)),
+        dims=row_dims,
+    )
+    return Whole(
+        traced=traced,
+        rows=rows,
+        inputs=inputs,
+        names=result_names(jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))),
+        size=size,
+    )
+
+
+def contribution(
+    plan: Plan,
+    full_loss: Whole,
+    share: TracedMicrobatch,
+    mesh: Mesh | AbstractMesh,
+) -> Contribution:
+    """Computes the contribution of a microbatch."""
+    if plan.microbatches == 1:
+        return as_it_is(share.traced, share.dims, share.shardings)
+    if full_loss.rows.asserted:
+        return _asserted(plan, full_loss, share, mesh)
+    if not full_loss.rows.splits:
+        raise_all(
+            PinError,
+            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(full_loss.rows.reasons),
+            hint="a plan with one microbatch",
+        )
+    require_unstaged(full_loss.rows, plan.microbatches, plan.mesh["stage"])
+    try:
+        proof = compare(
+            full_loss.traced.closed_jaxpr,
+            share.traced.closed_jaxpr,
+            full_loss.inputs,
+            full_loss.names,
+            (full_loss.size, full_loss.size // plan.microbatches),
+        )
+    except Unlike as error:
+        raise TracingError(
+            "the loss computes other operations on a microbatch than on the whole batch\nTry:"
+            f" microbatches=1, or another number than {plan.microbatches}"
+        ) from error
+    if not proof.rows.splits:
+        raise_all(
+            PinError,
+            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(proof.rows.reasons),
+            hint="another number of microbatches, or one",
+        )
+    assert proof.programs is not None
+    draw_by_path = draws(*proof.programs, (full_loss.size, full_loss.size // plan.microbatches))
+    edits = Edits.of(
+        proof,
+        plan.microbatches,
+        full_loss,
+        {path: draw for path, draw in draw_by_path.items() if draw is not None},
+    )
+    share = replace(share, dims=of_the_whole(share.dims))
+    contributed = (
+        edits.applied(plan, full_loss, share, mesh)
+        if edits
+        else replace(
+            as_it_is(share.traced, share.dims, share.shardings),
+            finish=edits.finish(share.traced, 0),
+        )
+    )
+    return replace(
+        contributed,
+        repeated=frozenset(range(full_loss.inputs.states)),
+        by_row=tuple(metric.rows for _, metric in proof.rows.metrics),
+    )
+
+
+def _asserted(
+    plan: Plan, full_loss: Whole, share: TracedMicrobatch, mesh: Mesh | AbstractMesh
+) -> Contribution:
+    """The contribution of a microbatch to a loss that the user asserts to be a mean over rows: it
+    draws the whole batch's numbers for its rows, or, if their positions are unknown, from its own
+    keys.
+    """
+    written = as_it_is(share.traced, share.dims, share.shardings)
+    sizes = (full_loss.size, full_loss.size // plan.microbatches)
+    programs = [flatten(loss.traced.closed_jaxpr) for loss in (full_loss, share)]
+    try:
+        draw_by_path = draws(programs[0], programs[1], sizes)
+    except Unlike:
+        return written
+    draws_by_row = {path: draw for path, draw in draw_by_path.items() if draw is not None}
+    if len(draws_by_row) < len(draw_by_path):
+        return written
+    share = replace(share, dims=of_the_whole(share.dims))
+    edits = Edits(parts=plan.microbatches, draws=draws_by_row)
+    first = full_loss.inputs.parameters
+    states = share.traced.closed_jaxpr.in_avals[first : first + full_loss.inputs.states]
+    return replace(
+        replace(edits.applied(plan, full_loss, share, mesh), finish=written.finish)
+        if draws_by_row
+        else replace(written, dims=share.dims),
+        repeated=frozenset(
+            index for index, aval in enumerate(states) if is_key(aval) or aval.dtype == jnp.uint32
+        ),
+    )

@@ -321,18 +321,3 @@ def require_model(caller: str, state: TrainState, expected: TrainState) -> None:
     require_state(caller, state)
     require_present(caller, state.inference)
     require_own(caller, state.inference, expected.inference, laid_out=False)
-
-
-def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
-    """Parameters and model state by dotted path, parameters first; nothing is copied."""
-    arrays: dict[str, jax.Array] = {}
-    for tree in (state.params, state.model_state):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name = path_text(path)
-            if name in arrays:
-                raise StateError(
-                    f"two arrays of the state are called {name}\nTry: names without dots, and"
-                    " others for the model's state than for parameters"
-                )
-            arrays[name] = leaf
-    return arrays

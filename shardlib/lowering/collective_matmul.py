@@ -65,7 +65,7 @@ class Matmul:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class LoopMatmul:
     """A matmul that a loop can replace.
 
     Attributes:
@@ -121,7 +121,7 @@ def _same(program: Program, number: int) -> tuple[Any, ...]:
 
 def found_in(
     matmul: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], size: int
-) -> Found | None:
+) -> LoopMatmul | None:
     """The loop that can replace a matmul under a plan; None if its operands and result are sharded
     otherwise.
     """
@@ -164,7 +164,7 @@ def found_in(
     ) or not _whole_elsewhere(result, dims.free, dims.result.get(sharded[0])):
         return None
     return (
-        Found(
+        LoopMatmul(
             matmul=matmul,
             gathers=gathers,
             dims=dims,
@@ -185,8 +185,8 @@ def _whole_elsewhere(layout: Layout, own_dims: Any, sharded: int | None) -> bool
 
 
 def groups(
-    matches: Sequence[Found], candidates: Sequence[Matmul], placements: Mapping[Source, Layout]
-) -> list[tuple[Found, ...]]:
+    matches: Sequence[LoopMatmul], candidates: Sequence[Matmul], placements: Mapping[Source, Layout]
+) -> list[tuple[LoopMatmul, ...]]:
     """Matmuls that share a loop: those that gather the same activation, unless another operation
     needs it gathered anyway; those that scatter, each on its own.
     """
@@ -197,7 +197,7 @@ def groups(
         if matmul.path not in paths
         and TENSOR not in placements.get((matmul.path, 0), Layout()).axes
     }
-    together: dict[Any, list[Found]] = {}
+    together: dict[Any, list[LoopMatmul]] = {}
     for match in matches:
         together.setdefault(
             (match.matmul.activation, match.rows[0]) if match.gathers else match.matmul.path, []
@@ -662,7 +662,7 @@ class Loop:
         )
 
 
-def _member(match: Found, parameter: ParameterLayout, machine: Machine) -> Member:
+def _member(match: LoopMatmul, parameter: ParameterLayout, machine: Machine) -> Member:
     use = match.matmul.use
     cuts: Cuts = {
         dim: (TENSOR,)

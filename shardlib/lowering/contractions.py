@@ -721,7 +721,7 @@ class Use:
         view: how the operand relates to the parameter.
         rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
         product: for a matmul in a dtype other than the traced one, that dtype.
-        rests: dtype of the stored parameter, if other than the traced one.
+        stored: dtype of the stored parameter, if other than the traced one.
         pins: for a contraction, the layouts in which it runs.
         again: whether the backward pass recomputes the other operand (rematerialisation).
     """
@@ -731,7 +731,7 @@ class Use:
     view: View
     rows: Any = None
     product: Any = None
-    rests: Any = None
+    stored: Any = None
     pins: Pins | None = None
     again: bool = False
 
@@ -845,7 +845,7 @@ class Use:
         result.
         """
         narrow = weight
-        for dtype in (self.rows, self.product, self.rests):
+        for dtype in (self.rows, self.product, self.stored):
             if (
                 dtype is not None
                 and not is_eight_bit(dtype)

@@ -52,7 +52,7 @@ class Call:
         reads, made: values.
         stored: those of `reads` that are on disk.
         last: those of `reads` that no later piece reads.
-        beside: bytes per device of arrays that are live while it runs, but that it does not read.
+        other_bytes: bytes per device of arrays that are live while it runs and not read.
     """
 
     program: Executable
@@ -60,7 +60,7 @@ class Call:
     made: tuple[int, ...]
     stored: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
-    beside: int = 0
+    other_bytes: int = 0
 
     def __call__(self, values: Mapping[int, Value]) -> dict[int, Value]:
         """The results of the piece, by value."""
@@ -71,7 +71,7 @@ class Call:
     def memory(self) -> dict[str, int]:
         """Bytes per device, see `Program.memory`; the peak includes the other live arrays."""
         sizes = _jax_compat.compiled_memory(self.program.call)
-        return {**sizes, "peak": sizes["peak"] + self.beside}
+        return {**sizes, "peak": sizes["peak"] + self.other_bytes}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -613,7 +613,7 @@ def on_disk(state: TrainState) -> dict[int, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class CompileTarget:
     """The target of the compiled programs.
 
     Attributes:
@@ -682,7 +682,9 @@ def _total(sharding: NamedSharding, replicated: NamedSharding) -> Callable[[jax.
     return jax.jit(lambda array: sums({"": array}, {"": sharding})[0], out_shardings=replicated)
 
 
-def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: Tree) -> Calls:
+def step_calls(
+    target: CompileTarget, step: Callable[[TrainState, Tree], Tree], batch: Tree
+) -> Calls:
     """Compiles (state, batch) -> (state, metrics): first everything that needs nothing from disk,
     then the pieces of the update.
     """
@@ -734,7 +736,8 @@ def step_calls(target: Where, step: Callable[[TrainState, Tree], Tree], batch: T
         call = compiled(piece, f"update_{k}", spent(piece))
         calls.append(
             replace(
-                call, beside=sum(_bytes(avals[number]) for number in resting.difference(call.reads))
+                call,
+                other_bytes=sum(_bytes(avals[number]) for number in resting.difference(call.reads)),
             )
         )
         resting = resting.difference(set(call.last).difference(state))
@@ -772,7 +775,7 @@ def _taken_over(
 
 
 def init_calls(
-    target: Where, init: Callable[[jax.Array], TrainState], seed: jax.ShapeDtypeStruct
+    target: CompileTarget, init: Callable[[jax.Array], TrainState], seed: jax.ShapeDtypeStruct
 ) -> Calls:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
@@ -857,7 +860,7 @@ class DiskStep:
         writer: writes arrays to disk.
     """
 
-    where: Where
+    where: CompileTarget
     batch: Tree
     function: Callable[[TrainState, Tree], Tree]
     first: Callable[[jax.Array], TrainState]

@@ -1,10 +1,9 @@
 """The user's loss with the plan's layouts in it: sharding constraints, replaced custom calls,
-remat, interleaved dims, and layouts for other numbers of rows.
+remat, interleaved dims.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,24 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardlib.annotation.names import Model, PureLoss
+from shardlib.annotation.names import PureLoss
 from shardlib.annotation.trees import Tree
-from shardlib.errors import BatchError, PlanError
-from shardlib.findings import Finding, diagnostic
-from shardlib.graph import Graph, Op, Parameter, Place, Problem
-from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.errors import PlanError
+from shardlib.findings import Finding
+from shardlib.graph import Graph, Op, Place
+from shardlib.layout import Layout, LogicalAxes
 from shardlib.lowering.contractions import Interleaving, Orders, Reshaped, Sizes, Taken
-from shardlib.lowering.mesh import ParameterShardings
 from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.uses import LossJaxpr, LossReading, stacked_parameters, trace_loss
-from shardlib.planner.layouts import batch_layouts
+from shardlib.lowering.uses import LossJaxpr, LossReading, stacked_parameters
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import names_of_classes
-from shardlib.propagation.colours import Colouring, colour
-from shardlib.propagation.contractions import followed_layouts, placements
-from shardlib.rules import Rules
+from shardlib.propagation.contractions import followed_layouts
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
 from shardlib.tracing.program import (
     CUSTOM,
@@ -41,7 +35,6 @@ from shardlib.tracing.program import (
     with_frozen,
 )
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_program
-from shardlib.tracing.trace import describe_batch, named
 
 # --------------------------------------------------------------------------------------------------
 # Paths of the equations of a loss, by how they are lowered.
@@ -88,221 +81,6 @@ def _equations(program: Program) -> Iterator[Equation]:
         if equation.name in (*REMAT, "scan", "while", "cond"):
             for inner in equation.programs:
                 yield from _equations(inner)
-
-
-# --------------------------------------------------------------------------------------------------
-# Layouts of a loss on another number of rows than a step is compiled for, or of another loss.
-#
-# The plan has the stored shardings of parameters and the mesh axes of logical axes. The loss is
-# traced for the new rows, its values get the plan's colours by propagation from parameters and
-# batch, and the plan's rules give their layouts. If the rows do not divide over all axes that shard
-# the batch, they are sharded over the subset that divides them the most ways.
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaidOut:
-    """A loss for certain rows, and the layouts of its values.
-
-    Attributes:
-        placements: layouts of activations.
-        batch: layout of every array of the batch, by path.
-        axes: logical axes of every array of the batch, by path.
-        plan: the plan, adjusted to these rows.
-        findings: findings of lowering.
-    """
-
-    traced: LossJaxpr
-    placements: Placements
-    batch: tuple[tuple[str, Layout], ...]
-    axes: Mapping[str, LogicalAxes]
-    plan: Plan
-    findings: tuple[Finding, ...]
-
-
-def laid_out_for(
-    plan: Plan,
-    model: Model,
-    loss: PureLoss,
-    batch: Tree,
-    batch_axes: Tree,
-    axes_by_path: Mapping[str, LogicalAxes],
-) -> LaidOut:
-    """Traces a loss and gives its values layouts.
-
-    Args:
-        batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
-            else by convention.
-    """
-    described = _described(batch, batch_axes, axes_by_path)
-    if not described or any(
-        shape[axes.index("batch") if "batch" in axes else 0] == 0
-        for _, shape, _, axes in described
-        if shape
-    ):
-        raise BatchError(
-            "a batch to evaluate has no rows:"
-            f" {', '.join(f'{path} {list(shape)}' for path, shape, *_ in described) or 'no arrays'}"
-            "\nTry: at least one row"
-        )
-    traced = trace_loss(loss, model.params, model.state, batch, what="an evaluation of")
-    program = traced.program
-    inputs = [(path or "params", "parameter") for path, _ in named(model.params, "")]
-    count = len(inputs)
-    inputs += [(path, "state") for path, _ in named(model.state, "state")] + [
-        (path, "batch") for path, _ in named(batch, "batch")
-    ]
-    graph = graph_from_program(program, inputs)
-    problem = Problem(
-        model=model.name,
-        forward=graph,
-        steps={},
-        parameters=_coloured(plan),
-        batch=described,
-        state_bytes=0,
-        tokens=0,
-        compute_dtype="float32",
-    )
-    colouring = colour(problem)
-    rules, findings = _divided(plan.rules, colouring, described, plan.mesh)
-    layouts = placements(
-        graph,
-        colouring.forward,
-        rules,
-        plan.mesh,
-        colouring.batch_colour,
-        traced.read(count).call_operands,
-    )
-    if findings and plan.experts != "none":
-        plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())
-    return LaidOut(
-        traced=traced,
-        placements=layouts,
-        batch=batch_layouts(problem, colouring.batch, plan.mesh, rules),
-        axes={path: axes for path, _, _, axes in described},
-        plan=plan,
-        findings=findings,
-    )
-
-
-def _described(
-    batch: Tree, batch_axes: Tree, axes_by_path: Mapping[str, LogicalAxes]
-) -> tuple[Any, ...]:
-    if batch_axes is not None:
-        return describe_batch(batch, batch_axes)
-    leaves = named(batch, "batch")
-    if all(
-        len(axes_by_path.get(path, ())) == len(leaf.shape)
-        and (path in axes_by_path or not leaf.shape)
-        for path, leaf in leaves
-    ):
-        return tuple(
-            (path, tuple(leaf.shape), leaf.dtype.name, tuple(axes_by_path.get(path, ())))
-            for path, leaf in leaves
-        )
-    return describe_batch(batch)
-
-
-def _coloured(plan: Plan) -> tuple[Parameter, ...]:
-    """The parameters with the names that the plan's rules use for their dims."""
-    return tuple(
-        Parameter(
-            path=parameter.path,
-            shape=parameter.shape,
-            dtype=parameter.dtype,
-            axes=parameter.colours
-            if len(parameter.colours) == len(parameter.shape)
-            else (None,) * len(parameter.shape),
-            state_bytes_per_element=0.0,
-            state_arrays=0,
-        )
-        for parameter in plan.parameters
-    )
-
-
-def _divided(
-    rules: Rules, colouring: Colouring, described: tuple[Any, ...], mesh: MeshShape
-) -> tuple[Rules, tuple[Finding, ...]]:
-    """The rules with the batch sharded over as many devices as its rows divide over; a finding if
-    that is not all.
-    """
-    name = colouring.batch_colour
-    rows = math.gcd(
-        *(
-            shape[dim]
-            for path, shape, _, _ in described
-            for dim, colour in enumerate(colouring.batch[path])
-            if name is not None and colour == name
-        )
-    )
-    rows = rows or 1  # a single row has no colour
-    batch_names = {name, "batch"} if name is not None else {"batch"}
-    fewer: dict[tuple[str, ...], tuple[str, ...]] = {}
-    entries: list[tuple[str, tuple[str, ...]]] = []
-    for logical, axes in rules.entries:
-        if logical in batch_names:
-            dividing = _most(tuple(axis for axis in axes if axis in mesh), rows, mesh)
-            if mesh.ways(dividing) < mesh.ways(tuple(axis for axis in axes if axis in mesh)):
-                fewer[axes] = dividing
-            entries.append((logical, dividing))
-        else:
-            entries.append((logical, axes))
-    if not fewer:
-        return rules, ()
-    axes, kept_axes = max(fewer.items(), key=lambda item: len(item[0]))
-    finding = Finding(
-        code="evaluation-replicated",
-        severity="info",
-        where=f"{rows} rows",
-        message=(
-            f"{rows} rows do not divide over {'·'.join(axes)}"
-            f" ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are"
-            f" {'sharded over ' + '·'.join(kept_axes) + ' alone' if kept_axes else 'replicated'},"
-            " and the devices along the rest compute the same."
-        ),
-        hint="rows that divide",
-    )
-    return Rules(tuple(entries)), (finding,)
-
-
-def _most(axes: tuple[str, ...], rows: int, mesh: MeshShape) -> tuple[str, ...]:
-    """The subset of axes that divides the rows the most ways; the first of equals."""
-    subsets = [
-        subset
-        for count in range(len(axes), -1, -1)
-        for subset in itertools.combinations(axes, count)
-        if rows % mesh.ways(subset) == 0
-    ]
-    return max(subsets, key=mesh.ways)
-
-
-def _experts_as_written() -> Finding:
-    return Finding(
-        code="experts-as-written",
-        severity="info",
-        where="experts=none",
-        message=(
-            "rows that do not divide over the devices are not exchanged between experts: these are"
-            " computed as the model is written."
-        ),
-    )
-
-
-def abstract_batch(
-    batch: Tree, laid_out: LaidOut, shard: Callable[[Layout], NamedSharding]
-) -> Tree:
-    """An abstract batch with shardings.
-
-    Args:
-        shard: layout -> sharding.
-    """
-    layouts = [layout for _, layout in laid_out.batch]
-    leaves, structure = jax.tree.flatten(batch)
-    return structure.unflatten(
-        [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shard(layout))
-            for leaf, layout in zip(leaves, layouts, strict=True)
-        ]
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -728,44 +506,3 @@ def placed_loss(
         )
 
     return loss
-
-
-@diagnostic
-def unused_loops(
-    traced: LossJaxpr,
-    plan: Plan,
-    mesh: Mesh | AbstractMesh,
-    params: ParameterShardings,
-    placements: Placements,
-) -> tuple[Finding, ...]:
-    """Findings if a plan has loops over the tensor axis, but the program has none."""
-    if plan.collective_matmul != "loop" or (
-        plan.mesh["stage"] == 1
-        and Placing.of(traced, plan, mesh, params, placements).together(mesh)
-    ):
-        return ()
-    return (
-        Finding(
-            code="collective-matmul-unused",
-            severity="warning",
-            where="program",
-            message=(
-                "collective_matmul='loop' changes nothing: the program has no matmul of a weight"
-                " that gathers or scatters the sequence over tensor, or it has stages"
-            ),
-            hint="a mesh with tensor and without stages, and sequence_parallel=True",
-        ),
-    )
-
-
-def lost_placements(count: int) -> Finding:
-    """The finding that the loss of a microbatch is another program than the loss of the batch."""
-    return Finding(
-        code="placements-lost",
-        severity="warning",
-        message=(
-            "the loss computes other operations on a microbatch than on the whole batch; "
-            f"{count} layouts of activations were left to the compiler."
-        ),
-        hint="pin microbatches to 1",
-    )

@@ -588,5 +588,6 @@ def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Us
         )
 
     return {
-        path: replace(use, product=product(use), rests=precision.rest) for path, use in uses.items()
+        path: replace(use, product=product(use), stored=precision.rest)
+        for path, use in uses.items()
     }

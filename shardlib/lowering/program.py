@@ -10,24 +10,36 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat, schedules
 from shardlib.annotation.names import Model, PureLoss, Seed, UserLoss, UserModule, read_seed_or_key
 from shardlib.annotation.tree import no_mesh
-from shardlib.annotation.trees import Tree
-from shardlib.errors import PlanError
+from shardlib.annotation.trees import Partition, Tree, path_text
+from shardlib.errors import PlanError, StateError, TracingError
 from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Rows
-from shardlib.jax_types import Metrics
+from shardlib.jax_types import Index, Metrics
 from shardlib.layout import Layout, LogicalAxes
 from shardlib.lowering import mesh as shardings
-from shardlib.lowering.accumulation import Microbatches, part_of
+from shardlib.lowering.accumulation import (
+    Contribution,
+    Microbatches,
+    TracedMicrobatch,
+    accumulated,
+    accumulated_once,
+    as_it_is,
+    contribution,
+    once,
+    part_of,
+    whole_batch,
+)
 from shardlib.lowering.checks import (
     FOREIGN,
-    arrays_by_path,
     require,
     require_functions,
     require_lowered,
@@ -35,15 +47,21 @@ from shardlib.lowering.checks import (
     require_own,
     require_state,
 )
-from shardlib.lowering.collectives import GradientExchange, like
+from shardlib.lowering.collectives import GradientExchange, Precision, like, stored
 from shardlib.lowering.contractions import Interleaving
-from shardlib.lowering.contribution import Contribution, Share, as_it_is, contribution, whole_batch
-from shardlib.lowering.disk import DiskArray, DiskStep, Where, Writer
+from shardlib.lowering.disk import CompileTarget, DiskArray, DiskStep, Writer
 from shardlib.lowering.disk import on_disk as stored_leaves
 from shardlib.lowering.disk import writer as disk_writer
-from shardlib.lowering.loss import followed, lost_placements, unused_loops
-from shardlib.lowering.mesh import abstract_mesh, device_mesh, parameter_order, physical_parts
-from shardlib.lowering.pipeline.lockstep import StagedLayouts, pipeline
+from shardlib.lowering.loss import followed, placed_loss
+from shardlib.lowering.mesh import (
+    ParameterShardings,
+    abstract_mesh,
+    constrain,
+    device_mesh,
+    parameter_order,
+    physical_parts,
+)
+from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
 from shardlib.lowering.pipeline.per_stage import (
     Dispatch,
     Made,
@@ -53,7 +71,7 @@ from shardlib.lowering.pipeline.per_stage import (
     stage_programs,
 )
 from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.random_keys import key_inputs, with_keys
+from shardlib.lowering.random_keys import BatchDims, key_inputs, with_keys
 from shardlib.lowering.runtime import (
     Gradients,
     TrainState,
@@ -66,27 +84,24 @@ from shardlib.lowering.runtime import placed as placed_batch
 from shardlib.lowering.step import (
     Evaluation,
     Guards,
+    Kept,
     Run,
     StepParts,
     Store,
-    abstract_state,
     apply_function,
     gradients_function,
-    init_function,
-    named,
     nothing_kept,
     of_trained,
-    pipelined,
-    scaled,
+    offloading,
     step_function,
-    store_of,
-    unpiped,
+    with_digest,
 )
 from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
 from shardlib.lowering.weights import gather_updated
 from shardlib.planner.plan import Plan
 from shardlib.processes.values import in_every_process
 from shardlib.report.text import plan_card, plan_line
+from shardlib.tracing.program import flatten
 
 # --------------------------------------------------------------------------------------------------
 # Options of a program besides a plan and a loss.
@@ -458,7 +473,7 @@ class Program:
             PlanError: see `lower`.
         """
         self._one_program()
-        return named(step_function(self.parts), "step", self.plan.digest)
+        return with_digest(step_function(self.parts), "step", self.plan.digest)
 
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step; compiled at the first call.
@@ -519,7 +534,7 @@ class Program:
     def _gradients(self) -> Callable[[TrainState, Tree], Gradients]:
         """The first half of a step; it does not donate the state."""
         self._one_program()
-        run = named(gradients_function(self.parts), "gradients", self.plan.digest)
+        run = with_digest(gradients_function(self.parts), "gradients", self.plan.digest)
         with _jax_compat.in_mesh(self.mesh):
             found = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
             compiled = found.lower(self.state, self.batch).compile()
@@ -529,7 +544,7 @@ class Program:
     def _apply(self) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """The second half of a step; it donates the state."""
         self._one_program()
-        run = named(apply_function(self.parts), "apply", self.plan.digest)
+        run = with_digest(apply_function(self.parts), "apply", self.plan.digest)
         whole = shardings.named_sharding(self.mesh, Layout())
         return jax.jit(run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), whole))
 
@@ -577,7 +592,7 @@ class Program:
             step = self._with_disk(made)
             step.prepare()
             return step
-        run = named(step_function(self.parts), "update", self.plan.digest)
+        run = with_digest(step_function(self.parts), "update", self.plan.digest)
         metrics = shardings.named_sharding(self.mesh, Layout())
         jitted = jax.jit(
             run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), metrics)
@@ -604,7 +619,7 @@ class Program:
         batch.
         """
         assert self.disk is not None and isinstance(self.mesh, Mesh)
-        where = Where(
+        where = CompileTarget(
             mesh=self.mesh,
             state=self.state,
             whole=shardings.named_sharding(self.mesh, Layout()),
@@ -621,7 +636,7 @@ class Program:
     @cached_property
     def _init(self) -> Callable[[Any], TrainState]:
         """A seed, or the data of a key -> the state before the first step."""
-        init = named(
+        init = with_digest(
             self._first,
             "init",
             self.plan.digest,
@@ -920,7 +935,7 @@ def build_program(
         plan,
         model,
         planned,
-        Share(traced=part.traced, dims=dims, shardings=cut_batch),
+        TracedMicrobatch(traced=part.traced, dims=dims, shardings=cut_batch),
         shapes,
         mesh,
     )
@@ -977,7 +992,7 @@ def _contribution(
     plan: Plan,
     model: Model,
     planned: PlannedLoss,
-    part: Share,
+    part: TracedMicrobatch,
     shapes: Tree,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
@@ -1054,3 +1069,230 @@ def _scaled(part: Part, model: Model, guards: Guards | None) -> Part:
         return part
     params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))
     return replace(part, traced=scaled(part.traced, params, states))
+
+
+def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
+    """Parameters and model state by dotted path, parameters first; nothing is copied."""
+    arrays: dict[str, jax.Array] = {}
+    for tree in (state.params, state.model_state):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = path_text(path)
+            if name in arrays:
+                raise StateError(
+                    f"two arrays of the state are called {name}\nTry: names without dots, and"
+                    " others for the model's state than for parameters"
+                )
+            arrays[name] = leaf
+    return arrays
+
+
+@diagnostic
+def unused_loops(
+    traced: LossJaxpr,
+    plan: Plan,
+    mesh: Mesh | AbstractMesh,
+    params: ParameterShardings,
+    placements: Placements,
+) -> tuple[Finding, ...]:
+    """Findings if a plan has loops over the tensor axis, but the program has none."""
+    if plan.collective_matmul != "loop" or (
+        plan.mesh["stage"] == 1
+        and Placing.of(traced, plan, mesh, params, placements).together(mesh)
+    ):
+        return ()
+    return (
+        Finding(
+            code="collective-matmul-unused",
+            severity="warning",
+            where="program",
+            message=(
+                "collective_matmul='loop' changes nothing: the program has no matmul of a weight"
+                " that gathers or scatters the sequence over tensor, or it has stages"
+            ),
+            hint="a mesh with tensor and without stages, and sequence_parallel=True",
+        ),
+    )
+
+
+def lost_placements(count: int) -> Finding:
+    """The finding that the loss of a microbatch is another program than the loss of the batch."""
+    return Finding(
+        code="placements-lost",
+        severity="warning",
+        message=(
+            "the loss computes other operations on a microbatch than on the whole batch; "
+            f"{count} layouts of activations were left to the compiler."
+        ),
+        hint="pin microbatches to 1",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss scaling, by a scale that changes from step to step.
+#
+# Gradients in float16 underflow below 6e-8. So the loss is multiplied by a scale, and gradients are
+# divided by it before the update (arXiv:1710.03740, section 3.2). The scale is an input of the
+# traced loss next to the model state, so that it reaches the loss wherever that is computed: in
+# microbatches, and in both forms of pipelines.
+
+
+def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
+    """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
+    batch), multiplied by the scale in float32 at least.
+    """
+    before = parameters + states
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed_jaxpr.in_avals]
+
+    def run(first: list[Any], scale: Any, state_and_batch: list[Any]) -> Any:
+        loss, (metrics, state) = jax.tree.unflatten(
+            traced.out_tree, jex.jaxpr_as_fun(traced.closed_jaxpr)(*first, *state_and_batch)
+        )
+        return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (
+            metrics,
+            scaled_state(state, scale),
+        )
+
+    with no_mesh():
+        again, shapes = jax.make_jaxpr(run, return_shape=True)(
+            avals[:before], jax.ShapeDtypeStruct((), jnp.float32), avals[before:]
+        )
+    old, new = (
+        [(equation.path, equation.name) for equation in flatten(jaxpr).equations]
+        for jaxpr in (traced.closed_jaxpr, again)
+    )
+    if new[: len(old)] != old:
+        raise TracingError(
+            "the loss does not trace again with a scale: its equations change\nTry: no scale of the"
+            " loss"
+        )
+    return LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
+
+
+def store_of(
+    plan: Plan,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+) -> Store:
+    """The storage of a model's parameters and an optimizer's state under a plan."""
+    params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
+    trained, cuts = model.partition.trained(model.params), params.of(model.partition)
+    in_dtypes = stored(optimizer, trained, precision)
+    opt_state = jax.eval_shape(in_dtypes.init, trained)
+    on_devices, findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
+    opt_shardings, offload_findings = offloading(plan, opt_state, trained, on_devices, mesh)
+    return Store(
+        params=params,
+        trained=cuts,
+        trained_params=trained,
+        precision=precision,
+        optimizer=in_dtypes,
+        opt_state=opt_state,
+        opt_shardings=opt_shardings,
+        findings=(*findings, *offload_findings),
+    )
+
+
+def abstract_state(
+    plan: Plan,
+    model: Model,
+    store: Store,
+    mesh: Mesh | AbstractMesh,
+    guards: Guards | None,
+    kept: Kept,
+) -> TrainState:
+    """The state of a program, each leaf with its sharding; replicated if the plan has no layout for
+    it.
+    """
+    replicated = shardings.named_sharding(mesh, Layout())
+
+    def everywhere(tree: Tree) -> Tree:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), tree
+        )
+
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), np.int32, sharding=replicated),
+        params=shardings.with_shardings(
+            model.partition.mapped(store.precision.resting, model.params), store.params.rest
+        ),
+        model_state=shardings.with_shardings(
+            model.state, shardings.state_shardings(plan, model.state, mesh)
+        ),
+        opt_state=shardings.with_shardings(store.opt_state, store.opt_shardings),
+        guard=None if guards is None else everywhere(jax.eval_shape(guards.first)),
+        exchange=kept,
+    )
+
+
+def unpiped(
+    traced: LossJaxpr,
+    placing: Placing,
+    microbatches: Microbatches,
+    gradient: Tree,
+    partition: Partition,
+) -> Run:
+    """The run of a whole batch at once, or of one microbatch after another."""
+    loss, late = placed_loss(traced, placing), once(traced, placing)
+
+    def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
+        def joined(trained: Tree) -> Tree:
+            return partition.joined(trained, params)
+
+        def of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
+            return loss(joined(trained), state, batch)
+
+        if late is not None:
+            joined_once = replace(late, joined=joined, complete=partition.numbered(late.complete))
+            return accumulated_once(joined_once, batch, microbatches, gradient)(
+                partition.trained(params), state, kept
+            )
+        run = accumulated(
+            of_trained,
+            batch,
+            microbatches,
+            lambda tree: constrain(tree, gradient),
+            placing.reductions,
+        )
+        return *run(partition.trained(params), state), None
+
+    keeps = late is not None and placing.reductions.exchange.keeps
+    return Run(gradients=gradients, kept=late.abstract if late is not None and keeps else None)
+
+
+def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
+    """The run of the microbatches through the stages of a pipeline."""
+    parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
+    return Run.of(
+        lambda params, state, batch: pipeline.gradients(params, state, *parts.split(batch)),
+        pipeline.stages.table,
+    )
+
+
+def init_function(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    guards: Guards | None = None,
+    kept: Kept = None,
+) -> Callable[[Index], TrainState]:
+    """seed -> the state before the first step; `kept` is abstract, see `Run`.
+
+    Args:
+        precision: dtypes of stored arrays.
+    """
+
+    def init(seed: Index) -> TrainState:
+        # static parts that `init` creates anew, such as functions, differ from the traced objects
+        traced = jax.tree.structure((model.params, model.state))
+        params, state = traced.unflatten(jax.tree.leaves(model.init(seed)))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=model.partition.mapped(precision.resting, params),
+            model_state=state,
+            opt_state=optimizer.init(model.partition.trained(params)),
+            guard=None if guards is None else guards.first(),
+            exchange=nothing_kept(kept),
+        )
+
+    return init

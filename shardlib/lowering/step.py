@@ -4,6 +4,7 @@ evaluation without an update.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,46 +12,262 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib import _jax_compat
 from shardlib.annotation.names import Model, PureLoss, UserLoss
-from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Partition, Tree
-from shardlib.errors import PlanError, TracingError, raise_all
+from shardlib.errors import BatchError, PlanError, raise_all
 from shardlib.findings import Finding
-from shardlib.jax_types import Function, Index, KeyPath, Metrics, Value
-from shardlib.layout import Layout, LogicalAxes
+from shardlib.graph import Parameter, Problem
+from shardlib.jax_types import Function, KeyPath, Metrics, Value
+from shardlib.layout import Layout, LogicalAxes, MeshShape
 from shardlib.lowering import mesh as shardings
-from shardlib.lowering.accumulation import Microbatches, accumulated, accumulated_once, once
+from shardlib.lowering.accumulation import Microbatches
 from shardlib.lowering.checks import FOREIGN, require_own, require_state
-from shardlib.lowering.collectives import Precision, like, stored
+from shardlib.lowering.collectives import Precision, like
 from shardlib.lowering.disk import GRADIENT
-from shardlib.lowering.loss import LaidOut, abstract_batch, laid_out_for, placed_loss
+from shardlib.lowering.loss import placed_loss
 from shardlib.lowering.mesh import HOST, ParameterShardings, constrain, moved, owned, shapes_of
-from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
-from shardlib.lowering.placing import Placing
-from shardlib.lowering.random_keys import BatchDims, key_inputs, with_keys
+from shardlib.lowering.pipeline.lockstep import StagedLayouts, pipeline
+from shardlib.lowering.placing import Placements, Placing
+from shardlib.lowering.random_keys import key_inputs, with_keys
 from shardlib.lowering.runtime import (
     Gradients,
     GuardState,
     TrainState,
     placed,
     require_present,
-    scaled_state,
     shapes_of_batch,
 )
-from shardlib.lowering.uses import LossJaxpr
+from shardlib.lowering.uses import LossJaxpr, trace_loss
+from shardlib.planner.layouts import batch_layouts
 from shardlib.planner.plan import Plan
 from shardlib.processes.values import in_every_process
+from shardlib.propagation.colours import Colouring, colour
+from shardlib.propagation.contractions import placements
+from shardlib.rules import Rules
 from shardlib.schedules import GPIPE, Timetable
-from shardlib.tracing.program import flatten
+from shardlib.tracing.jaxpr_to_graph import graph_from_program
+from shardlib.tracing.trace import describe_batch, named
 
 # --------------------------------------------------------------------------------------------------
+# Layouts of a loss on another number of rows than a step is compiled for, or of another loss.
+#
+# The plan has the stored shardings of parameters and the mesh axes of logical axes. The loss is
+# traced for the new rows, its values get the plan's colours by propagation from parameters and
+# batch, and the plan's rules give their layouts. If the rows do not divide over all axes that shard
+# the batch, they are sharded over the subset that divides them the most ways.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """A loss for certain rows, and the layouts of its values.
+
+    Attributes:
+        placements: layouts of activations.
+        batch: layout of every array of the batch, by path.
+        axes: logical axes of every array of the batch, by path.
+        plan: the plan, adjusted to these rows.
+        findings: findings of lowering.
+    """
+
+    traced: LossJaxpr
+    placements: Placements
+    batch: tuple[tuple[str, Layout], ...]
+    axes: Mapping[str, LogicalAxes]
+    plan: Plan
+    findings: tuple[Finding, ...]
+
+
+def laid_out_for(
+    plan: Plan,
+    model: Model,
+    loss: PureLoss,
+    batch: Tree,
+    batch_axes: Tree,
+    axes_by_path: Mapping[str, LogicalAxes],
+) -> LaidOut:
+    """Traces a loss and gives its values layouts.
+
+    Args:
+        batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
+            else by convention.
+    """
+    described = _described(batch, batch_axes, axes_by_path)
+    if not described or any(
+        shape[axes.index("batch") if "batch" in axes else 0] == 0
+        for _, shape, _, axes in described
+        if shape
+    ):
+        raise BatchError(
+            "a batch to evaluate has no rows:"
+            f" {', '.join(f'{path} {list(shape)}' for path, shape, *_ in described) or 'no arrays'}"
+            "\nTry: at least one row"
+        )
+    traced = trace_loss(loss, model.params, model.state, batch, what="an evaluation of")
+    program = traced.program
+    inputs = [(path or "params", "parameter") for path, _ in named(model.params, "")]
+    count = len(inputs)
+    inputs += [(path, "state") for path, _ in named(model.state, "state")] + [
+        (path, "batch") for path, _ in named(batch, "batch")
+    ]
+    graph = graph_from_program(program, inputs)
+    problem = Problem(
+        model=model.name,
+        forward=graph,
+        steps={},
+        parameters=_coloured(plan),
+        batch=described,
+        state_bytes=0,
+        tokens=0,
+        compute_dtype="float32",
+    )
+    colouring = colour(problem)
+    rules, findings = _divided(plan.rules, colouring, described, plan.mesh)
+    layouts = placements(
+        graph,
+        colouring.forward,
+        rules,
+        plan.mesh,
+        colouring.batch_colour,
+        traced.read(count).call_operands,
+    )
+    if findings and plan.experts != "none":
+        plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())
+    return LaidOut(
+        traced=traced,
+        placements=layouts,
+        batch=batch_layouts(problem, colouring.batch, plan.mesh, rules),
+        axes={path: axes for path, _, _, axes in described},
+        plan=plan,
+        findings=findings,
+    )
+
+
+def _described(
+    batch: Tree, batch_axes: Tree, axes_by_path: Mapping[str, LogicalAxes]
+) -> tuple[Any, ...]:
+    if batch_axes is not None:
+        return describe_batch(batch, batch_axes)
+    leaves = named(batch, "batch")
+    if all(
+        len(axes_by_path.get(path, ())) == len(leaf.shape)
+        and (path in axes_by_path or not leaf.shape)
+        for path, leaf in leaves
+    ):
+        return tuple(
+            (path, tuple(leaf.shape), leaf.dtype.name, tuple(axes_by_path.get(path, ())))
+            for path, leaf in leaves
+        )
+    return describe_batch(batch)
+
+
+def _coloured(plan: Plan) -> tuple[Parameter, ...]:
+    """The parameters with the names that the plan's rules use for their dims."""
+    return tuple(
+        Parameter(
+            path=parameter.path,
+            shape=parameter.shape,
+            dtype=parameter.dtype,
+            axes=parameter.colours
+            if len(parameter.colours) == len(parameter.shape)
+            else (None,) * len(parameter.shape),
+            state_bytes_per_element=0.0,
+            state_arrays=0,
+        )
+        for parameter in plan.parameters
+    )
+
+
+def _divided(
+    rules: Rules, colouring: Colouring, described: tuple[Any, ...], mesh: MeshShape
+) -> tuple[Rules, tuple[Finding, ...]]:
+    """The rules with the batch sharded over as many devices as its rows divide over; a finding if
+    that is not all.
+    """
+    name = colouring.batch_colour
+    rows = math.gcd(
+        *(
+            shape[dim]
+            for path, shape, _, _ in described
+            for dim, colour in enumerate(colouring.batch[path])
+            if name is not None and colour == name
+        )
+    )
+    rows = rows or 1  # a single row has no colour
+    batch_names = {name, "batch"} if name is not None else {"batch"}
+    fewer: dict[tuple[str, ...], tuple[str, ...]] = {}
+    entries: list[tuple[str, tuple[str, ...]]] = []
+    for logical, axes in rules.entries:
+        if logical in batch_names:
+            dividing = _most(tuple(axis for axis in axes if axis in mesh), rows, mesh)
+            if mesh.ways(dividing) < mesh.ways(tuple(axis for axis in axes if axis in mesh)):
+                fewer[axes] = dividing
+            entries.append((logical, dividing))
+        else:
+            entries.append((logical, axes))
+    if not fewer:
+        return rules, ()
+    axes, kept_axes = max(fewer.items(), key=lambda item: len(item[0]))
+    finding = Finding(
+        code="evaluation-replicated",
+        severity="info",
+        where=f"{rows} rows",
+        message=(
+            f"{rows} rows do not divide over {'·'.join(axes)}"
+            f" ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are"
+            f" {'sharded over ' + '·'.join(kept_axes) + ' alone' if kept_axes else 'replicated'},"
+            " and the devices along the rest compute the same."
+        ),
+        hint="rows that divide",
+    )
+    return Rules(tuple(entries)), (finding,)
+
+
+def _most(axes: tuple[str, ...], rows: int, mesh: MeshShape) -> tuple[str, ...]:
+    """The subset of axes that divides the rows the most ways; the first of equals."""
+    subsets = [
+        subset
+        for count in range(len(axes), -1, -1)
+        for subset in itertools.combinations(axes, count)
+        if rows % mesh.ways(subset) == 0
+    ]
+    return max(subsets, key=mesh.ways)
+
+
+def _experts_as_written() -> Finding:
+    return Finding(
+        code="experts-as-written",
+        severity="info",
+        where="experts=none",
+        message=(
+            "rows that do not divide over the devices are not exchanged between experts: these are"
+            " computed as the model is written."
+        ),
+    )
+
+
+def abstract_batch(
+    batch: Tree, laid_out: LaidOut, shard: Callable[[Layout], NamedSharding]
+) -> Tree:
+    """An abstract batch with shardings.
+
+    Args:
+        shard: layout -> sharding.
+    """
+    layouts = [layout for _, layout in laid_out.batch]
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten(
+        [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shard(layout))
+            for leaf, layout in zip(leaves, layouts, strict=True)
+        ]
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # Evaluation of a loss on any number of rows, without gradients.
 #
@@ -438,47 +655,6 @@ def limited(state: TrainState, limit: float) -> TrainState:
 
 
 # --------------------------------------------------------------------------------------------------
-# Loss scaling, by a scale that changes from step to step.
-#
-# Gradients in float16 underflow below 6e-8. So the loss is multiplied by a scale, and gradients are
-# divided by it before the update (arXiv:1710.03740, section 3.2). The scale is an input of the
-# traced loss next to the model state, so that it reaches the loss wherever that is computed: in
-# microbatches, and in both forms of pipelines.
-
-
-def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
-    """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
-    batch), multiplied by the scale in float32 at least.
-    """
-    before = parameters + states
-    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed_jaxpr.in_avals]
-
-    def run(first: list[Any], scale: Any, state_and_batch: list[Any]) -> Any:
-        loss, (metrics, state) = jax.tree.unflatten(
-            traced.out_tree, jex.jaxpr_as_fun(traced.closed_jaxpr)(*first, *state_and_batch)
-        )
-        return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (
-            metrics,
-            scaled_state(state, scale),
-        )
-
-    with no_mesh():
-        again, shapes = jax.make_jaxpr(run, return_shape=True)(
-            avals[:before], jax.ShapeDtypeStruct((), jnp.float32), avals[before:]
-        )
-    old, new = (
-        [(equation.path, equation.name) for equation in flatten(jaxpr).equations]
-        for jaxpr in (traced.closed_jaxpr, again)
-    )
-    if new[: len(old)] != old:
-        raise TracingError(
-            "the loss does not trace again with a scale: its equations change\nTry: no scale of the"
-            " loss"
-        )
-    return LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
-
-
-# --------------------------------------------------------------------------------------------------
 # Parts of a step.
 
 #: Partial sums of gradients that devices keep from step to step, by path of an operation.
@@ -594,63 +770,6 @@ class Store:
         return len(jax.tree.leaves(self.params.compute))
 
 
-def store_of(
-    plan: Plan,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | AbstractMesh,
-) -> Store:
-    """The storage of a model's parameters and an optimizer's state under a plan."""
-    params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
-    trained, cuts = model.partition.trained(model.params), params.of(model.partition)
-    in_dtypes = stored(optimizer, trained, precision)
-    opt_state = jax.eval_shape(in_dtypes.init, trained)
-    on_devices, findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
-    opt_shardings, offload_findings = offloading(plan, opt_state, trained, on_devices, mesh)
-    return Store(
-        params=params,
-        trained=cuts,
-        trained_params=trained,
-        precision=precision,
-        optimizer=in_dtypes,
-        opt_state=opt_state,
-        opt_shardings=opt_shardings,
-        findings=(*findings, *offload_findings),
-    )
-
-
-def abstract_state(
-    plan: Plan,
-    model: Model,
-    store: Store,
-    mesh: Mesh | AbstractMesh,
-    guards: Guards | None,
-    kept: Kept,
-) -> TrainState:
-    """The state of a program, each leaf with its sharding; replicated if the plan has no layout for
-    it.
-    """
-    replicated = shardings.named_sharding(mesh, Layout())
-
-    def everywhere(tree: Tree) -> Tree:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), tree
-        )
-
-    return TrainState(
-        step=jax.ShapeDtypeStruct((), np.int32, sharding=replicated),
-        params=shardings.with_shardings(
-            model.partition.mapped(store.precision.resting, model.params), store.params.rest
-        ),
-        model_state=shardings.with_shardings(
-            model.state, shardings.state_shardings(plan, model.state, mesh)
-        ),
-        opt_state=shardings.with_shardings(store.opt_state, store.opt_shardings),
-        guard=None if guards is None else everywhere(jax.eval_shape(guards.first)),
-        exchange=kept,
-    )
-
-
 # --------------------------------------------------------------------------------------------------
 # Optimizer state offloaded to host memory, and its transfers to the device and back.
 #
@@ -759,50 +878,6 @@ def updated(
 # One training step, as a function that `jax.jit` compiles.
 
 
-def unpiped(
-    traced: LossJaxpr,
-    placing: Placing,
-    microbatches: Microbatches,
-    gradient: Tree,
-    partition: Partition,
-) -> Run:
-    """The run of a whole batch at once, or of one microbatch after another."""
-    loss, late = placed_loss(traced, placing), once(traced, placing)
-
-    def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
-        def joined(trained: Tree) -> Tree:
-            return partition.joined(trained, params)
-
-        def of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
-            return loss(joined(trained), state, batch)
-
-        if late is not None:
-            joined_once = replace(late, joined=joined, complete=partition.numbered(late.complete))
-            return accumulated_once(joined_once, batch, microbatches, gradient)(
-                partition.trained(params), state, kept
-            )
-        run = accumulated(
-            of_trained,
-            batch,
-            microbatches,
-            lambda tree: constrain(tree, gradient),
-            placing.reductions,
-        )
-        return *run(partition.trained(params), state), None
-
-    keeps = late is not None and placing.reductions.exchange.keeps
-    return Run(gradients=gradients, kept=late.abstract if late is not None and keeps else None)
-
-
-def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
-    """The run of the microbatches through the stages of a pipeline."""
-    parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
-    return Run.of(
-        lambda params, state, batch: pipeline.gradients(params, state, *parts.split(batch)),
-        pipeline.stages.table,
-    )
-
-
 def of_trained(run: Run, partition: Partition) -> Run:
     """A run with the gradients of trained parameters only, from one with those of all."""
 
@@ -811,35 +886,6 @@ def of_trained(run: Run, partition: Partition) -> Run:
         return results, partition.trained(all_gradients), kept
 
     return replace(run, gradients=gradients)
-
-
-def init_function(
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    precision: Precision,
-    guards: Guards | None = None,
-    kept: Kept = None,
-) -> Callable[[Index], TrainState]:
-    """seed -> the state before the first step; `kept` is abstract, see `Run`.
-
-    Args:
-        precision: dtypes of stored arrays.
-    """
-
-    def init(seed: Index) -> TrainState:
-        # static parts that `init` creates anew, such as functions, differ from the traced objects
-        traced = jax.tree.structure((model.params, model.state))
-        params, state = traced.unflatten(jax.tree.leaves(model.init(seed)))
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=model.partition.mapped(precision.resting, params),
-            model_state=state,
-            opt_state=optimizer.init(model.partition.trained(params)),
-            guard=None if guards is None else guards.first(),
-            exchange=nothing_kept(kept),
-        )
-
-    return init
 
 
 def nothing_kept(kept: Kept) -> Kept:
@@ -920,7 +966,7 @@ def apply_function(
     return apply
 
 
-def named(function: Function, kind: str, digest: str) -> Function:
+def with_digest(function: Function, kind: str, digest: str) -> Function:
     """A function with the plan's digest in its name, which becomes the name of the compiled
     module.
     """

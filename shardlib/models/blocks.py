@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from shardlib.errors import ModelError
-from shardlib.functions.attention import BiasForm, attention
+from shardlib.functions.attention import attention
 from shardlib.functions.experts import ACTIVATIONS, visit
 from shardlib.functions.routing import balance_loss, loads, route, z_loss
 from shardlib.layout import LogicalAxes
@@ -316,27 +316,6 @@ def mixture_of_experts(
 
 
 # --------------------------------------------------------------------------------------------------
-# Relative position biases: the term that a head adds to the score of a key for its distance from
-# the query (T5, arXiv:1910.10683, section 2.1).
-
-
-def position_bias(
-    table: jax.Array, queries: int, keys: int, *, max_distance: int, both: bool
-) -> jax.Array:
-    """Bias [heads, queries, keys] of scores, float32, from a table [buckets, heads]; see
-    `shardlib.functions.attention`.
-
-    Args:
-        table: float [buckets, heads].
-    """
-    shape = queries, keys
-    ahead = jax.lax.broadcasted_iota(jnp.int32, shape, 1) - jax.lax.broadcasted_iota(
-        jnp.int32, shape, 0
-    )
-    return BiasForm(kind="relative", max_distance=max_distance, both=both).of(table, ahead)
-
-
-# --------------------------------------------------------------------------------------------------
 # Rotary positions: the angle that turns each pair of a head at each position.
 #
 # Rotary position embedding (arXiv:2104.09864) in the half-split form of Llama: dim i is paired
@@ -359,20 +338,6 @@ class Rotary:
         return jnp.concatenate(
             [first * cos - second * sin, second * cos + first * sin], axis=-1
         ).astype(x.dtype)
-
-
-def rotary(seq: int, dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:
-    """Tables for positions 0 to seq - 1 and heads whose turned part has `dim` dims.
-
-    Args:
-        scaling: how wavelengths are stretched; None for not at all.
-
-    Returns:
-        Cosines and sines, float32 [seq, dim / 2] each.
-    """
-    positions = jax.lax.broadcasted_iota(jnp.float32, (seq, dim // 2), 0)
-    angles = positions * jnp.asarray(frequencies(dim, theta, scaling), jnp.float32)
-    return Rotary(cos=jnp.cos(angles), sin=jnp.sin(angles))
 
 
 def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:

@@ -13,15 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.models.blocks import (
-    FeedForward,
-    MixtureOfExperts,
-    Norm,
-    Terms,
-    cross_entropy,
-    position_bias,
-    weight,
-)
+from shardlib.functions.attention import BiasForm
+from shardlib.models.blocks import FeedForward, MixtureOfExperts, Norm, Terms, cross_entropy, weight
 from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
 
 #: (model, batch) -> (loss, metrics); the batch has "inputs", "decoder_inputs" and "targets", int32
@@ -284,3 +277,24 @@ def example_batch(
         name: jax.ShapeDtypeStruct((batch, seq), jnp.int32)
         for name in ("inputs", "decoder_inputs", "targets")
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# Relative position biases: the term that a head adds to the score of a key for its distance from
+# the query (T5, arXiv:1910.10683, section 2.1).
+
+
+def position_bias(
+    table: jax.Array, queries: int, keys: int, *, max_distance: int, both: bool
+) -> jax.Array:
+    """Bias [heads, queries, keys] of scores, float32, from a table [buckets, heads]; see
+    `shardlib.functions.attention`.
+
+    Args:
+        table: float [buckets, heads].
+    """
+    shape = queries, keys
+    ahead = jax.lax.broadcasted_iota(jnp.int32, shape, 1) - jax.lax.broadcasted_iota(
+        jnp.int32, shape, 0
+    )
+    return BiasForm(kind="relative", max_distance=max_distance, both=both).of(table, ahead)

@@ -24,10 +24,10 @@ from shardlib.models.blocks import (
     Terms,
     View,
     cross_entropy,
-    rotary,
+    frequencies,
     weight,
 )
-from shardlib.models.config import TransformerConfig
+from shardlib.models.config import RopeScaling, TransformerConfig
 
 #: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each,
 #: and where documents share rows "segments" (int32, numbers of documents; a token sees its own
@@ -266,3 +266,17 @@ def example_batch(
         {"segments": jnp.int32, "positions": jnp.int32, "weights": jnp.float32} if packed else {}
     )
     return {name: jax.ShapeDtypeStruct((batch, seq), dtype) for name, dtype in dtypes.items()}
+
+
+def rotary(seq: int, dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:
+    """Tables for positions 0 to seq - 1 and heads whose turned part has `dim` dims.
+
+    Args:
+        scaling: how wavelengths are stretched; None for not at all.
+
+    Returns:
+        Cosines and sines, float32 [seq, dim / 2] each.
+    """
+    positions = jax.lax.broadcasted_iota(jnp.float32, (seq, dim // 2), 0)
+    angles = positions * jnp.asarray(frequencies(dim, theta, scaling), jnp.float32)
+    return Rotary(cos=jnp.cos(angles), sin=jnp.sin(angles))

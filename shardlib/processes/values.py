@@ -683,16 +683,6 @@ def is_process_zero() -> bool:
     return jax.process_index() == 0
 
 
-def steps_of_first(steps: Sequence[int]) -> tuple[int, ...]:
-    """The steps that the first process sees; to be called by all."""
-    if jax.process_count() == 1:
-        return tuple(steps)
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    numbers = np.zeros(count, np.int32)
-    numbers[: min(count, len(steps))] = steps[:count]
-    return tuple(int(step) for step in multihost_utils.broadcast_one_to_all(numbers))
-
-
 def all_well(well: bool) -> bool:
     """Returns whether it went well in every process; to be called by all."""
     return (

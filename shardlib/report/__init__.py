@@ -1,12 +1,10 @@
 """A plan as text, tables, pages and pictures: functions of a plan, which its methods call.
 
 changes.py    differences between two plans, as text and as numbers
-curves.py     a scaling curve as a picture
 elements.py   figures and tables as text
 emission.py   the configuration of a plan for its training framework, and its shardings
 markup.py     HTML and SVG from templates, and cards of notebooks
-pages.py      a plan, or two side by side, as a web page
-panels.py     the pictures of a page, and the data for its script
+pages.py      a plan, or two side by side, as a web page; its pictures; a scaling curve
 text.py       the explanation of a plan as text
 timelines.py  the step of a pipeline as a picture, and traces of a step
 """

@@ -22,7 +22,6 @@ TIE = 1e-9
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def _digits(value: float) -> str:
@@ -81,19 +80,6 @@ def percent_text(share: float) -> str:
 def ratio_text(ratio: float) -> str:
     """A ratio as text: "1.08x"."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:,.0f}x"
-
-
-def quantity_bar(share: float, width: int) -> str:
-    """A horizontal bar of Unicode blocks, `width` columns for a share of 1, exact to an eighth of a
-    column; padded.
-
-    >>> quantity_bar(0.5, 8), quantity_bar(0.28, 4)
-    ('████    ', '█▏  ')
-    """
-    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
-    eighths = max(eighths, 1) if share > 0 else 0
-    full, remainder = divmod(eighths, 8)
-    return ("█" * full + (_EIGHTHS[remainder] if remainder else "")).ljust(width)
 
 
 def clip(text: str, width: int) -> str:

@@ -35,7 +35,6 @@ from shardlib.report.elements import (
     count_text,
     parameters_text,
     percent_text,
-    quantity_bar,
     ratio_text,
     seconds_text,
     short,
@@ -913,3 +912,19 @@ def plan_card(plan: Plan) -> str:
         rows=decision_lines(plan),
         text=explain(plan),
     )
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def quantity_bar(share: float, width: int) -> str:
+    """A horizontal bar of Unicode blocks, `width` columns for a share of 1, exact to an eighth of a
+    column; padded.
+
+    >>> quantity_bar(0.5, 8), quantity_bar(0.28, 4)
+    ('████    ', '█▏  ')
+    """
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    eighths = max(eighths, 1) if share > 0 else 0
+    full, remainder = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[remainder] if remainder else "")).ljust(width)

@@ -4,11 +4,11 @@ folding.py         unrolled layers become a loop over layers
 jaxpr_to_graph.py  conversion of a jaxpr to a `Graph`
 layouts.py         layouts written in the user's program
 linearity.py       linearity of custom derivatives
-primitives.py      one row for each primitive: factor rule, effect on rows, linearity
+primitives.py      one row for each primitive: factor rule, effect on rows (with the rules for it),
+                   linearity
 program.py         the order and the names of the equations of a traced program; repeated blocks
 rewriting.py       traced programs re-evaluated with a callback on every value
 row_kinds.py       kinds of values by the rows of the batch that they depend on
-row_rules.py       the kinds of results of each primitive
 rows.py            dependence of a loss on the rows of its batch
 rules.py           the factor rule of each primitive
 steps.py           a step that a user wrote, with gradients and optimizers inside, as a problem to

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jax.extend import core as jex
 
-from shardlib._jax_compat import scan_counts
+from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.findings import Finding
 from shardlib.graph import FactorRule, Graph, Op, Region, Value, check, elementwise, opaque
 from shardlib.jax_types import Aval
@@ -25,7 +25,6 @@ from shardlib.tracing.program import (
     Call,
     Equation,
     Program,
-    counted_trips,
     dtype_name,
     flatten,
     literal,
@@ -369,3 +368,44 @@ class _Builder:
             self.carry(f"{path}/join/{k}", (*values, index), var.aval, region, scope)
             for k, (var, *values) in enumerate(zip(equation.eqn.outvars, *outputs, strict=True))
         ]
+
+
+def counted_trips(equation: Equation, first: int) -> int | None:
+    """Trip count of a while loop that counts an integer from one literal to another by ones; None
+    for any other loop.
+    """
+    condition, _ = open_jaxpr(equation.params["cond_jaxpr"])
+    body, _ = open_jaxpr(equation.params["body_jaxpr"])
+    tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    if (
+        len(condition.eqns) != 1
+        or condition.eqns[0].primitive.name != "lt"
+        or condition.outvars[0] is not condition.eqns[0].outvars[0]
+    ):
+        return None
+    starts = {var: equation.eqn.invars[first + k] for k, var in enumerate(condition.invars[tests:])}
+    starts.update({var: equation.eqn.invars[k] for k, var in enumerate(condition.invars[:tests])})
+    ends = [
+        getattr(starts.get(atom, atom), "val", None) if not hasattr(atom, "val") else atom.val
+        for atom in condition.eqns[0].invars
+    ]
+    counter = next(
+        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[0]),
+        None,
+    )
+    limit = next(
+        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[1]),
+        None,
+    )
+    begin, end = ends
+    if counter is None or begin is None or end is None:
+        return None
+    steps = [
+        e for e in body.eqns if e.outvars[0] is body.outvars[counter] and e.primitive.name == "add"
+    ]
+    by_ones = any(
+        e.invars[0] is body.invars[constants + counter] and getattr(e.invars[1], "val", None) == 1
+        for e in steps
+    )
+    fixed = limit is None or body.outvars[limit] is body.invars[constants + limit]
+    return max(0, int(end) - int(begin)) if by_ones and fixed else None

@@ -283,7 +283,7 @@ class Step:
         return differing(self.results[result])
 
     @property
-    def cuts(self) -> bool:
+    def is_lossy(self) -> bool:
         """True if it is a lossy conversion: to integers or booleans, or to smaller integers."""
         if self.name != "convert_element_type":
             return False
@@ -321,7 +321,7 @@ def line_of(equation: Equation) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Handed:
+class WholeBatchValue:
     """A value computed from the whole batch and passed to every part of it.
 
     Attributes:

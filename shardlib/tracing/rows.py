@@ -1,7 +1,7 @@
 """Dependence of a loss on the rows of its batch.
 
 Two traces of the loss, for different numbers of rows, are walked in parallel; the kind of every
-value (`row_kinds.py`) follows from its operands by rules (`row_rules.py`).
+value (`row_kinds.py`) follows from its operands by rules (`primitives.py`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
 from shardlib.graph import Dependence, RowDim, Rows
 from shardlib.jax_types import Aval
-from shardlib.tracing import row_rules
+from shardlib.tracing import primitives
 from shardlib.tracing.layouts import raising_line
 from shardlib.tracing.linearity import fault as linearity_fault
-from shardlib.tracing.primitives import TABLE
+from shardlib.tracing.primitives import TABLE, constant, constants
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rewriting import bind
 from shardlib.tracing.row_kinds import (
     Cause,
-    Handed,
     Kind,
     Place,
     Step,
     Unlike,
+    WholeBatchValue,
     as_number,
     data,
     free,
@@ -40,7 +40,6 @@ from shardlib.tracing.row_kinds import (
     row,
     total,
 )
-from shardlib.tracing.row_rules import constant, constants
 
 # --------------------------------------------------------------------------------------------------
 # The walk over two traces.
@@ -71,7 +70,7 @@ class Analysis:
 
     sizes: tuple[int, int]
     scales: dict[tuple[str, int], Fraction] = field(default_factory=dict)
-    handed: dict[tuple[str, int], Handed] = field(default_factory=dict)
+    handed: dict[tuple[str, int], WholeBatchValue] = field(default_factory=dict)
     judged: dict[Any, str] = field(default_factory=dict)
     independent: bool = False
     derivatives_are_judged: bool = False
@@ -106,7 +105,7 @@ class Analysis:
                 continue
             declared = None
             if e1.call is not None and e2.call is not None and e1.call is not examined:
-                declared = row_rules.declared(
+                declared = primitives.declared(
                     e1, e2, first_program, two, lambda pairs: [read(*pair) for pair in pairs]
                 )
                 examined = e1.call
@@ -169,17 +168,17 @@ class Analysis:
         name = step.name
         if name in _CALLS:
             return _CALLS[name](self, step, kinds)
-        tagged = row_rules.tagged(step, kinds)
+        tagged = primitives.tagged(step, kinds)
         if tagged is not None:
             return tagged
         primitive = TABLE.get(name)
         if primitive is not None and primitive.keys and primitive.rows is not None:
             return primitive.rows(step, kinds)
-        if name not in row_rules.LOOKUPS:
+        if name not in primitives.LOOKUPS:
             kinds = [
                 (
                     kind.with_(family="data", tag=None, place=None)
-                    if row_rules.positional(kind) or kind.tag == "false"
+                    if primitives.positional(kind) or kind.tag == "false"
                     else kind
                 )
                 for kind in kinds
@@ -190,7 +189,7 @@ class Analysis:
 
     def _by_rule(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
         if all(kind.family == "free" for kind in kinds) and not (
-            step.name in row_rules.LOOKUPS and step.name != "gather" and step.result_dims()
+            step.name in primitives.LOOKUPS and step.name != "gather" and step.result_dims()
         ):
             return constants(step, kinds, learned=any(kind.descent.learned for kind in kinds))
         primitive = TABLE.get(step.name)
@@ -223,7 +222,7 @@ class Analysis:
         """The kind of an operand of an equation that has learned operands."""
         if (
             not kind.beforehand
-            or (step.name in row_rules.LOOKUPS and row_rules.positional(kind))
+            or (step.name in primitives.LOOKUPS and primitives.positional(kind))
             or kind.running
         ):
             return kind
@@ -244,7 +243,7 @@ class Analysis:
                 f"numbers of the whole batch are made inside of a loop{reason}", step.where
             )
         place = number.place
-        self.handed[step.first.path, index] = Handed(
+        self.handed[step.first.path, index] = WholeBatchValue(
             origin=kind.origin,
             dim=None if place is None else place.start,
             inner=1 if place is None else place.inner,

@@ -572,41 +572,33 @@ def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Descriptio
     return Description(factors.rule([tuple(source), *scalars], [tuple(target)]), "movement")
 
 
-def _in_parts(
-    axis: int, parts: Sequence[Shape], whole: Shape, *, joins: bool, stacks: bool = False
-) -> Description:
-    """Parts that are joined along a dim of the whole, which stays unsharded, or split from it; with
-    `stacks`, the parts do not have that dim.
+def in_parts(key: str, *, joins: bool, stacks: bool = False) -> Describe:
+    """Parts that are joined along a dim of the whole, which stays unsharded, or split from it.
+
+    Args:
+        key: the parameter that has the dim.
+        stacks: whether the parts do not have that dim.
     """
-    factors = Factors()
-    dims = factors.dims(whole, {axis})
-    part_dims: list[Dims] = [
-        (*dims[:axis], *(() if stacks else (factors.keep(shape[axis]),)), *dims[axis + 1 :])
-        for shape in parts
-    ]
-    windows = _side_by_side(
-        (1 if stacks else shape[axis] for shape in parts),
-        lambda i: ((joins, 0, axis), None if stacks else (not joins, i, axis)),
-    )
-    rule = factors.rule(part_dims, [dims]) if joins else factors.rule([dims], part_dims)
-    return _with_windows(Description(rule, "movement"), windows)
 
+    def describe(call: Call) -> Description:
+        axis = call.params[key]
+        parts, whole = (
+            (call.operands, call.results[0]) if joins else (call.results, call.operands[0])
+        )
+        factors = Factors()
+        dims = factors.dims(whole, {axis})
+        part_dims: list[Dims] = [
+            (*dims[:axis], *(() if stacks else (factors.keep(shape[axis]),)), *dims[axis + 1 :])
+            for shape in parts
+        ]
+        windows = _side_by_side(
+            (1 if stacks else shape[axis] for shape in parts),
+            lambda i: ((joins, 0, axis), None if stacks else (not joins, i, axis)),
+        )
+        rule = factors.rule(part_dims, [dims]) if joins else factors.rule([dims], part_dims)
+        return _with_windows(Description(rule, "movement"), windows)
 
-def concatenate(call: Call) -> Description:
-    """Concatenates along one dim."""
-    return _in_parts(call.params["dimension"], call.operands, call.results[0], joins=True)
-
-
-def stack(call: Call) -> Description:
-    """Joins arrays along a new dim."""
-    axis = call.params["axis"]
-    return _in_parts(axis, call.operands, call.results[0], joins=True, stacks=True)
-
-
-def unstack(call: Call) -> Description:
-    """Slices along one dim, which is removed."""
-    axis = call.params["axis"]
-    return _in_parts(axis, call.results, call.operands[0], joins=False, stacks=True)
+    return describe
 
 
 def tile(call: Call) -> Description:
@@ -621,11 +613,6 @@ def tile(call: Call) -> Description:
         ),
         "movement",
     )
-
-
-def split(call: Call) -> Description:
-    """Splits along one dim."""
-    return _in_parts(call.params["axis"], call.results, call.operands[0], joins=False)
 
 
 def generated(call: Call) -> Description:
@@ -763,60 +750,52 @@ def sequential(call: Call) -> Description:
 # of an argmax, a running sum or a sort cannot.
 
 
-def reduction(call: Call) -> Description:
-    """Sum, maximum, ...: a sharded reduced dim leaves partial results."""
-    return _reduction(call, call.params["axes"], cut=True)
+def reduction(key: str, *, partial: bool) -> Describe:
+    """A reduction along dims.
 
-
-def argument_reduction(call: Call) -> Description:
-    """argmax, argmin: the position cannot be combined from shards, so the reduced dims stay
-    unsharded.
+    Args:
+        key: the parameter that has the dims.
+        partial: whether shards of a reduced dim leave partial results; reduced dims stay unsharded
+            where these cannot be combined (argmax), or where an initial value would be counted once
+            per shard (`jax.lax.reduce`).
     """
-    return _reduction(call, call.params["axes"], cut=False)
+
+    def describe(call: Call) -> Description:
+        shape, reduced = call.operands[0], {int(axis) for axis in call.params[key]}
+        factors = Factors()
+        dims: Dims = tuple(
+            (factors.sum if partial else factors.keep)(size)
+            if i in reduced
+            else factors.parallel(size)
+            for i, size in enumerate(shape)
+        )
+        result: Dims = tuple(dim for i, dim in enumerate(dims) if i not in reduced)
+        operands = [dims if s == shape else ((),) * len(s) for s in call.operands]
+        return Description(
+            factors.rule(operands, [result] * len(call.results)), "reduction", elements(shape)
+        )
+
+    return describe
 
 
-def generic_reduction(call: Call) -> Description:
-    """`jax.lax.reduce` with any function; its initial value would be counted once per shard, so the
-    reduced dims stay unsharded.
+def along(key: str, category: str) -> Describe:
+    """Running sums, sorts, reversals: unsharded along their dims.
+
+    Args:
+        key: the parameter that has the dim, or several.
     """
-    return _reduction(call, call.params["dimensions"], cut=False)
 
+    def describe(call: Call) -> Description:
+        axes, shape = call.params[key], call.operands[0]
+        factors = Factors()
+        dims = factors.dims(shape, {axes} if isinstance(axes, int) else set(axes))
+        return Description(
+            factors.rule([dims] * len(call.operands), [dims] * len(call.results)),
+            category,
+            elements(shape) if category == "reduction" else 0.0,
+        )
 
-def _reduction(call: Call, axes: Sequence[int], *, cut: bool) -> Description:
-    shape, reduced = call.operands[0], {int(axis) for axis in axes}
-    factors = Factors()
-    dims: Dims = tuple(
-        (factors.sum if cut else factors.keep)(size) if i in reduced else factors.parallel(size)
-        for i, size in enumerate(shape)
-    )
-    result: Dims = tuple(dim for i, dim in enumerate(dims) if i not in reduced)
-    operands = [dims if s == shape else ((),) * len(s) for s in call.operands]
-    return Description(
-        factors.rule(operands, [result] * len(call.results)), "reduction", elements(shape)
-    )
-
-
-def cumulative(call: Call) -> Description:
-    """Running sum, product, maximum: unsharded along its axis."""
-    return _along(call, {call.params["axis"]}, "reduction", elements(call.operands[0]))
-
-
-def sort(call: Call) -> Description:
-    """Sorts one or more arrays together along one dim."""
-    return _along(call, {call.params["dimension"]}, "sort", 0.0)
-
-
-def reverse(call: Call) -> Description:
-    """Reverses dims, which stay unsharded."""
-    return _along(call, set(call.params["dimensions"]), "movement", 0.0)
-
-
-def _along(call: Call, unsplit: set[int], category: str, flops: float) -> Description:
-    factors = Factors()
-    dims = factors.dims(call.operands[0], unsplit)
-    return Description(
-        factors.rule([dims] * len(call.operands), [dims] * len(call.results)), category, flops
-    )
+    return describe
 
 
 def top_k(call: Call) -> Description:
@@ -831,8 +810,8 @@ def top_k(call: Call) -> Description:
 
 
 def window_reduction(call: Call) -> Description:
-    """Pooling. A dim can be sharded freely if windows are single positions, and between windows if
-    they tile the dim.
+    """Pooling, and its tangent. A dim can be sharded freely if windows are single positions, and
+    between windows if they tile the dim.
     """
     result, *_ = call.results
     shape = call.operands[0]
@@ -858,11 +837,6 @@ def _window(call: Call, factors: Factors, i: int, size: int, count: int) -> tupl
         )
         return outside + combine(window), outside
     return factors.keep(size), factors.keep(count)
-
-
-def select_and_gather_add(call: Call) -> Description:
-    """The tangent of pooling: (tangents, operand) of one shape -> one value per window."""
-    return window_reduction(call)
 
 
 def select_and_scatter_add(call: Call) -> Description:

@@ -7,7 +7,7 @@ fit.py           the training loop
 identity.py      digests of everything that determines the numbers of a run
 loggers.py       receivers of the numbers and events of a run
 measures.py      losses and metrics, and the load of the machine
-rates.py         learning rates scaled with the batch, and profiles
+rates.py         learning rates scaled with the batch
 run.py           the folder of a run
 settings.py      settings of a run
 states.py        averages of parameters, learning rates, adapters, and changed models

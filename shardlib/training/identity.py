@@ -433,7 +433,7 @@ def _hash(value: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class OwnedFolder:
     """A run folder that this job may write to. The first of its processes owns it for all of them.
 
     Attributes:
@@ -458,7 +458,7 @@ class Held:
         allow: Sequence[str],
         stack: contextlib.ExitStack,
         say: Callable[[str], None],
-    ) -> Held:
+    ) -> OwnedFolder:
         """Claims a folder until the end of `stack`; must be called by all processes of the job.
         Waiting is reported to `say`.
         """
@@ -479,7 +479,7 @@ class Held:
 
         taken = first_decides("folder of the run", take)
         if taken is None:
-            return Held(owner=None, trace=trace)
+            return OwnedFolder(owner=None, trace=trace)
         owner, opened = taken
         texts = [
             f"a change on purpose, written down in {folder.manifest}: {change.text}"
@@ -511,4 +511,4 @@ class Held:
             if opened.known and not folder.saved()
             else []
         )
-        return Held(owner=owner, trace=trace, changes=opened.changes, texts=tuple(texts))
+        return OwnedFolder(owner=owner, trace=trace, changes=opened.changes, texts=tuple(texts))

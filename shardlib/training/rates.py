@@ -1,4 +1,4 @@
-"""Learning rates scaled with the batch, the largest sensible batch, and profiles of steps.
+"""Learning rates scaled with the batch, and the largest sensible batch.
 
 A batch k times as large takes k times fewer steps, so each must go further. Goyal et al.
 (arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to 8,192 images;
@@ -17,65 +17,12 @@ report it, `shardlib.planner.findings`.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
 import optax
 
 from shardlib.errors import ModelError, raise_all
 from shardlib.findings import Finding
-
-#: Number of steps in a trace requested during a run.
-STEPS = 3
-
-
-class Profiler:
-    """Records traces of a few steps at a time."""
-
-    def __init__(
-        self,
-        folder: Path | None,
-        wanted: tuple[int, int] | None,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        """Args: folder: of the traces; None for no traces. wanted: first step and number of steps.
-        say: shows why a trace was not written.
-        """
-        self._folder, self._say = folder, say
-        self._first, self._last = (wanted[0], wanted[0] + wanted[1] - 1) if wanted else (0, 0)
-        self._running = False
-
-    def before(self, step: int) -> None:
-        """Starts a trace if this step is requested."""
-        if self._folder is None or self._running:
-            return
-        asked = self._folder / "profile"
-        if asked.exists():
-            asked.unlink(missing_ok=True)
-            self._first, self._last = step, step + STEPS - 1
-        if self._first <= step <= self._last:
-            place = self._folder / f"step-{step}"
-            if jax.process_count() > 1:
-                place /= f"process-{jax.process_index()}"
-            jax.profiler.start_trace(place, create_perfetto_trace=True)
-            self._running = True
-
-    def after(self, step: int) -> None:
-        """Ends the trace after its last step."""
-        if self._running and step >= self._last:
-            self.close()
-
-    def close(self) -> None:
-        """Writes the trace."""
-        if self._running:
-            self._running = False
-            try:
-                jax.profiler.stop_trace()
-            except Exception as error:  # any error of the profiler and its files
-                self._say(f"the trace of the profiler was not written: {error}; training goes on")
-
 
 #: Scaling of the rate with the batch: the exponent of the ratio.
 RULES = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}

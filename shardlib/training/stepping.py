@@ -51,7 +51,7 @@ from shardlib.processes.values import (
 from shardlib.report.elements import seconds_text
 from shardlib.training.callbacks import Asks, Moment, Remembers
 from shardlib.training.display import Display
-from shardlib.training.identity import Held
+from shardlib.training.identity import OwnedFolder
 from shardlib.training.loggers import LoggedRun, Logger
 from shardlib.training.measures import (
     VALIDATION,
@@ -64,7 +64,6 @@ from shardlib.training.measures import (
     read_lines,
     validations,
 )
-from shardlib.training.rates import Profiler
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
 from shardlib.training.validation import is_metric, named_numbers, validator
@@ -677,6 +676,56 @@ class Saving:
 # Open resources of a run: folder, records, checkpoints, watchdog, profiler, stop requests.
 
 
+#: Number of steps in a trace requested during a run.
+_TRACED_STEPS = 3
+
+
+class Profiler:
+    """Records traces of a few steps at a time."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        wanted: tuple[int, int] | None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Args: folder: of the traces; None for no traces. wanted: first step and number of steps.
+        say: shows why a trace was not written.
+        """
+        self._folder, self._say = folder, say
+        self._first, self._last = (wanted[0], wanted[0] + wanted[1] - 1) if wanted else (0, 0)
+        self._running = False
+
+    def before(self, step: int) -> None:
+        """Starts a trace if this step is requested."""
+        if self._folder is None or self._running:
+            return
+        asked = self._folder / "profile"
+        if asked.exists():
+            asked.unlink(missing_ok=True)
+            self._first, self._last = step, step + _TRACED_STEPS - 1
+        if self._first <= step <= self._last:
+            place = self._folder / f"step-{step}"
+            if jax.process_count() > 1:
+                place /= f"process-{jax.process_index()}"
+            jax.profiler.start_trace(place, create_perfetto_trace=True)
+            self._running = True
+
+    def after(self, step: int) -> None:
+        """Ends the trace after its last step."""
+        if self._running and step >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace."""
+        if self._running:
+            self._running = False
+            try:
+                jax.profiler.stop_trace()
+            except Exception as error:  # any error of the profiler and its files
+                self._say(f"the trace of the profiler was not written: {error}; training goes on")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Equipment:
     """Open resources of a run.
@@ -692,7 +741,7 @@ class Equipment:
     """
 
     folder: RunFolder | None
-    held: Held | None
+    held: OwnedFolder | None
     records: Records
     saving: Saving | None
     stop: StopRequest
@@ -737,7 +786,7 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
     folder = RunFolder(Path(settings.run)) if settings.run is not None else None
     hold = None
     if folder is not None:
-        hold = Held.of(
+        hold = OwnedFolder.of(
             folder,
             task.programs,
             task.data,

@@ -53,7 +53,6 @@ from shardlib.findings import Finding
 from shardlib.jax_types import Function, KeyPath
 from shardlib.layout import MeshShape
 from shardlib.lowering.mesh import HOST
-from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology, device_order, slice_of
 from shardlib.planner.plan import Plan
 from shardlib.processes.kin import Guard, finish
@@ -340,25 +339,6 @@ class ExportedStep:
     def to_json(self) -> JsonObject:
         """All but the program, as plain data."""
         return {name: value for name, value in self.__dict__.items() if name != "program"}
-
-
-def export_step(program: Program, platform: str) -> ExportedStep:
-    """Lowers the step of a program for a platform that need not be here."""
-    state = jax.tree.leaves(program.state)
-    step = program.step_function()
-
-    def run(state: Any, batch: Any) -> tuple[Any, Any]:
-        return step(state, batch)
-
-    run.__name__ = run.__qualname__ = step.__name__
-    return exported(
-        run,
-        (program.state, program.batch),
-        results=state,
-        mesh=program.mesh,
-        platform=platform,
-        what="the training step",
-    )
 
 
 def exported(

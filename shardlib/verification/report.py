@@ -22,8 +22,8 @@ from shardlib.planner.plan import Plan, plan_to_data
 from shardlib.report.elements import bytes_text, percent_text, seconds_text, short
 from shardlib.report.markup import card
 from shardlib.untrusted.data import JsonObject, construct, parse_json, shown
-from shardlib.verification.hlo import BITS, REDUCTIONS, Found
-from shardlib.verification.timelines import Scheduled
+from shardlib.verification.hlo import BITS
+from shardlib.verification.traffic import REDUCTIONS, InstructionTraffic, Scheduled
 
 # --------------------------------------------------------------------------------------------------
 # The compiled program of a training step.
@@ -360,7 +360,7 @@ RESHARDING = ("all-to-all", "collective-permute")
 
 @diagnostic
 def traffic(
-    plan: Plan, topology: Topology, compiled: CompiledStep, found: Sequence[Found]
+    plan: Plan, topology: Topology, compiled: CompiledStep, found: Sequence[InstructionTraffic]
 ) -> Iterable[Finding]:
     """Finds collectives that were not planned, and planned ones that are missing."""
     promised, real = totals(plan.estimate.collectives), totals(compiled.collectives)
@@ -402,7 +402,7 @@ def traffic(
 
 
 def _unplanned(
-    key: Key, size: int, due: int, matching: Sequence[Found], slow: frozenset[str]
+    key: Key, size: int, due: int, matching: Sequence[InstructionTraffic], slow: frozenset[str]
 ) -> Finding:
     causes: dict[str, int] = {}
     for item in matching:
@@ -479,7 +479,7 @@ def _split(text: str) -> Key:
     return kind, tuple(axes.split("·"))
 
 
-def _narrower(size: int, due: int, matching: Sequence[Found]) -> bool:
+def _narrower(size: int, due: int, matching: Sequence[InstructionTraffic]) -> bool:
     """Returns whether a reduction moves a half or a quarter of what was planned, in a type of 16
     bits or fewer.
     """
@@ -558,7 +558,7 @@ def compare(
     plan: Plan,
     topology: Topology,
     compiled: CompiledStep,
-    found: Sequence[Found],
+    found: Sequence[InstructionTraffic],
     log: str,
     donated: int,
     aliased: int,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import jax
 
 from shardlib.layout import MeshShape
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import Plan
-from shardlib.verification.hlo import Traffic, parse
+from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import (
     Compiled,
     ExportedStep,
@@ -16,13 +19,13 @@ from shardlib.verification.isolation import (
     Limits,
     Target,
     compile_apart,
-    export_step,
+    exported,
     failed,
     require_compiler,
     target,
 )
 from shardlib.verification.report import CompiledStep, Verification, compare, other_compiler
-from shardlib.verification.timelines import read_traffic, scheduled, timed
+from shardlib.verification.traffic import Traffic, read_traffic, scheduled, timed
 
 
 def verify_program(
@@ -101,3 +104,22 @@ def read_compiled(
         scheduled=scheduled(module, mesh) if len(compile_target.positions) == 1 else (),
     )
     return compiled, traffic
+
+
+def export_step(program: Program, platform: str) -> ExportedStep:
+    """Lowers the step of a program for a platform that need not be here."""
+    state = jax.tree.leaves(program.state)
+    step = program.step_function()
+
+    def run(state: Any, batch: Any) -> tuple[Any, Any]:
+        return step(state, batch)
+
+    run.__name__ = run.__qualname__ = step.__name__
+    return exported(
+        run,
+        (program.state, program.batch),
+        results=state,
+        mesh=program.mesh,
+        platform=platform,
+        what="the training step",
+    )

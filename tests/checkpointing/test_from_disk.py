@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.checkpointing import reading
+from shardlib.checkpointing import store
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.lowering.disk import DiskArray
 from tests.checkpointing.states import assert_same, numbers
@@ -76,7 +76,7 @@ def saved(first, tmp_path_factory):
 
 def test_goes_on_from_disk_to_disk(first, saved, monkeypatch):
     path, kept, losses = saved
-    monkeypatch.setattr(reading, "PORTION", 5000)
+    monkeypatch.setattr(store, "PORTION", 5000)
     restored = Checkpoints(path, read_only=True).restore(first)
     assert len(on_disk(restored.state)) == 4
     assert_same(read(restored.state), kept)

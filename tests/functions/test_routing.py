@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.errors import ModelError
 from shardlib.functions.routing import balance_loss, bias_step, route, z_loss
 from shardlib.layout import MeshShape
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.functions import numpy_experts
 
 COUNT = 8

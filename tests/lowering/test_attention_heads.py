@@ -16,7 +16,7 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.models.config import TransformerConfig
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 CONFIG = TransformerConfig(
     name="dense",

@@ -19,7 +19,7 @@ from shardlib import models
 from shardlib.errors import PinError, PlanError
 from shardlib.models.blocks import mixture_of_experts
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ = 8, 32
 DENSE = TransformerConfig(

@@ -21,7 +21,7 @@ from shardlib.errors import PinError
 from shardlib.lowering.collective_matmul import Ring, snake
 from shardlib.models.config import TransformerConfig
 from shardlib.planner.plan import Plan
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ = 8, 16
 CUT = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["kv_heads", "tensor"], ["seq", "tensor"]]

@@ -23,7 +23,7 @@ from shardlib.lowering.context.dispatch import Collected
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.tracing.program import subjaxprs
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 SEQ, WIDTH, VALUES = 32, 8, 6
 

@@ -16,7 +16,7 @@ from shardlib.errors import DiskError, PlanError, StateError
 from shardlib.lowering.disk import PREFIX, DiskArray, Writer, folder
 from shardlib.lowering.program import BuildOptions, build_program
 from shardlib.lowering.step import Guards
-from shardlib.verification.isolation import export_step
+from shardlib.verification.verify import export_step
 from tests.lowering import small
 from tests.lowering.hand_plan import RULES, hand_plan
 

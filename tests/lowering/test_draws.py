@@ -14,7 +14,7 @@ import pytest
 
 import shardlib
 from shardlib.errors import PinError
-from shardlib.lowering.contribution import bits, positions
+from shardlib.lowering.accumulation import bits, positions
 from shardlib.tracing.row_kinds import Draw
 from tests.zoo import random_losses
 

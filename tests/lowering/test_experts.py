@@ -21,7 +21,7 @@ from shardlib.lowering.collectives import Machine
 from shardlib.lowering.experts import OVERFLOW, Grouped, Matrices, Placed, Where, moved, routed
 from shardlib.tracing.rewriting import keeping
 from shardlib.tracing.rewriting import recomputed as computed_again
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
 BLOCKS = Grouped(kind="blocks", block=16)

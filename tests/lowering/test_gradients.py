@@ -20,7 +20,7 @@ from shardlib.lowering.mesh import axis_names, device_mesh, parts_of, tpu_places
 from shardlib.lowering.uses import steps, weight_uses
 from shardlib.planner.plan import Link
 from shardlib.tracing.program import flatten
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.zoo import CASES
 from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import capture, errors, placed_state

@@ -12,7 +12,7 @@ from shardlib import _jax_compat
 from shardlib.errors import PinError
 from shardlib.lowering import step
 from shardlib.lowering.program import BuildOptions, build_program
-from shardlib.verification.isolation import export_step
+from shardlib.verification.verify import export_step
 from tests.lowering import models, small
 from tests.lowering.hand_plan import hand_plan
 

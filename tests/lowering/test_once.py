@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.lowering import small
 from tests.zoo import CASES
 from tests.zoo.parity import capture, errors, run_sharded

@@ -19,7 +19,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.lowering.contractions import in_order, interleaved, joined, pieces
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.zoo.case import BATCH, SEQ, VOCAB, Case, cross_entropy, leaves_by_path, nnx_case, tokens
 from tests.zoo.parity import capture, errors, run_sharded
 

@@ -18,7 +18,7 @@ from shardlib.lowering.program import build_program
 from shardlib.models import build
 from shardlib.models.config import Experts, TransformerConfig
 from shardlib.planner.plan import Link
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 from tests.lowering.test_step import close, flat, gradients_as_state, unsharded

@@ -17,7 +17,7 @@ from shardlib.errors import PinError, PlanError
 from shardlib.lowering.mesh import abstract_mesh
 from shardlib.lowering.pipeline.per_stage import Dealing, Places, stage_programs
 from shardlib.planner.plan import Plan
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.lowering import models
 from tests.lowering.test_pipeline import (
     MIXED,

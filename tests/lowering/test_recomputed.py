@@ -16,7 +16,7 @@ import shardlib
 from shardlib import models
 from shardlib.errors import PlanError
 from shardlib.models.config import Experts, TransformerConfig
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.lowering import small
 from tests.zoo.parity import capture
 

@@ -16,7 +16,7 @@ import optax
 
 import shardlib
 from shardlib._jax_compat import compiled_memory
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.replay.plans import Row, versions
 from tests.zoo import CASES, Case
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardlib.errors import InfeasibleError
 from shardlib.planner.scaling import Curve
-from shardlib.report.curves import BOX, curve_svg
+from shardlib.report.pages import CURVE_BOX, curve_svg
 from tests.planner.test_scaling import made_up
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -53,7 +53,7 @@ def test_points_that_do_not_pay_look_different_and_machines_that_lack_memory_are
         for g in ElementTree.fromstring(curve_svg(CURVE)).iter(f"{SVG}g")
         if g.attrib.get("class") == "lacks"
     ]
-    assert f" {BOX.bottom - 5} " in cross[0].attrib["d"]
+    assert f" {CURVE_BOX.bottom - 5} " in cross[0].attrib["d"]
     assert cross[1].text == "1 devices: lacks 1.00 GiB a device"
 
 

@@ -14,9 +14,10 @@ from shardlib.machines.topology import device_order, topology
 from shardlib.planner import search as planner
 from shardlib.planner.questions import answers
 from shardlib.report.elements import seconds_text
-from shardlib.report.pages import Evidence, html_report
-from shardlib.report.panels import (
+from shardlib.report.pages import (
+    Evidence,
     causes,
+    html_report,
     machine_picture,
     memory_picture,
     step_picture,

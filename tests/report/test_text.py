@@ -18,16 +18,17 @@ from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner.plan import Plan, Search
 from shardlib.report.changes import diff
-from shardlib.report.elements import (
-    WIDTH,
-    bytes_text,
-    clip,
-    count_text,
-    quantity_bar,
-    seconds_text,
-)
+from shardlib.report.elements import WIDTH, bytes_text, clip, count_text, seconds_text
 from shardlib.report.markup import card
-from shardlib.report.text import collective_rows, explain, notation, parameter_rows, reasons, untold
+from shardlib.report.text import (
+    collective_rows,
+    explain,
+    notation,
+    parameter_rows,
+    quantity_bar,
+    reasons,
+    untold,
+)
 from shardlib.rules import Rules
 from shardlib.serve.search import plan_served
 from tests.planner.fixture_plan import PLAN, parameter

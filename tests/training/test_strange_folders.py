@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from shardlib.checkpointing.folder import Folder, claim, described
 from shardlib.checkpointing.huggingface import Files
-from shardlib.checkpointing.reading import DamagedError, read_about, try_about
-from shardlib.checkpointing.store import Checkpoints, epath
+from shardlib.checkpointing.store import Checkpoints, DamagedError, epath, read_about, try_about
 from shardlib.errors import CheckpointError, MissingFileError, RunError, ShardlibError
 from shardlib.processes.place import read_heartbeat, write_whole
 from shardlib.training.measures import JsonLines, by_step, read_lines, read_records

@@ -24,7 +24,7 @@ from shardlib.verification.hlo import (
     replica_groups,
     source_target_pairs,
 )
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 FRAGMENTS = {
     path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode()

@@ -9,7 +9,7 @@ from benchmarks.order_candidates import judged, spearman
 from benchmarks.scheduled_wire import waited_seconds
 from shardlib.layout import MeshShape
 from shardlib.verification.hlo import parse
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 GATHER = (
     "bf16[64,8] all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={1},"

@@ -21,7 +21,7 @@ from benchmarks.planned_collectives import compared
 from shardlib import models
 from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
 from shardlib.verification.report import totals
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 
 TPU, GPU = pytest.mark.compiler("tpu"), pytest.mark.compiler("gpu")
 WHERE = [pytest.param("v5e:2x4", marks=TPU), pytest.param("h100:8", marks=GPU)]

@@ -25,11 +25,11 @@ from shardlib.errors import (
     VerificationError,
 )
 from shardlib.findings import Finding
+from shardlib.frontend.verified import COMPILATIONS, one_of_each_policy, refine
 from shardlib.machines.topology import Topology, place, topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.report.text import explain
-from shardlib.verification.refining import COMPILATIONS, one_of_each_policy, refine
 from shardlib.verification.report import CompiledStep, Verification
 from tests.planner.worlds import workload
 from tests.verification.programs import CONFIG

@@ -25,8 +25,14 @@ from shardlib.report.timelines import BOTH, IDLE, work
 from shardlib.schedules import BACKWARD, FORWARD, Timetable
 from shardlib.verification import timelines
 from shardlib.verification.hlo import parse
-from shardlib.verification.recorded_steps import newest_profile, recorded_steps
-from shardlib.verification.timelines import Event, measure_timeline, scheduled, stage_devices
+from shardlib.verification.timelines import (
+    Event,
+    measure_timeline,
+    newest_profile,
+    recorded_steps,
+    stage_devices,
+)
+from shardlib.verification.traffic import scheduled
 from tests.lowering import models, small
 from tests.lowering.test_pipeline import program
 

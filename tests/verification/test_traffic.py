@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 
 from shardlib.collective import Collective
 from shardlib.layout import MeshShape
-from shardlib.verification.hlo import parse, trip_count
+from shardlib.verification.hlo import parse
 from shardlib.verification.report import totals
-from shardlib.verification.timelines import read_traffic, short_name
+from shardlib.verification.traffic import read_traffic, short_name, trip_count
 from tests.verification import programs
 from tests.verification.test_hlo import FRAGMENTS, MESH
 

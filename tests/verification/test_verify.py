@@ -22,10 +22,9 @@ from shardlib.findings import Finding
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.verification import report as compare
-from shardlib.verification.hlo import Found
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import InstructionTraffic, read_traffic
 from tests.verification.programs import CONFIG
 
 INIT, LOSS = models.build(CONFIG)
@@ -155,10 +154,10 @@ def judged(
 
 def moved(
     kind: str, *axes: str, size: int, dtype: str = "f32", cause: str = ""
-) -> tuple[Collective, Found]:
+) -> tuple[Collective, InstructionTraffic]:
     return (
         Collective(kind=kind, axes=axes, bytes=size, cause=cause),
-        Found(
+        InstructionTraffic(
             kind=kind,
             bytes=size,
             dtypes=(dtype,),

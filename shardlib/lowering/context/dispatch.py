@@ -13,15 +13,15 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, Operands
 from shardlib.functions.experts import LANES, Wanted
 from shardlib.graph import Graph, Kind
-from shardlib.jax_types import Aval, Index, Value
+from shardlib.jax_types import Aval, Function, Index, Value
 from shardlib.layout import Layout
-from shardlib.lowering.collectives import Machine, alike
+from shardlib.lowering.collectives import Machine
 from shardlib.lowering.context.block import ALL_BEFORE, FAR, Offsets, Scores, Sight, Tokens
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
@@ -702,3 +702,94 @@ class Local:
 
 def _joined(parts: Sequence[Value]) -> Value:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+# --------------------------------------------------------------------------------------------------
+# A manual region that all devices along some axes compute alike, whose gradients need not be
+# summed.
+#
+# JAX assumes that every device contributes to the gradient of an argument that such a region reads
+# replicated: the gradient is divided by the number of devices and all-reduced, though each device
+# has all of it. Here the copies are the rows of an array [devices, ...] inside of the region; rows
+# are made and read without communication, forward and backward.
+
+
+def alike(
+    machine: Machine,
+    function: Function,
+    arguments: Sequence[PartitionSpec],
+    result: PartitionSpec,
+) -> Function:
+    """`Machine.manual` for a function that gives the same on all devices along the axes that shard
+    neither its arguments nor its result.
+    """
+    named = {name for spec in (*arguments, result) for name in _names(spec)}
+    axes = tuple(
+        name
+        for name, kind in zip(machine.mesh.axis_names, machine.mesh.axis_types, strict=True)
+        if kind != AxisType.Manual and machine.mesh.shape[name] > 1 and name not in named
+    )
+    if not axes:
+        return machine.manual(function, tuple(arguments), result)
+
+    def made(*arrays: Value) -> Value:
+        differentiable = [_differentiable(array) for array in arrays]
+
+        def local(*shards: Value) -> Value:
+            return function(
+                *(
+                    shard[0] if row else shard
+                    for shard, row in zip(shards, differentiable, strict=True)
+                )
+            )[None]
+
+        region = machine.manual(
+            local,
+            tuple(
+                PartitionSpec(axes, *spec) if row else spec
+                for spec, row in zip(arguments, differentiable, strict=True)
+            ),
+            PartitionSpec(axes, *result),
+        )
+        rows = [
+            _rows(machine, axes, spec)(array) if row else array
+            for array, spec, row in zip(arrays, arguments, differentiable, strict=True)
+        ]
+        return _row(machine, axes, result)(region(*rows))
+
+    return made
+
+
+def _names(spec: PartitionSpec) -> set[str]:
+    return {name for dim in spec for name in ([dim] if isinstance(dim, str) else dim or ())}
+
+
+def _differentiable(array: Value) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+def _rows(machine: Machine, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
+    """Each device's copy of an array as its own row; the gradient is the device's own row."""
+    return _turned(*_ways(machine, axes, spec))
+
+
+def _row(machine: Machine, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
+    """The array whose copies are the rows of the devices; the gradient is copied to every row."""
+    return _turned(*reversed(_ways(machine, axes, spec)))
+
+
+def _ways(
+    machine: Machine, axes: tuple[str, ...], spec: PartitionSpec
+) -> tuple[Function, Function]:
+    rows = PartitionSpec(axes, *spec)
+    return (
+        machine.manual(lambda array: array[None], (spec,), rows),
+        machine.manual(lambda copies: copies[0], (rows,), spec),
+    )
+
+
+def _turned(there: Function, back: Function) -> Function:
+    """A function whose backward pass is another function."""
+    turned = jax.custom_vjp(there)
+    turned.defvjp(lambda array: (there(array), None), lambda _, cotangent: (back(cotangent),))
+    return turned

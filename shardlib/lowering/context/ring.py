@@ -95,7 +95,7 @@ class Ring:
         self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
     ) -> Part:
         """Attention as a `Part`, before it is cast."""
-        ring, local = replace(self, cut=self.cut.beside(query)), query.shape[1]
+        ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
 
         def turn(number: Index, part: Part, goes: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
             all_inputs = Inputs(
@@ -130,7 +130,7 @@ class Ring:
         incoming: Incoming,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
-        ring, local = replace(self, cut=self.cut.beside(query)), query.shape[1]
+        ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
         arrays = () if inputs.offsets is None else (inputs.offsets.array,)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (key, value, query, *arrays))
 

@@ -123,7 +123,7 @@ class Cut:
 
     def _by_parity(self, even: Value, odd: Value, dim: int) -> Value:
         """Two arrays concatenated on even devices, and in reverse order on odd ones."""
-        swapped = self.beside(even).device() % 2 == 1
+        swapped = self.tied_to(even).device() % 2 == 1
         return jnp.concatenate(
             [jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim
         )
@@ -143,7 +143,7 @@ class Cut:
         """Index of the device, inside of a region that is manual over the axis."""
         return jax.lax.axis_index(self.axis) if self.number is None else self.number
 
-    def beside(self, array: Value) -> Cut:
+    def tied_to(self, array: Value) -> Cut:
         """The partition with a device index that depends on an array that the region reads.
 
         Values that depend on the index alone are moved out of a loop around the region, into a

@@ -29,11 +29,8 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import PlanError
 from shardlib.jax_types import Index, Leaf, Value
 from shardlib.lowering.contractions import as_dtype
-from shardlib.lowering.loss import fullest_stage, layer_policies, layers
 from shardlib.lowering.placing import Placing
-from shardlib.lowering.uses import LossReading
 from shardlib.lowering.weights import DEFERRED, Deferred
-from shardlib.planner.plan import Plan
 from shardlib.tracing.folding import Split, split
 from shardlib.tracing.program import Equation, Program, flatten, has_matmul
 from shardlib.tracing.rewriting import (
@@ -262,6 +259,46 @@ class Cut:
             if equation.name == "convert_element_type" and equation.inputs[0] in positions:
                 positions[equation.outputs[0]] = positions[equation.inputs[0]]
         return positions
+
+    def of_microbatch(self, state: Arrays, batch: Arrays) -> Values:
+        """Model state and batch of a microbatch, by value."""
+        inputs, arrays = self.program.inputs, [*state, *batch]
+        return dict(zip(inputs[len(inputs) - len(arrays) :], arrays, strict=True))
+
+    def drawn(self, inputs: Values, walk: Walk) -> Arrays:
+        """Per-layer slices of model state and of random keys in the batch, [layers, ...].
+
+        Args:
+            inputs: see `of_microbatch`.
+        """
+        env = {**self.program.constants, **inputs}
+        numbers = [self.scanned[k] for k in self.roles.drawn]
+        evaluate_equations(needed(self.program.equations, numbers)[0], env, walk)
+        return [env[number] for number in numbers]
+
+
+def results_and_gradients(
+    results_of: Callable[..., Arrays], loss: int, left: Arrays, *values: Tree
+) -> tuple[Arrays, tuple[Any, ...]]:
+    """(loss and metrics, gradients of the loss): those of each of the values, then those of the
+    floating-point outputs of the last chunk.
+
+    Args:
+        results_of: (*values, outputs of the last chunk) -> loss and metrics.
+        loss: position of the loss among these.
+        left: outputs of the last chunk.
+    """
+
+    def run(*arguments: Any) -> tuple[Any, Arrays]:
+        floating = iter(arguments[-1])
+        results = results_of(
+            *arguments[:-1], [next(floating) if is_floating(leaf) else leaf for leaf in left]
+        )
+        return results[loss], results
+
+    moving = [leaf for leaf in left if is_floating(leaf)]
+    _, pull, results = jax.vjp(run, *values, moving, has_aux=True)
+    return results, pull(jnp.ones((), results[loss].dtype))
 
 
 def cut(
@@ -1065,7 +1102,7 @@ def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arr
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ends:
+class EdgeGradients:
     """Operations outside of the layers whose weight gradients are reduced after all ticks.
 
     Attributes:
@@ -1098,7 +1135,7 @@ class Ends:
         return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
 
 
-def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
+def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> EdgeGradients:
     """Finds the operations outside of the layers whose gradients can be reduced at the end."""
     derived = set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
@@ -1120,7 +1157,7 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
         | set(cut.entering)
         | set(cut.results)
     )
-    return Ends(
+    return EdgeGradients(
         mesh=mesh, uses=uses, complete=frozenset(operand(use) for use in uses.values()) - others
     )
 
@@ -1158,32 +1195,3 @@ class StageRemat:
 
     def _saved(self, count: int) -> Saved:
         return Saved(policy=self.policy, count=count, offloaded=self.offloaded)
-
-
-def stage_remat(
-    plan: Plan, cut: Cut, program: Program, loss: LossReading, paths: Sequence[str]
-) -> StageRemat:
-    """The rematerialisation in the stages of a plan."""
-    fullest = fullest_stage(plan, cut.layers)
-    policies = layer_policies(plan, program, loss, paths)
-    uniform = StageRemat(
-        policy=plan.remat,
-        count=fullest,
-        layers=fullest,
-        virtual=plan.virtual_stages,
-        offloaded="activations" in plan.offload,
-    )
-    if not policies:
-        return uniform
-    counts = {group.path: group.count for group in layers(program, loss)}
-    # unrolled layers are one loop in the partitioned program
-    here = (
-        cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)
-    )
-    policy, count = policies[here]
-    outside = {
-        path: (name, math.ceil(number * counts[path] / fullest_stage(plan, counts[path]) - 1e-9))
-        for path, (name, number) in policies.items()
-        if path != here
-    }
-    return replace(uniform, policy=policy if count else "none", count=count, outside=outside)

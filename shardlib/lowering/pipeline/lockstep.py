@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.jax_types import Leaf, Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import GradientExchange
-from shardlib.lowering.loss import followed
+from shardlib.lowering.loss import followed, fullest_stage, layer_policies, layers
 from shardlib.lowering.mesh import ParameterShardings, parameter_order, parts_of
 from shardlib.lowering.pipeline.layers import (
     PARAMETERS,
@@ -25,7 +26,7 @@ from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
     Cut,
-    Ends,
+    EdgeGradients,
     Gradients,
     StageRemat,
     Values,
@@ -33,23 +34,16 @@ from shardlib.lowering.pipeline.layers import (
     ends,
     gathered,
     is_floating,
-    stage_remat,
+    results_and_gradients,
 )
-from shardlib.lowering.pipeline.stage import (
-    Held,
-    Hop,
-    Stages,
-    dim_of_stages,
-    sharded_dim,
-    stage_activations,
-)
+from shardlib.lowering.pipeline.stage import Hop, StageArrays, Stages, dim_of_stages
 from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.uses import LossJaxpr
+from shardlib.lowering.uses import LossJaxpr, LossReading
 from shardlib.lowering.weights import DEFERRED, GradientReductions
 from shardlib.planner.plan import Plan
 from shardlib.schedules import ONE_F_ONE_B, Timetable
 from shardlib.tracing.folding import fold
-from shardlib.tracing.program import has_matmul, with_frozen
+from shardlib.tracing.program import Program, has_matmul, with_frozen
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, needed
 
 # --------------------------------------------------------------------------------------------------
@@ -129,7 +123,7 @@ def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
 # Sums are at least float32, or in the dtype of the plan, and are placed where the microbatches make
 # the gradients: gradients of layers at their stages; gradients of values that all layers use as one
 # sum per stage; those of embedding and head as the optimizer reads them. Gradients that are reduced
-# once per step are per-device partial sums until then (`Gathered`, `Ends`).
+# once per step are per-device partial sums until then (`Gathered`, `EdgeGradients`).
 
 #: The carry of the scan over ticks, by name.
 Carry = dict[str, Any]
@@ -184,7 +178,7 @@ class Sums:
 
     cut: Cut
     stages: Stages
-    ends: Ends
+    ends: EdgeGradients
     gradient: Sequence[NamedSharding]
     reductions: GradientReductions
 
@@ -246,7 +240,7 @@ class Sums:
             for number, leaf in outside.items()
         }
 
-    def gradients(self, resident: Held, sums: Carry) -> Made:
+    def gradients(self, resident: StageArrays, sums: Carry) -> Made:
         """Gradients of the values computed from parameters, from the sums over all microbatches."""
         return Made(
             stacks=self._stacks(resident, sums),
@@ -254,7 +248,7 @@ class Sums:
             outside=self._outside(sums),
         )
 
-    def _stacks(self, resident: Held, sums: Carry) -> Arrays:
+    def _stacks(self, resident: StageArrays, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         gathered, positions, summed = (
             self.stages.chunk.gathered,
@@ -308,7 +302,7 @@ class Pipeline:
         remat: remat policy of the layers.
         groups: number of groups of microbatches, which go through the stages one after the other;
             the schedule is that of one group.
-        repeated: see `shardlib.lowering.contribution.Contribution`.
+        repeated: see `shardlib.lowering.accumulation.Contribution`.
     """
 
     cut: Cut
@@ -316,7 +310,7 @@ class Pipeline:
     placing: Placing
     around: Placing
     exact: bool
-    ends: Ends
+    ends: EdgeGradients
     traced: LossJaxpr
     remat: StageRemat
     groups: int = 1
@@ -431,11 +425,20 @@ class Pipeline:
             derived,
         )
         outputs = [total / self.microbatches for total in sums["totals"]]
+        return self.results(outputs, state, after), structure.unflatten(pull(cotangents))
+
+    def results(
+        self, outputs: Arrays, state: Tree, after: Arrays
+    ) -> tuple[Value, tuple[Metrics, Tree]]:
+        """(loss, (metrics, state after the step)).
+
+        Args:
+            outputs: loss and metrics.
+            state: model state, for its structure.
+            after: its arrays after the step.
+        """
         loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
-        return (
-            loss,
-            (metrics, jax.tree.unflatten(jax.tree.structure(state), after)),
-        ), structure.unflatten(pull(cotangents))
+        return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
     def loss(
         self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
@@ -459,14 +462,13 @@ class Pipeline:
             _in_dtype(total / self.microbatches, aval.dtype)
             for total, aval in zip(totals, avals, strict=False)
         ]
-        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
-        return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
+        return self.results(outputs, state, after)
 
-    def _held(self, derived: Made, fixed: Fixed) -> Held:
+    def _held(self, derived: Made, fixed: Fixed) -> StageArrays:
         """Arrays of the stages that stay the same through all ticks, without those of
         microbatches.
         """
-        resident = Held(
+        resident = StageArrays(
             weights=derived.stacks,
             tables=fixed.tables,
             drawn=[],
@@ -553,7 +555,7 @@ class Ticks:
     def __init__(
         self,
         pipeline: Pipeline,
-        resident: Held,
+        resident: StageArrays,
         derived: Made,
         fixed: Fixed,
         states: Arrays,
@@ -609,21 +611,13 @@ class Ticks:
             else:
                 left = self._left(left)
 
-            def run(outside: Values, sums: Arrays, moving: Arrays) -> tuple[Any, Arrays]:
-                floating = iter(moving)
-                results = self._results(
-                    outside,
-                    micro,
-                    [next(floating) if is_floating(leaf) else leaf for leaf in left],
-                    sums,
-                )
-                return results[self.pipeline.loss_position], results
-
-            moving = [leaf for leaf in left if is_floating(leaf)]
-            _, pull, results = jax.vjp(
-                run, self.unreduced, self.pipeline.ends.zeros(), moving, has_aux=True
+            results, (outside, sums, moved) = results_and_gradients(
+                lambda outside, sums, left: self._results(outside, micro, left, sums),
+                self.pipeline.loss_position,
+                left,
+                self.unreduced,
+                self.pipeline.ends.zeros(),
             )
-            outside, sums, moved = pull(jnp.ones((), results[self.pipeline.loss_position].dtype))
             return (
                 results,
                 (self.sums.as_gradients(outside), sums),
@@ -688,17 +682,17 @@ class Ticks:
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
     def _env(self, outside: Values, micro: Any) -> Values:
-        program = self.cut.program
-        state = self._slices(self.states, micro)
-        batch = jax.tree.leaves(self.join(self._slices(self.parts, micro)))
-        inputs = program.inputs[len(program.inputs) - len(state) - len(batch) :]
         return {
-            **program.constants,
+            **self.cut.program.constants,
             **self.fixed.values,
             **self.made.outside,
             **outside,
-            **dict(zip(inputs, [*state, *batch], strict=True)),
+            **self._inputs(self._slices(self.states, micro), self._slices(self.parts, micro)),
         }
+
+    def _inputs(self, state: Arrays, part: Arrays) -> Values:
+        """Model state and batch of a microbatch, by value."""
+        return self.cut.of_microbatch(state, jax.tree.leaves(self.join(part)))
 
     def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
         return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
@@ -707,32 +701,13 @@ class Ticks:
         """Per-layer slices of model state and of random keys in the batch, [microbatches, stages,
         chunks, layers, ...].
         """
-        cut = self.cut
-        if not cut.roles.drawn:
+        if not self.cut.roles.drawn:
             return []
-
-        def of(microbatch: tuple[Arrays, Arrays]) -> Arrays:
-            state, batch = microbatch[0], jax.tree.leaves(self.join(microbatch[1]))
-            env = {
-                **cut.program.constants,
-                **dict(
-                    zip(
-                        cut.program.inputs[len(cut.program.inputs) - len(state) - len(batch) :],
-                        [*state, *batch],
-                        strict=True,
-                    )
-                ),
-            }
-            numbers = [cut.scanned[k] for k in cut.roles.drawn]
-            evaluate_equations(
-                needed(cut.program.equations, numbers)[0], env, self.pipeline.outside()
-            )
-            return [env[number] for number in numbers]
-
-        return [
-            jax.vmap(self.pipeline.dealt)(leaf)
-            for leaf in jax.lax.map(of, (self.states, self.parts))
-        ]
+        drawn = jax.lax.map(
+            lambda microbatch: self.cut.drawn(self._inputs(*microbatch), self.pipeline.outside()),
+            (self.states, self.parts),
+        )
+        return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in drawn]
 
     def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
         """The result of `make` if the condition holds, otherwise zeros; the condition is the same
@@ -760,7 +735,7 @@ class Ticks:
             def tick(
                 carry: Carry,
                 tick: Any,
-                resident: Held,
+                resident: StageArrays,
                 edges: Edges,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
@@ -774,7 +749,7 @@ class Ticks:
     def look(self, totals: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+        def tick(carry: Carry, tick: Any, resident: StageArrays, edges: Edges) -> Carry:
             hop, _, left = self.stages.forward(
                 tick, resident, carry["hop"], self._entering(tick, edges), []
             )
@@ -796,7 +771,7 @@ class Ticks:
 
     def _ticks(
         self,
-        tick: Callable[[Carry, Any, Held, Edges], Carry],
+        tick: Callable[[Carry, Any, StageArrays, Edges], Carry],
         carry: Carry,
         start: int,
         stop: int,
@@ -941,7 +916,7 @@ class Ticks:
             "ready": self._unready(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+    def _forward(self, carry: Carry, tick: Any, resident: StageArrays, edges: Edges) -> Carry:
         hop, ring, left = self.stages.forward(
             tick, resident, carry["hop"], self._entering(tick, edges), carry["ring"]
         )
@@ -967,7 +942,7 @@ class Ticks:
             left,
         )
 
-    def _backward(self, carry: Carry, tick: Any, resident: Held, edges: Edges) -> Carry:
+    def _backward(self, carry: Carry, tick: Any, resident: StageArrays, edges: Edges) -> Carry:
         carry, leaving = self._after(carry, tick, edges)
         done = self.stages.backward(
             tick, resident, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"]
@@ -994,7 +969,7 @@ class Ticks:
 
         return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
 
-    def _weights(self, carry: Carry, tick: Any, resident: Held, _: Edges) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, resident: StageArrays, _: Edges) -> Carry:
         return {
             **carry,
             "sums": self.stages.weights(
@@ -1078,7 +1053,7 @@ def pipeline(
     late = (
         ends(placing_around, loss_cut, mesh)
         if exact and placing.reductions.when == DEFERRED and not stages.in_rounds
-        else Ends(mesh=mesh, uses={}, complete=frozenset())
+        else EdgeGradients(mesh=mesh, uses={}, complete=frozenset())
     )
     built = Pipeline(
         cut=loss_cut,
@@ -1237,3 +1212,71 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
         hint="one stacked module: nnx.vmap over the constructor, and a scan over the result",
     )
     return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), (finding,)
+
+
+def stage_remat(
+    plan: Plan, cut: Cut, program: Program, loss: LossReading, paths: Sequence[str]
+) -> StageRemat:
+    """The rematerialisation in the stages of a plan."""
+    fullest = fullest_stage(plan, cut.layers)
+    policies = layer_policies(plan, program, loss, paths)
+    uniform = StageRemat(
+        policy=plan.remat,
+        count=fullest,
+        layers=fullest,
+        virtual=plan.virtual_stages,
+        offloaded="activations" in plan.offload,
+    )
+    if not policies:
+        return uniform
+    counts = {group.path: group.count for group in layers(program, loss)}
+    # unrolled layers are one loop in the partitioned program
+    here = (
+        cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)
+    )
+    policy, count = policies[here]
+    outside = {
+        path: (name, math.ceil(number * counts[path] / fullest_stage(plan, counts[path]) - 1e-9))
+        for path, (name, number) in policies.items()
+        if path != here
+    }
+    return replace(uniform, policy=policy if count else "none", count=count, outside=outside)
+
+
+def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape and dtype of everything sent between stages: the carry, the values sent along with it,
+    and a buffer [layers, ...] for every stacked result of the layers.
+    """
+    avals = [loss_cut.program.avals[number] for number in loss_cut.entering]
+    buffers = [
+        jax.ShapeDtypeStruct(
+            (layers, *loss_cut.program.avals[number].shape[1:]),
+            loss_cut.program.avals[number].dtype,
+        )
+        for number in loss_cut.stacked
+    ]
+    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
+
+
+def sharded_dim(
+    leaf: jax.ShapeDtypeStruct,
+    layout: Layout | None,
+    outside: Layout | None,
+    stages: int,
+    plan: Plan,
+) -> int | None:
+    """The dim that is sharded over the stages outside of the layers: that of the layout there, or
+    else the largest dim that the plan does not shard and that divides, except the last (features).
+    """
+    if (outside_dim := dim_of_stages(outside)) is not None:
+        return outside_dim
+    parts = [
+        math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
+        for dim in range(len(leaf.shape))
+    ]
+    fitting = [
+        dim
+        for dim in range(len(leaf.shape) - 1)
+        if parts[dim] == 1 and leaf.shape[dim] % stages == 0
+    ]
+    return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

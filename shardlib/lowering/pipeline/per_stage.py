@@ -50,6 +50,7 @@ from shardlib.lowering.pipeline.layers import (
     Values,
     gathered,
     is_floating,
+    results_and_gradients,
 )
 from shardlib.lowering.pipeline.lockstep import Pipeline, plus
 from shardlib.lowering.placing import Placing
@@ -68,7 +69,7 @@ from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, neede
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class ChunkInputs:
     """Inputs of a chunk that stay the same through a step.
 
     Attributes:
@@ -195,7 +196,7 @@ class Work:
     def _walk(self) -> Walk:
         return replace(self.placing.walk(), layer_policies=self.remat.outside)
 
-    def _entering(self, resident: Held, micro: Index, entering: Arrays) -> Arrays:
+    def _entering(self, resident: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
         if self.first:
             return entering
         return [
@@ -203,13 +204,15 @@ class Work:
             *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
         ]
 
-    def _before(self, resident: Held, derived: Values, micro: Index) -> Arrays:
+    def _before(self, resident: ChunkInputs, derived: Values, micro: Index) -> Arrays:
         """Activations computed before the layers."""
         env = self._env(resident, derived, micro)
         evaluate_equations(self.cut.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.cut.entering]
 
-    def _results(self, resident: Held, derived: Values, micro: Index, left: Arrays) -> Arrays:
+    def _results(
+        self, resident: ChunkInputs, derived: Values, micro: Index, left: Arrays
+    ) -> Arrays:
         """Loss and metrics from the outputs of the last chunk."""
         cut, env, walk = self.cut, self._env(resident, derived, micro), self._walk()
         count = len(cut.final)
@@ -227,7 +230,7 @@ class Work:
         evaluate_equations(cut.after, env, walk)
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
-    def _env(self, resident: Held, derived: Values, micro: Index) -> Values:
+    def _env(self, resident: ChunkInputs, derived: Values, micro: Index) -> Values:
         """Values that the equations of a microbatch read."""
         used = {
             number: self._used(number, leaf)
@@ -240,17 +243,14 @@ class Work:
             **self._inputs(resident, micro),
         }
 
-    def _inputs(self, resident: Held, micro: Index) -> Values:
+    def _inputs(self, resident: ChunkInputs, micro: Index) -> Values:
         """Model state and batch of a microbatch."""
-        inputs = self.cut.program.inputs
         states = [part_of_microbatch(leaf, micro) for leaf in resident.states]
         batch = [
             part_of_microbatch(leaf, micro) if cuts else leaf
             for leaf, cuts in zip(resident.parts, self.in_parts, strict=True)
         ]
-        return dict(
-            zip(inputs[len(inputs) - len(states) - len(batch) :], [*states, *batch], strict=True)
-        )
+        return self.cut.of_microbatch(states, batch)
 
     def _used(self, number: int, leaf: Any) -> Any:
         """A value computed from parameters, in the layout in which the loss reads it."""
@@ -265,7 +265,7 @@ class Work:
         evaluate_equations(needed(cut.once, numbers)[0], env, Walk())
         return {number: env[number] for number in numbers}
 
-    def _operands(self, resident: Held, micro: Index) -> Operands:
+    def _operands(self, resident: ChunkInputs, micro: Index) -> Operands:
         cut = self.cut
         values = {**self.cut.program.constants, **self._known()}
         layers = self.chunk.layers
@@ -292,21 +292,19 @@ class Work:
             first=self.first,
         )
 
-    def _drawn(self, resident: Held, micro: Index) -> Arrays:
+    def _drawn(self, resident: ChunkInputs, micro: Index) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, for all layers."""
-        cut = self.cut
-        if not cut.roles.drawn:
+        if not self.cut.roles.drawn:
             return []
-        env = {**cut.program.constants, **self._inputs(resident, micro)}
-        numbers = [cut.scanned[k] for k in cut.roles.drawn]
-        evaluate_equations(needed(cut.program.equations, numbers)[0], env, self._walk())
-        return [env[number] for number in numbers]
+        return self.cut.drawn(self._inputs(resident, micro), self._walk())
 
     def _like(self) -> Arrays:
         """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
-    def forward(self, resident: Held, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(
+        self, resident: ChunkInputs, micro: Index, entering: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass); the first chunk computes its own
         inputs.
         """
@@ -316,7 +314,7 @@ class Work:
 
     def backward(
         self,
-        resident: Held,
+        resident: ChunkInputs,
         micro: Index,
         left: Arrays,
         stashed: Arrays,
@@ -337,7 +335,7 @@ class Work:
 
     def backward_inputs(
         self,
-        resident: Held,
+        resident: ChunkInputs,
         micro: Index,
         left: Arrays,
         stashed: Arrays,
@@ -354,7 +352,7 @@ class Work:
         return self._before_layers(resident, micro, early, entered), self._sent(entered), passed
 
     def backward_weights(
-        self, resident: Held, micro: Index, stashed: Arrays, passed: Arrays, late: Late
+        self, resident: ChunkInputs, micro: Index, stashed: Arrays, passed: Arrays, late: Late
     ) -> Late:
         """The weight-gradient half of the backward pass, which no stage waits for."""
         return self._summed(
@@ -364,12 +362,12 @@ class Work:
             ),
         )
 
-    def gather(self, resident: Held) -> Arrays:
-        """The operands in `Held.ready`."""
+    def gather(self, resident: ChunkInputs) -> Arrays:
+        """The operands in `ChunkInputs.ready`."""
         gathered = self.chunk.gathered
         return [] if gathered is None else gathered.gather(self._sources(resident))
 
-    def reduced(self, resident: Held, late: Late) -> Late:
+    def reduced(self, resident: ChunkInputs, late: Late) -> Late:
         """Gradients of all stacked parameters after the last microbatch, with the partial sums
         reduced into them.
         """
@@ -392,7 +390,7 @@ class Work:
             weights=[totals[position] for position in positions], shared=late.shared, sums=[]
         )
 
-    def _sources(self, resident: Held, *, padded: bool = False) -> Arrays:
+    def _sources(self, resident: ChunkInputs, *, padded: bool = False) -> Arrays:
         """Stacks from which operands are gathered beforehand, for the chunk's layers or padded to
         the chunk's room.
         """
@@ -407,7 +405,7 @@ class Work:
         return entered if self.first else []
 
     def _after_layers(
-        self, resident: Held, micro: Index, left: Arrays, back: Arrays, early: Early
+        self, resident: ChunkInputs, micro: Index, left: Arrays, back: Arrays, early: Early
     ) -> tuple[Early, Arrays]:
         """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
         chunks.
@@ -415,19 +413,12 @@ class Work:
         if not self.last:
             return early, back
 
-        def run(derived: Values, moving: Arrays) -> tuple[Any, Arrays]:
-            floating = iter(moving)
-            results = self._results(
-                resident,
-                derived,
-                micro,
-                [next(floating) if is_floating(leaf) else leaf for leaf in left],
-            )
-            return results[self.loss], results
-
-        moving = [leaf for leaf in left if is_floating(leaf)]
-        _, pull, results = jax.vjp(run, self._derived(resident), moving, has_aux=True)
-        outside, back = pull(jnp.ones((), results[self.loss].dtype))
+        results, (outside, back) = results_and_gradients(
+            lambda derived, left: self._results(resident, derived, micro, left),
+            self.loss,
+            left,
+            self._derived(resident),
+        )
         return (
             Early(
                 outside=plus(early.outside, outside),
@@ -436,7 +427,9 @@ class Work:
             back,
         )
 
-    def _before_layers(self, resident: Held, micro: Index, early: Early, entered: Arrays) -> Early:
+    def _before_layers(
+        self, resident: ChunkInputs, micro: Index, early: Early, entered: Arrays
+    ) -> Early:
         """Gradients of the values that the first chunk reads before the layers; does nothing for
         other chunks.
         """
@@ -451,7 +444,7 @@ class Work:
         outside = jax.vjp(run, self._derived(resident))[1](entered[: len(positions)])[0]
         return Early(outside=plus(early.outside, outside), totals=early.totals)
 
-    def _derived(self, resident: Held) -> Values:
+    def _derived(self, resident: ChunkInputs) -> Values:
         """Values with a gradient that are read before or after the layers."""
         return {
             number: resident.kept[number]
@@ -553,7 +546,7 @@ class Inputs:
         gradients: final gradients of stacked parameters.
     """
 
-    held: Held
+    held: ChunkInputs
     micro: jax.ShapeDtypeStruct
     entering: Abstracts
     early: Early
@@ -678,7 +671,9 @@ def _late(
     shardings of these, and of the residuals, are not known yet.
     """
 
-    def passed(resident: Held, micro: Any, left: Any, stashed: Any, back: Any, early: Early) -> Any:
+    def passed(
+        resident: ChunkInputs, micro: Any, left: Any, stashed: Any, back: Any, early: Early
+    ) -> Any:
         return work.backward_inputs(resident, micro, left, stashed, back, early)[2]
 
     left, back = _ends(work, work.activations)
@@ -720,11 +715,11 @@ def _both(
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
-    def run(resident: Held, micro: Any, entering: Any, early: Early, late: Late) -> Any:
+    def run(resident: ChunkInputs, micro: Any, entering: Any, early: Early, late: Late) -> Any:
         left, saved = work.forward(resident, micro, entering)
         return work.backward(resident, micro, left, saved, [], early, late)
 
-    def inputs(resident: Held, micro: Any, entering: Any, early: Early) -> Any:
+    def inputs(resident: ChunkInputs, micro: Any, entering: Any, early: Early) -> Any:
         left, saved = work.forward(resident, micro, entering)
         early, entered, passed = work.backward_inputs(resident, micro, left, saved, [], early)
         return early, entered, [saved[k] for k in stashed], passed
@@ -1054,11 +1049,8 @@ class Opening:
             for number, leaf in values.items()
         }
         totals = [total.sum(0) / self.microbatches for total in summed.totals]
-        loss, (metrics, _) = jax.tree.unflatten(self.pipeline.traced.out_tree, [*totals, *after])
-        return (
-            loss,
-            (metrics, jax.tree.unflatten(jax.tree.structure(state), after)),
-        ), structure.unflatten(pull(cotangents)[0])
+        results = self.pipeline.results(totals, state, after)
+        return results, structure.unflatten(pull(cotangents)[0])
 
     def made(self, leaves: Arrays) -> Values:
         """Values that the loss computes from parameters alone."""
@@ -1381,7 +1373,7 @@ class Step:
         )
 
     def held(self, chunk: int) -> Arrays:
-        """The inputs of a chunk, in the order of `Held`."""
+        """The inputs of a chunk, in the order of `ChunkInputs`."""
         if chunk not in self._held:
             turn, stage = divmod(chunk, self.ways)
             opened, gather = self.opened, self.programs.chunks[chunk].gather
@@ -1489,11 +1481,11 @@ class StagePrograms:
         work = self.works[chunk]
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
-    def _held(self, chunk: int, opened: Opened) -> Held:
+    def _held(self, chunk: int, opened: Opened) -> ChunkInputs:
         """The inputs of a chunk, abstract."""
         places = self.opening.places
         turn, stage = divmod(chunk, len(places.stages))
-        return Held(
+        return ChunkInputs(
             stacks=[places.like(parts[turn], stage) for parts in opened.stacks],
             kept={number: places.like(opened.kept[number], stage) for number in self._kept(chunk)},
             states=[places.like(leaf, stage) for leaf in opened.states],

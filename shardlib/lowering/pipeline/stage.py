@@ -6,7 +6,6 @@ stay automatic inside. A stage's array is a slice of a global array with a leadi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,33 +22,16 @@ from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
-    Cut,
     Gradients,
     Operands,
     is_floating,
     layer_of,
     with_layer,
 )
-from shardlib.planner.plan import Plan
 from shardlib.schedules import Timetable
 
 # --------------------------------------------------------------------------------------------------
 # Stage activations, and the dim along which they are sharded over the stages outside of the layers.
-
-
-def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of everything sent between stages: the carry, the values sent along with it,
-    and a buffer [layers, ...] for every stacked result of the layers.
-    """
-    avals = [loss_cut.program.avals[number] for number in loss_cut.entering]
-    buffers = [
-        jax.ShapeDtypeStruct(
-            (layers, *loss_cut.program.avals[number].shape[1:]),
-            loss_cut.program.avals[number].dtype,
-        )
-        for number in loss_cut.stacked
-    ]
-    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
 
 
 def dim_of_stages(layout: Layout | None) -> int | None:
@@ -61,37 +43,13 @@ def dim_of_stages(layout: Layout | None) -> int | None:
     )
 
 
-def sharded_dim(
-    leaf: jax.ShapeDtypeStruct,
-    layout: Layout | None,
-    outside: Layout | None,
-    stages: int,
-    plan: Plan,
-) -> int | None:
-    """The dim that is sharded over the stages outside of the layers: that of the layout there, or
-    else the largest dim that the plan does not shard and that divides, except the last (features).
-    """
-    if (outside_dim := dim_of_stages(outside)) is not None:
-        return outside_dim
-    parts = [
-        math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
-        for dim in range(len(leaf.shape))
-    ]
-    fitting = [
-        dim
-        for dim in range(len(leaf.shape) - 1)
-        if parts[dim] == 1 and leaf.shape[dim] % stages == 0
-    ]
-    return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)
-
-
 # --------------------------------------------------------------------------------------------------
 # Arrays of the stages, as pytrees with a leading dim of stages.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class StageArrays:
     """Arrays of every stage that stay the same through all ticks.
 
     Attributes:
@@ -359,13 +317,13 @@ class Stages:
         gathered = self.chunk.gathered
         return bool(self.table.rounds and gathered and gathered.operands)
 
-    def gather(self, resident: Held) -> Arrays:
+    def gather(self, resident: StageArrays) -> Arrays:
         """The operands gathered beforehand, [stages, chunks, layers, ...]."""
         if self.chunk.gathered is None:
             return []
         return self._manual(self._gather, (self._held(),), OWN)(resident)
 
-    def gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
+    def gather_over(self, resident: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         """The operands gathered beforehand, [stages, window, layers, ...], with one chunk's
         gathered into its slot.
         """
@@ -374,7 +332,7 @@ class Stages:
             resident, ready, chunk
         )
 
-    def reduce(self, resident: Held, sums: Arrays) -> Arrays:
+    def reduce(self, resident: StageArrays, sums: Arrays) -> Arrays:
         """Gradients of weights from the partial sums for operands gathered beforehand,
         [stages, chunks, layers, ...].
         """
@@ -382,7 +340,7 @@ class Stages:
             return []
         return self._manual(self._reduce, (self._held(), OWN), OWN)(resident, sums)
 
-    def reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def reduce_out(self, resident: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         """(gradients of weights [stages, layers, ...] from the partial sums in one slot, the sums
         [stages, window, layers, ...] with that slot zeroed).
         """
@@ -399,14 +357,14 @@ class Stages:
 
         return self._manual(zeros, (), OWN)()
 
-    def _gather(self, resident: Held) -> Arrays:
+    def _gather(self, resident: StageArrays) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [leaf[0] for leaf in self._sources(resident)]
         operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
-    def _gather_over(self, resident: Held, ready: Arrays, chunk: Index) -> Arrays:
+    def _gather_over(self, resident: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [
@@ -416,7 +374,7 @@ class Stages:
         operands = gathered.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
         return [leaf[None] for leaf in operands]
 
-    def _reduce(self, resident: Held, sums: Arrays) -> Arrays:
+    def _reduce(self, resident: StageArrays, sums: Arrays) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [leaf[0, 0] for leaf in self._sources(resident)]
@@ -425,26 +383,28 @@ class Stages:
         )
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
 
-    def _reduce_out(self, resident: Held, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def _reduce_out(
+        self, resident: StageArrays, sums: Arrays, slot: Index
+    ) -> tuple[Arrays, Arrays]:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [leaf[0, 0] for leaf in self._sources(resident)]
         gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
         return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
 
-    def _sources(self, resident: Held) -> Arrays:
+    def _sources(self, resident: StageArrays) -> Arrays:
         """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
         gathered = self.chunk.gathered
         assert gathered is not None
         places = self.chunk.cut.roles.weights
         return [resident.weights[places.index(position)] for position in gathered.sources]
 
-    def _held(self) -> Held:
-        """Specs of the arrays of `Held`, in their place."""
+    def _held(self) -> StageArrays:
+        """Specs of the arrays of `StageArrays`, in their place."""
         per_stage: Any = PartitionSpec(self.axis)
         replicated: Any = PartitionSpec()
         drawn: Any = PartitionSpec(None, self.axis)
-        return Held(
+        return StageArrays(
             weights=per_stage,
             tables=per_stage,
             drawn=drawn,
@@ -454,7 +414,7 @@ class Stages:
         )
 
     def forward(
-        self, tick: Index, resident: Held, hop: Hop, entering: Arrays, ring: Arrays
+        self, tick: Index, resident: StageArrays, hop: Hop, entering: Arrays, ring: Arrays
     ) -> tuple[Hop, Arrays, Arrays]:
         """One tick forward.
 
@@ -470,7 +430,7 @@ class Stages:
     def backward(
         self,
         tick: Index,
-        resident: Held,
+        resident: StageArrays,
         hop: Hop,
         leaving: Arrays,
         ring: Arrays,
@@ -497,7 +457,7 @@ class Stages:
         return Backward(hop=hop, sums=sums, passed=passed, entered=entered)
 
     def weights(
-        self, tick: Index, resident: Held, ring: Arrays, sums: Gradients, passed: Arrays
+        self, tick: Index, resident: StageArrays, ring: Arrays, sums: Gradients, passed: Arrays
     ) -> Gradients:
         """Weight gradients of one tick, if these are delayed; arguments as those of `backward`,
         results as its `sums`.
@@ -505,13 +465,13 @@ class Stages:
         run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
         return run(self._numbers(), tick, resident, ring, sums, passed)
 
-    def stashed(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
+    def stashed(self, resident: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the stash of one unit, [stages, ...]."""
         return self._shapes(
             lambda operands, zeros: self.chunk.forward(operands, zeros)[1], resident
         )
 
-    def in_host_memory(self, resident: Held) -> list[bool]:
+    def in_host_memory(self, resident: StageArrays) -> list[bool]:
         """Whether each array of the stash is offloaded to host memory."""
         on_host: list[bool] = []
 
@@ -523,7 +483,7 @@ class Stages:
         self._shapes(one, resident)
         return on_host
 
-    def passed_on(self, resident: Held) -> list[jax.ShapeDtypeStruct]:
+    def passed_on(self, resident: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the residuals of one unit for delayed weight gradients, [stages,
         ...].
         """
@@ -539,13 +499,13 @@ class Stages:
         return self._shapes(one, resident) if self.table.split else []
 
     def _shapes(
-        self, function: Callable[[Operands, Arrays], Arrays], resident: Held
+        self, function: Callable[[Operands, Arrays], Arrays], resident: StageArrays
     ) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the results, on every stage, of a function of a chunk's operands and
         inputs.
         """
 
-        def one(resident: Held) -> Arrays:
+        def one(resident: StageArrays) -> Arrays:
             return [
                 leaf[None] for leaf in function(self._operands(resident, 0, 0, 0), self._like())
             ]
@@ -553,7 +513,13 @@ class Stages:
         return jax.eval_shape(self._manual(one, (self._held(),), OWN), resident)
 
     def _forward(
-        self, numbers: Value, tick: Index, resident: Held, hop: Hop, entering: Arrays, ring: Arrays
+        self,
+        numbers: Value,
+        tick: Index,
+        resident: StageArrays,
+        hop: Hop,
+        entering: Arrays,
+        ring: Arrays,
     ) -> tuple[Hop, Arrays, Arrays]:
         stage = numbers[0]
         micro, chunk, works = self.table.forward(tick, stage)
@@ -597,7 +563,7 @@ class Stages:
         self,
         numbers: Value,
         tick: Index,
-        resident: Held,
+        resident: StageArrays,
         hop: Hop,
         leaving: Arrays,
         ring: Arrays,
@@ -643,7 +609,7 @@ class Stages:
         self,
         numbers: Value,
         tick: Index,
-        resident: Held,
+        resident: StageArrays,
         ring: Arrays,
         sums: Gradients,
         passed: Arrays,
@@ -692,7 +658,7 @@ class Stages:
             ],
         )
 
-    def _operands(self, resident: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
+    def _operands(self, resident: StageArrays, stage: Any, micro: Any, chunk: Any) -> Operands:
         """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         drawn = [

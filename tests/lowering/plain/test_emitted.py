@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib
 from shardlib.frontend.steps import StepProgram
-from shardlib.verification.timelines import read_traffic
+from shardlib.verification.traffic import read_traffic
 from tests.lowering.plain import models
 
 LINEN = shardlib.linen(models.MODULE, models.TOKENS["x"])
